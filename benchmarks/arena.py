@@ -22,10 +22,10 @@ from benchmarks.runner import Benchmark, Line, OneOf
 from benchmarks.steps import CPU
 from benchmarks.table import interleaved, mib, ratio
 from memopt.api.plan import Plan
-from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
+from memopt.step.inputs import Call, to_call
 from memopt.strategies.olla import Olla
 from tests.zoo import Family, get
 

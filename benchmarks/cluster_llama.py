@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.programs.early_collectives import with_early_collectives
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.reductions.block_checkpoints import forward_of_blocks, largest_sent_bytes, run_again

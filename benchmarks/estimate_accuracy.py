@@ -34,11 +34,12 @@ from benchmarks.steps import CPU
 from benchmarks.table import joined, mib, table
 from memopt.api.planning import plan
 from memopt.models.device import Device
-from memopt.profiler import device_measure, device_probes, estimate_model
-from memopt.profiler.measure import environment
-from memopt.profiler.memory import metered
-from memopt.profiler.profiled import Profiled
-from memopt.profiler.signature import StandIns, signature
+from memopt.pricing import device_measure, device_probes
+from memopt.pricing.measure import environment
+from memopt.pricing.memory import metered
+from memopt.profiler import estimate_model
+from memopt.step.profiled import Profiled
+from memopt.step.signature import StandIns, signature
 from tests.zoo import FAMILIES, Family, call, get
 
 ROUNDS = 3

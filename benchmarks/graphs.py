@@ -12,18 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memopt
 from benchmarks.shapes import WithLoss
 from benchmarks.table import captured
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.chain import Chain, Stage
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Phase
 from memopt.models.presets import find_device
+from memopt.pricing.measure import with_costs
+from memopt.pricing.roofline import estimate_costs
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.inputs import to_call
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import with_costs
-from memopt.profiler.roofline import estimate_costs
 from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.reductions.linearize import linearize
+from memopt.step.inputs import to_call
+from memopt.step.loss import Loss
 from tests import zoo
 from tests.zoo.language import logits_loss, make_gpt2, make_xlm_r, tokens
 

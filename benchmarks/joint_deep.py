@@ -20,7 +20,7 @@ from benchmarks.shapes import gpt2_of, llama
 from benchmarks.table import NONE, signed
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device

@@ -25,13 +25,13 @@ from benchmarks.steps import CPU, clear, peak_of
 from benchmarks.table import MIB, interleaved, ratio, signed
 from memopt.api import planning
 from memopt.api.plan import Plan
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.device import Device
-from memopt.profiler.backend import backend_of
-from memopt.profiler.cache import ProfileCache
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.profiled import Profiled
+from memopt.pricing.cache import ProfileCache
+from memopt.pricing.measure import MeasureOptions
 from memopt.profiler.session import profile_model
+from memopt.step.backend import backend_of
+from memopt.step.profiled import Profiled
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.store_all import StoreAll

@@ -18,7 +18,7 @@ from benchmarks.graphs import FOLDER
 from benchmarks.table import Kept, captured, signed
 from memopt.api import planning
 from memopt.errors import MemoptError
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device

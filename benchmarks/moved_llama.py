@@ -25,13 +25,13 @@ from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Implementation, Operator, Phase
 from memopt.models.presets import GH200, H100
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.host_updates import ON_HOST, with_choices
-from memopt.profiler.loss import Loss
-from memopt.profiler.movable import movable_graph
-from memopt.profiler.profiled import Profiled
 from memopt.programs.moved import carried_over
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
+from memopt.step.host_updates import ON_HOST, with_choices
+from memopt.step.loss import Loss
+from memopt.step.movable import movable_graph
+from memopt.step.profiled import Profiled
 from memopt.strategies.joint.strategy import Joint
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import without_host_updates

@@ -18,6 +18,7 @@ from benchmarks.runner import Benchmark
 from benchmarks.table import joined, percent, table
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
+from memopt.passes.order_and_place import order_and_place
 from memopt.programs.instructions import Compute, Program, SwapIn
 from memopt.programs.liveness import store_all
 from memopt.programs.placed import arena_use
@@ -29,7 +30,6 @@ from memopt.strategies.offload.autoswap import AutoSwap
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.yardsticks import Vdnn
-from memopt.strategies.olla.order_and_place import order_and_place
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 
 STRATEGIES: dict[str, Strategy] = {

@@ -25,10 +25,10 @@ from benchmarks.olla_tables import (
 from benchmarks.runner import Benchmark
 from benchmarks.steps import CPU, peak_of
 from benchmarks.table import GIB, joined, mib, percent, table
-from memopt.profiler.inputs import to_call
 from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.inputs import to_call
 from memopt.strategies.olla import Olla
 from tests import zoo
 from tests.zoo.family import TINY_BATCH

@@ -22,6 +22,8 @@ from benchmarks.runner import Benchmark
 from benchmarks.table import MIB, joined, mib, percent, table
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.passes.order.program_tasks import tasks_of
+from memopt.passes.order.task_contraction import eager
 from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -29,8 +31,6 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.olla import order_program, place_program
-from memopt.strategies.olla.program_tasks import tasks_of
-from memopt.strategies.olla.task_contraction import eager
 
 NAMES = (
     "resnet50", "vgg16", "googlenet", "mobilenet_v2", "densenet121", "efficientnet_b0",

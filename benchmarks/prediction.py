@@ -26,8 +26,10 @@ from benchmarks.estimate_accuracy import ThreadClock
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, mib, table
 from memopt.executor.check import measure_step
-from memopt.profiler import Loss, MeasureOptions, backend, measure, profile_model
+from memopt.pricing import measure
+from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.programs.instructions import Compute
+from memopt.step import backend
 from tests.zoo import FAMILIES, Family
 
 STRATEGIES = ("store-all", "rotor", "olla", "joint")

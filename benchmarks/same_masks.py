@@ -13,8 +13,8 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.kernels.compiled.dropout import SEEDS, kept_elements
 from memopt.models.graph import Graph
-from memopt.profiler.compiled.dropout import SEEDS, kept_elements
 
 _DRAW = torch.ops.aten.bernoulli_.float
 _EVEN = 0.5

@@ -33,7 +33,7 @@ from benchmarks.runner import Benchmark, named
 from benchmarks.shapes import gpt2_of
 from benchmarks.table import joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from tests.distributed.gloo import in_one_thread
 
 import torchvision  # isort: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 Step = Callable[[], object]
 CPU = torch.device("cpu")

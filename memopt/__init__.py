@@ -49,8 +49,8 @@ if _typing.TYPE_CHECKING:
 
 def measure_device(device: object = None) -> Device:
     """This machine's Device, measured in a few seconds: link, memory bandwidth, rates by kind of
-    operator. See `memopt.profiler.device_measure`; imports torch."""
-    from memopt.profiler.device_measure import measure_device as measure
+    operator. See `memopt.pricing.device_measure`; imports torch."""
+    from memopt.pricing.device_measure import measure_device as measure
 
     return measure(device)  # type: ignore[arg-type]  # torch's own words name a device
 

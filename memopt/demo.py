@@ -25,7 +25,7 @@ from memopt.api.planning import plan as make_plan
 from memopt.commands.torchvision import REMEDY, without_broken_torchvision
 from memopt.executor.check import unmetered_bytes
 from memopt.models.budget import format_bytes
-from memopt.profiler.memory import MemoryUse, metered
+from memopt.pricing.memory import MemoryUse, metered
 
 if TYPE_CHECKING:
     from rich.table import Table

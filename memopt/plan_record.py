@@ -21,7 +21,7 @@ from memopt.programs.placed import ArenaUse, arena_use
 from memopt.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
+    from memopt.step.profiled import Profiled
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.reductions",
         "memopt.torch_private",
     ),
-    "memopt.implementations": (
+    "memopt.kernels": (
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.models",
         "memopt.programs",
         "memopt.profiler",
-        "memopt.implementations",
+        "memopt.kernels",
         "memopt.executor.out_variants",
     ),
     "memopt.executor": (
@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.programs",
         "memopt.reductions",
         "memopt.profiler",
-        "memopt.implementations",
+        "memopt.kernels",
         "memopt.stages",
         "memopt.torch_private",
     ),
@@ -104,7 +104,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.programs",
         "memopt.reductions",
         "memopt.profiler",
-        "memopt.implementations",
+        "memopt.kernels",
         "memopt.stages",
         "memopt.executor",
         "memopt.distributed",
@@ -185,7 +185,7 @@ SHARED_BY_STRATEGIES = (
     "memopt.strategies.checkpointed_blocks",
     "memopt.strategies.target",
     "memopt.strategies.store_all",
-    "memopt.strategies.solvers",
+    "memopt.solvers",
     "memopt.strategies.moving",
     "memopt.strategies.shared",
 )

@@ -21,8 +21,8 @@ EVERY_KIND = {
 """What a new instruction must be told to; docs/adding.md lists the same places."""
 
 SOME_KINDS = {
-    "memopt.programs.early_collectives",
-    "memopt.strategies.olla.order_and_place",
+    "memopt.passes.early_collectives",
+    "memopt.passes.order_and_place",
     "memopt.strategies.shared.kernel_choice",
 }
 RUNS_ONLY = {
@@ -37,7 +37,7 @@ RUNS_ONLY = {
     "memopt.reductions.updates",
     "memopt.strategies.shared.graph_model",
     "memopt.strategies.shared.stage_alternatives",
-    "memopt.strategies.olla.program_tasks",
+    "memopt.passes.order.program_tasks",
 }
 
 

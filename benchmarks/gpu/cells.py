@@ -26,10 +26,10 @@ from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP
 from memopt.models.presets import find_device
-from memopt.profiler.backend import backend_of
 from memopt.programs.allocator_requests import Allocate, allocation_trace
 from memopt.programs.allocator_snapshot import compare_snapshot
 from memopt.programs.caching_allocator import CachingAllocator
+from memopt.step.backend import backend_of
 from tests.executor.fake_graphs import FakeGraphs
 
 CLOSE = 1e-3

@@ -23,10 +23,10 @@ import memopt
 from benchmarks.gpu.hooks import StreamedHooks
 from benchmarks.steps import Step, clear, peak_of
 from benchmarks.table import interleaved, ratio
+from memopt.pricing.memory import library_bytes
 from memopt.profiler import Loss, MeasureOptions, profile_model
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import library_bytes
-from memopt.profiler.profiled import Profiled
+from memopt.step.backend import backend_of
+from memopt.step.profiled import Profiled
 from tests.zoo import Family, call, get
 from tests.zoo.family import TINY_BATCH
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.gpu.offload import effort, standing_bytes, stepper
 from benchmarks.steps import clear
 from memopt.profiler import Loss, profile_model
-from memopt.profiler.profiled import Profiled
+from memopt.step.profiled import Profiled
 from tests.zoo import Family, get
 from tests.zoo.family import TINY_BATCH
 

@@ -14,7 +14,7 @@ from memopt.plan_record import PlanRecord
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.profiler.inputs import Call
+    from memopt.step.inputs import Call
 
 
 def plan_for(plan: PlanRecord, model: nn.Module, call: Call) -> PlanRecord:

@@ -26,8 +26,8 @@ from memopt.plan_record import BaselineFigures
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
+    from memopt.step.profiled import Profiled
 
 MOST_FILES = 2000
 """The oldest cells beyond this many are dropped."""

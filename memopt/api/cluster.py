@@ -29,7 +29,7 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
             'mesh= is for a cluster that is not there: mode="estimate". To measure, run the ranks '
             "(torchrun) and plan in each"
         )
-    from memopt.profiler.fake_ranks import fake_ranks, model_on
+    from memopt.capture.fake_ranks import fake_ranks, model_on
 
     with fake_ranks(mesh) as devices:
         yield model_on(devices, model)

@@ -29,8 +29,8 @@ from memopt.strategies import STRATEGIES, Status, Strategy, resolve
 from memopt.strategies.target import Target, chain_view
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
+    from memopt.step.profiled import Profiled
 
 FAST = (
     "store-all",

@@ -60,7 +60,7 @@ def finish(
     """
     asked = {"order": passes.order, "place": passes.place}
     if passes.order or passes.place:
-        from memopt.strategies.olla.order_and_place import ordered_and_placed
+        from memopt.passes.order_and_place import ordered_and_placed
 
         lower = target.view.lower if target.view is not None else None
         solution = ordered_and_placed(

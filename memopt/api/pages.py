@@ -99,7 +99,7 @@ def _name(plan: PlanRecord) -> str:
 def _texts(plan: PlanRecord) -> Mapping[int, str]:
     """Tensor → dtype and shape: of the captured graph, else of what the plan's file knows."""
     if plan.profiled is not None:
-        from memopt.profiler.tensor_texts import tensor_texts
+        from memopt.step.tensor_texts import tensor_texts
 
         return tensor_texts(plan.profiled.lowering)
     if plan.record is None:
@@ -115,7 +115,7 @@ def _savings(plan: PlanRecord) -> tuple[Saving, ...]:
         return ()
     import torch
 
-    from memopt.profiler.optimizer_state import smaller_states
+    from memopt.step.optimizer_state import smaller_states
 
     state = plan.profiled.optimizer
     trained = [

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from memopt.executor.train_step import TrainStep
     from memopt.models.progress import Progress
-    from memopt.profiler.inputs import Call
-    from memopt.profiler.profiled import Profiled
     from memopt.report.lanes import StepLanes
     from memopt.report.page.document import Page
     from memopt.report.step_check import StepCheck
+    from memopt.step.inputs import Call
+    from memopt.step.profiled import Profiled
 
 
 @dataclass(frozen=True)

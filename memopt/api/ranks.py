@@ -14,8 +14,8 @@ from memopt.plan_record import PlanRecord
 from memopt.stages.stages import PROFILING
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
-    from memopt.profiler.ranks import Ranks
+    from memopt.step.profiled import Profiled
+    from memopt.step.ranks import Ranks
 
 PLANNING = "rank 0 plans"
 
@@ -26,7 +26,7 @@ def planning_ranks(model: Any, mode: str) -> Ranks | None:
         return None
     from torch import nn
 
-    from memopt.profiler.ranks import ranks_of
+    from memopt.step.ranks import ranks_of
 
     return ranks_of(model) if isinstance(model, nn.Module) else None
 
@@ -48,7 +48,7 @@ def profiling_together(
     if ranks is None:
         yield
         return
-    from memopt.profiler.ranks import together
+    from memopt.step.ranks import together
 
     with ranks.failing_together(PROFILING):
         ranks.check_same(_facts(model, inputs, wanted), PROFILING)
@@ -60,8 +60,8 @@ def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
     """What must be the same on all ranks, for people."""
     import torch
 
-    from memopt.profiler.dependencies.reader import described, described_text
-    from memopt.profiler.training_call import training_call
+    from memopt.capture.training_call import training_call
+    from memopt.step.reader import described, described_text
 
     shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
     leaves = training_call(model, inputs).leaves

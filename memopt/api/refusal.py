@@ -11,7 +11,7 @@ from memopt.models.graph import Graph
 from memopt.strategies import Solution, Status, Strategy
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
+    from memopt.step.profiled import Profiled
 
 
 def infeasible(

@@ -43,8 +43,8 @@ from memopt.strategies.named_budgets import Planning
 from memopt.strategies.target import Target
 
 if TYPE_CHECKING:
-    from memopt.profiler.profiled import Profiled
     from memopt.reductions.chain_view import ChainView
+    from memopt.step.profiled import Profiled
 
 _NO_OPERATORS = (
     "order=True and place=True work on the operators of a graph; a Chain has none: plan "
@@ -230,8 +230,8 @@ def _record(
 def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     if profiled is None:
         return ()
+    from memopt.capture.training_call import call_notes
     from memopt.profiler.session import checkpoint_notes, loss_notes
-    from memopt.profiler.training_call import call_notes
 
     notes = profiled.notes
     state = profiled.optimizer

@@ -48,7 +48,7 @@ def check_movable(wanted: PlanRequest, strategy: Strategy) -> None:
         ValueError: it is unreadable, the strategy moves nothing, or something that does not go
             together with it is asked for.
     """
-    from memopt.profiler.movable import parse_movable
+    from memopt.step.movable import parse_movable
 
     step, passes = wanted.step, wanted.passes
     parse_movable(step.movable)
@@ -96,7 +96,7 @@ def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bo
         ValueError: the plan is not of a whole step that was captured for it, or the host budget
             is too small for the state alone.
     """
-    from memopt.profiler.profiled import ProfiledStep
+    from memopt.step.profiled import ProfiledStep
 
     if not whole_step or not isinstance(profiled, ProfiledStep):
         raise ValueError(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from memopt.executor.module import OnMismatch, PlannedModule, Running
     from memopt.executor.plan_maker import Asked
     from memopt.executor.self_planning import SelfPlanning
-    from memopt.profiler.inputs import Call
+    from memopt.step.inputs import Call
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -105,9 +105,9 @@ def wrap(
     """
     from torch import nn
 
+    from memopt.capture.remedies import inside_fabric
     from memopt.executor.self_planning import SelfPlanning
-    from memopt.profiler.optimizer_state import optimizer_state
-    from memopt.profiler.remedies import inside_fabric
+    from memopt.step.optimizer_state import optimizer_state
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
@@ -135,8 +135,8 @@ def unwrap(model: M) -> M:
     Raises:
         ValueError: it is not wrapped.
     """
+    from memopt.capture.remedies import inside_fabric
     from memopt.executor.self_planning import planning_of
-    from memopt.profiler.remedies import inside_fabric
 
     made = planning_of(inside_fabric(model) or model)
     if made is None:
@@ -155,10 +155,10 @@ def running(model: nn.Module) -> SelfPlanning | Running:
     Raises:
         ValueError: it is neither.
     """
+    from memopt.capture.remedies import inside_fabric
     from memopt.executor.module import PlannedModule
     from memopt.executor.module import running as running_planned
     from memopt.executor.self_planning import planning_of
-    from memopt.profiler.remedies import inside_fabric
 
     if isinstance(model, PlannedModule):
         return running_planned(model)
@@ -180,7 +180,7 @@ class _Planner:
 
     def charges_loss(self, call: Call) -> bool:
         """See `memopt.executor.plan_maker.Planner`."""
-        from memopt.profiler.training_call import has_own_loss
+        from memopt.capture.training_call import has_own_loss
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
@@ -197,7 +197,7 @@ class _Planner:
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
         """See `memopt.executor.plan_maker.Planner`."""
-        from memopt.profiler.training_call import NoLossError
+        from memopt.capture.training_call import NoLossError
 
         request = self._request(call, asked)
         try:
@@ -259,7 +259,7 @@ class _Planner:
         return Plan.of(record), again if kept else None
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
-        from memopt.profiler.training_call import own_loss
+        from memopt.capture.training_call import own_loss
 
         loss_fn, targets = self.loss_fn, self.targets
         if loss_fn is None and self.charges_loss(call):
@@ -289,10 +289,10 @@ def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     """What a plan depends on, as far as it can be told without capturing the model; None: the loss
     or an argument cannot be told from another one."""
+    from memopt.pricing.baseline import loss_text
     from memopt.profiler import Loss
-    from memopt.profiler.baseline import loss_text
-    from memopt.profiler.inputs import device_of
-    from memopt.profiler.record import record_of
+    from memopt.step.inputs import device_of
+    from memopt.step.record import record_of
 
     text = ""
     if request.step.loss_fn is not None:

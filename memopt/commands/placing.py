@@ -24,8 +24,8 @@ def place(
     as_json: options.Json = False,
 ) -> None:
     """Give buffers with known lifetimes addresses in as little memory as possible."""
-    from memopt.strategies.olla.csv_files import read_buffers, write_buffers
-    from memopt.strategies.olla.placement import place as place_buffers
+    from memopt.passes.place.csv_files import read_buffers, write_buffers
+    from memopt.passes.place.placement import place as place_buffers
 
     buffers, _ = read_buffers(instance)
     found = place_buffers(buffers, capacity, time_limit_s=time_limit)

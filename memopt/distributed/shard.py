@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from memopt.capture.joined_collectives import BUCKETS
 from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
-from memopt.profiler.joined_collectives import BUCKETS
-from memopt.profiler.ranks import ranks_in
+from memopt.step.ranks import ranks_in
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, parameters_of
 

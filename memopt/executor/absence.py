@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.signature import values_of
+from memopt.step.signature import values_of
 
 NEUTRAL = -0.0
 """Added to a number of floating point it changes no bit of it, the sign of zero included."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.captured import Captured
+from memopt.step.captured import Captured
 from memopt.torch_private.modes import backward_number
 
 _SUM = torch.ops.aten.add.Tensor

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memopt.capture.training_call import training_call
 from memopt.errors import GuardError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
@@ -24,16 +25,15 @@ from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed, Runtime
 from memopt.models.budget import format_bytes
 from memopt.models.options import parse_mismatch
-from memopt.profiler.backend import autocast_as, autocast_state
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call
-from memopt.profiler.ranks import ranks_of
-from memopt.profiler.record import example_call
-from memopt.profiler.training_call import training_call
 from memopt.programs.placed import arena_use
 from memopt.reductions.stage_map import has_updates
 from memopt.stages import LastCapture
+from memopt.step.backend import autocast_as, autocast_state
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
+from memopt.step.ranks import ranks_of
+from memopt.step.record import example_call
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -20,10 +20,10 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.out_variants import OutVariant, out_variants_of
-from memopt.profiler.build import Lowering
-from memopt.profiler.signature import values_of
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.placed import ALIGNMENT_BYTES
+from memopt.step.build import Lowering
+from memopt.step.signature import values_of
 from memopt.torch_private.modes import profiler_looks_on
 from memopt.torch_private.tensors import storage_at
 

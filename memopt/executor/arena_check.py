@@ -16,7 +16,7 @@ import torch
 
 from memopt.errors import ArenaError
 from memopt.executor.arena import ArenaLayout, ArenaLease, Arenas
-from memopt.profiler.trial import POISON
+from memopt.step.trial import POISON
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from memopt.executor.arena import ArenaLayout
 from memopt.executor.values import unpacked
-from memopt.profiler.signature import values_of
+from memopt.step.signature import values_of
 
 
 class Writer(Protocol):

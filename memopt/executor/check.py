@@ -16,21 +16,21 @@ from memopt.executor.apply import apply_plan, planned_call
 from memopt.executor.recorder import recorder_for
 from memopt.models.record import OutputGradients
 from memopt.models.recording import Recorded
-from memopt.profiler.aside import aside
-from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import clear_gradients
-from memopt.profiler.dropped_outputs import without
-from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.loss import as_targets, differentiable
-from memopt.profiler.memory import metered
-from memopt.profiler.model_outputs import dense_strides
-from memopt.profiler.own_backward import OwnBackward
-from memopt.profiler.ranks import ranks_of, together
-from memopt.profiler.reached_state import ReachedState
-from memopt.profiler.restored_state import StorageCopies, state_restored
-from memopt.profiler.step_time import median_step_s
-from memopt.profiler.unheard import unheard
+from memopt.pricing.baseline import clear_gradients
+from memopt.pricing.memory import metered
 from memopt.stages import LastCapture
+from memopt.step.backend import backend_of, timed
+from memopt.step.dropped_outputs import without
+from memopt.step.inputs import Call, device_of
+from memopt.step.loss import as_targets, differentiable
+from memopt.step.model_outputs import dense_strides
+from memopt.step.ranks import ranks_of, together
+from memopt.step.step_time import median_step_s
+from memopt.step.unheard import unheard
+from memopt.user_code.aside import aside
+from memopt.user_code.own_backward import OwnBackward
+from memopt.user_code.reached_state import ReachedState
+from memopt.user_code.restored_state import StorageCopies, state_restored
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

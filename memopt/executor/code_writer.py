@@ -26,9 +26,9 @@ from memopt.executor.values import (
 )
 from memopt.executor.views import Look, is_laid_out_one_way, look_of, looked
 from memopt.models.variants import variant
-from memopt.profiler.collectives import WAIT, is_wait, waited
-from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.step.collectives import WAIT, is_wait, waited
+from memopt.step.in_place import in_place_call
 
 
 class Writer:

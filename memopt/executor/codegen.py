@@ -21,7 +21,7 @@ from memopt.executor.collectives import UnderWay
 from memopt.executor.homes import Homes
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
-from memopt.profiler.build import held_by
+from memopt.step.build import held_by
 
 _COUNTER = itertools.count()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from memopt.profiler.build import Lowering
+from memopt.step.build import Lowering
 
 
 class UnderWay:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.profiler.as_eager.dropout import EAGER_DROPOUT, noise_of, rounded
+from memopt.step.dropout import EAGER_DROPOUT, noise_of, rounded
 from memopt.torch_private.operators import aten as _aten
 
 

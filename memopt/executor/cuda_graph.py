@@ -23,9 +23,9 @@ from memopt.executor.partial_backward import PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph, TensorKind
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
 from memopt.programs.instructions import Program
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
 
 WARM_UP = 2
 """Steps that run as they are before the next one is captured."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from memopt.capture.trace import traced_again
 from memopt.errors import CaptureError
-from memopt.profiler.captured import Captured
-from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.dependencies.reader import Dependency, same
-from memopt.profiler.trace import traced_again
+from memopt.step.captured import Captured
+from memopt.step.dependencies import Dependencies
+from memopt.step.reader import Dependency, same
 
 _LOG = logging.getLogger(__name__)
 _MOST_STATES = 8

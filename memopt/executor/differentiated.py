@@ -20,16 +20,16 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
 from memopt.executor.random_state import RandomStates
 from memopt.executor.unplanned import unplanned
-from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call
-from memopt.profiler.model_outputs import TracedOutputs
-from memopt.profiler.nodes import is_random
-from memopt.profiler.own_backward import gradient_hooks_off
-from memopt.profiler.restored_state import state_restored
+from memopt.step.backend import autocast_as, autocast_off, autocast_state
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
+from memopt.step.model_outputs import TracedOutputs
+from memopt.step.nodes import is_random
 from memopt.torch_private import pytree
 from memopt.torch_private.modes import differentiate_twice, function_of
 from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.user_code.own_backward import gradient_hooks_off
+from memopt.user_code.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
 DIFFERENTIATED = (

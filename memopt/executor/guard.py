@@ -12,12 +12,12 @@ from torch import nn
 
 from memopt.errors import GuardError
 from memopt.executor.dependency_check import DependencyCheck
-from memopt.profiler.backend import autocast_state
-from memopt.profiler.captured import Captured
-from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.dependencies.reader import Dependency, described, described_text
-from memopt.profiler.inputs import Call, repeated
-from memopt.profiler.objects import Opened
+from memopt.step.backend import autocast_state
+from memopt.step.captured import Captured
+from memopt.step.dependencies import Dependencies
+from memopt.step.inputs import Call, repeated
+from memopt.step.objects import Opened
+from memopt.step.reader import Dependency, described, described_text
 from memopt.torch_private.modules import TENSOR_REGISTRIES, buffers_of, parameters_of
 
 _LOG = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from memopt.executor.codegen import generate
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
-from memopt.profiler.backend import autocast_off
-from memopt.profiler.captured import Captured
+from memopt.step.backend import autocast_off
+from memopt.step.captured import Captured
 from memopt.torch_private.modules import data_parallel_around
 
 Handed: TypeAlias = tuple[tuple[int, Any], ...]

@@ -23,12 +23,12 @@ from torch import nn
 from memopt.executor.host_updates import HostUpdates, RunStep, gradient_of
 from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
-from memopt.profiler.backend import backend_of
-from memopt.profiler.build import Lowering
-from memopt.profiler.movable import state_name
-from memopt.profiler.step_parts import StepParts
 from memopt.programs.instructions import Program
 from memopt.programs.moved import carried_over, moved_tensors
+from memopt.step.backend import backend_of
+from memopt.step.build import Lowering
+from memopt.step.movable import state_name
+from memopt.step.step_parts import StepParts
 
 
 class Homes:

@@ -24,9 +24,9 @@ from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.undo import Changes, Undo
 from memopt.executor.worker import Task, Worker
-from memopt.profiler.backend import backend_of
-from memopt.profiler.build import Lowering
-from memopt.profiler.step_optimizer import Touch, group_of, update_one
+from memopt.step.backend import backend_of
+from memopt.step.build import Lowering
+from memopt.step.step_optimizer import Touch, group_of, update_one
 from memopt.torch_private.modules import note_step
 
 Step: TypeAlias = Callable[[torch.Tensor], None]

@@ -11,8 +11,8 @@ from memopt.errors import ExecutionError, RankError
 from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.reader import digest
-from memopt.profiler.ranks import Ranks, is_of_group, lost
 from memopt.programs.serialize import dumps, fingerprint
+from memopt.step.ranks import Ranks, is_of_group, lost
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

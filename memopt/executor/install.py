@@ -21,10 +21,10 @@ from memopt.executor.runtime import Installed
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
-from memopt.profiler.backend import backend_of
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
 from memopt.programs.instructions import Program
+from memopt.step.backend import backend_of
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
 
 
 def install(

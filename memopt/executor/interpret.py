@@ -12,9 +12,9 @@ from memopt.errors import InvalidProgramError
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.values import Halves, argument_in, attribute_of, base_of, kernel_of, unpacked
 from memopt.models.variants import variant
-from memopt.profiler.collectives import waited
-from memopt.profiler.in_place import in_place_call
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.step.collectives import waited
+from memopt.step.in_place import in_place_call
 
 
 class _Machine:

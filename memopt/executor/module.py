@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
 from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
@@ -17,12 +18,11 @@ from memopt.executor.guard import Guard
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
-from memopt.profiler.captured import Captured
-from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.inputs import Call, align, asks_for_gradients
-from memopt.profiler.memory_layout import storage_of
-from memopt.profiler.model_outputs import refusing_gradients
-from memopt.profiler.training_call import as_planned
+from memopt.step.captured import Captured
+from memopt.step.dependencies import Dependencies
+from memopt.step.inputs import Call, align, asks_for_gradients
+from memopt.step.memory_layout import storage_of
+from memopt.step.model_outputs import refusing_gradients
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 

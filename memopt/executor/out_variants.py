@@ -4,7 +4,7 @@ A native variant is the `out=` overload of the same operator, where the device h
 (the overloads that torch generates compute first and then copy, which costs the tensor again).
 A composed variant is written with other kernels, see `composed_variants`. A variant is used where
 it has written, on stand-in data in the call's own layouts, what the kernel returns, bit for bit
-(`memopt.profiler.trial`). Results without a variant are allocated by their kernel.
+(`memopt.step.trial`). Results without a variant are allocated by their kernel.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.composed_variants import EVERYWHERE, ON_CPU
-from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
-from memopt.profiler.as_eager.updates import in_place_twin, written_into
-from memopt.profiler.backend import backend_of, estimated_backend
-from memopt.profiler.build import Lowering
-from memopt.profiler.memory_layout import fills_storage, storage_of
-from memopt.profiler.profiled import Profiled
-from memopt.profiler.signature import Arguments, signature, values_of
-from memopt.profiler.trial import poisoned, same_bits
-from memopt.profiler.workspace import with_state
+from memopt.pricing.workspace import with_state
+from memopt.step.backend import backend_of, estimated_backend
+from memopt.step.build import Lowering
+from memopt.step.dropout import EAGER_DROPOUT
+from memopt.step.memory_layout import fills_storage, storage_of
+from memopt.step.profiled import Profiled
+from memopt.step.signature import Arguments, signature, values_of
+from memopt.step.trial import poisoned, same_bits
+from memopt.step.updates import in_place_twin, written_into
 from memopt.torch_private.operators import OpOverload, aten, has_kernel, schema_of
 
 

@@ -19,12 +19,12 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Absence
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
-from memopt.profiler.compiled.kernel import FusedKernel
-from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.nodes import is_random
 from memopt.programs.instructions import Program
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
+from memopt.step.kernel import FusedKernel
+from memopt.step.memory_layout import same_strides
+from memopt.step.nodes import is_random
 from memopt.torch_private.operators import aten
 
 Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]

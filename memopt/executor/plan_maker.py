@@ -21,9 +21,9 @@ from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
 from memopt.executor.surroundings import Surroundings, bytes_of
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
-from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call
 from memopt.programs.charged import backward_bytes, needed_bytes
+from memopt.step.inputs import Call
+from memopt.step.reader import described, described_text
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memopt.profiler.backend import backend_of
+from memopt.step.backend import backend_of
 
 _lock = threading.RLock()
 

@@ -15,21 +15,21 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import difference
 from memopt.models.stage_record import STAGE_NAMES
-from memopt.profiler.backend import LARGEST_BLOCK_BYTES
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.movable import state_bytes
-from memopt.profiler.profiled import Baseline, ProfiledStep
-from memopt.profiler.record import example_call, record_of
-from memopt.profiler.step_optimizer import check_splittable
-from memopt.profiler.step_parts import StepModule
 from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.stages import STAGES, LastCapture, Recapture, plan_again, recaptured
 from memopt.stages.capturing import blaming_the_file
+from memopt.step.backend import LARGEST_BLOCK_BYTES
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call, device_of
+from memopt.step.movable import state_bytes
+from memopt.step.profiled import Baseline, ProfiledStep
+from memopt.step.record import example_call, record_of
+from memopt.step.step_optimizer import check_splittable
+from memopt.step.step_parts import StepModule
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memopt.models.recording import Occupied, Recorded
-from memopt.profiler.backend import backend_of
+from memopt.step.backend import backend_of
 
 
 class HostClock:

@@ -33,12 +33,12 @@ from memopt.executor.partial_backward import Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.tied_values import TiedValue, tie
-from memopt.profiler.as_eager.casts import backward_would_cast
-from memopt.profiler.backend import autocast_off, autocast_state
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call
-from memopt.profiler.loss import differentiable
-from memopt.profiler.model_outputs import as_users_see, in_memory_of_its_own
+from memopt.step.backend import autocast_off, autocast_state
+from memopt.step.captured import Captured
+from memopt.step.casts import backward_would_cast
+from memopt.step.inputs import Call
+from memopt.step.loss import differentiable
+from memopt.step.model_outputs import as_users_see, in_memory_of_its_own
 from memopt.torch_private import pytree
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.tensors import version_of

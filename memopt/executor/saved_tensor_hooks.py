@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.profiler.aside import mode_around
 from memopt.torch_private.modes import saved_tensor_hooks
 from memopt.torch_private.modules import parametrized_cached
+from memopt.user_code.aside import mode_around
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _MODE = "it is inside of {}, which sees every operator, and a planned step runs others"

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memopt.capture.as_eager.masks import adds_learned_biases, masks_nothing
+from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, warn_of_many_plans
@@ -28,12 +30,10 @@ from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.locks import ForkedLock
-from memopt.profiler.as_eager.masks import adds_learned_biases, masks_nothing
-from memopt.profiler.backend import autocast_state
-from memopt.profiler.dependencies.reader import described, described_text
-from memopt.profiler.inputs import Call, asks_for_gradients, device_of, to_call
-from memopt.profiler.ranks import ranks_of
-from memopt.profiler.taken import check_leaves
+from memopt.step.backend import autocast_state
+from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
+from memopt.step.ranks import ranks_of
+from memopt.step.reader import described, described_text
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call

@@ -8,13 +8,13 @@ import torch
 import torch.distributed
 from torch import nn
 
+from memopt.capture.remedies import is_data_parallel
 from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
 from memopt.models.step_rules import StepRules, scales
-from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.profiled import ProfiledStep
-from memopt.profiler.remedies import is_data_parallel
-from memopt.profiler.step_optimizer import check_splittable
+from memopt.step.optimizer_state import optimizer_state
+from memopt.step.profiled import ProfiledStep
+from memopt.step.step_optimizer import check_splittable
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

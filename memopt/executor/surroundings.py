@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
-from memopt.profiler.backend import backend_of
-from memopt.profiler.baseline import LARGEST_NUMBER_BYTES
-from memopt.profiler.inputs import Call
-from memopt.profiler.memory import LossMeter, MemoryUse
-from memopt.profiler.optimizer_state import state_sizes
+from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
+from memopt.pricing.memory import LossMeter, MemoryUse
+from memopt.step.backend import backend_of
+from memopt.step.inputs import Call
+from memopt.step.optimizer_state import state_sizes
 from memopt.torch_private import pytree
 
 METERED = 4

@@ -22,7 +22,7 @@ import torch
 from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount, StoredTensor, flat
-from memopt.profiler.backend import backend_of
+from memopt.step.backend import backend_of
 
 
 class Streams(Protocol):

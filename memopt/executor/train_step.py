@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.deferred_interrupt import ctrl_c_deferred
 from memopt.executor.differentiated import draws
@@ -25,14 +26,13 @@ from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
-from memopt.profiler.backend import autocast_as, autocast_off, autocast_state
-from memopt.profiler.inputs import Call, align, to_call
-from memopt.profiler.joint_graph import loss_tangents
-from memopt.profiler.loss import as_targets
-from memopt.profiler.micro_batches import joined_call
-from memopt.profiler.profiled import ProfiledStep
-from memopt.profiler.step_optimizer import HostState, Touch, check_splittable, update_one
-from memopt.profiler.training_call import as_planned
+from memopt.step.backend import autocast_as, autocast_off, autocast_state
+from memopt.step.inputs import Call, align, to_call
+from memopt.step.joint_graph import loss_tangents
+from memopt.step.loss import as_targets
+from memopt.step.micro_batches import joined_call
+from memopt.step.profiled import ProfiledStep
+from memopt.step.step_optimizer import HostState, Touch, check_splittable, update_one
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from memopt.profiler.backend import backend_of
-from memopt.profiler.step_optimizer import host_like
+from memopt.step.backend import backend_of
+from memopt.step.step_optimizer import host_like
 
 
 class Undo:

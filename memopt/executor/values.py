@@ -14,12 +14,12 @@ from torch.fx import Node
 
 from memopt.executor.absence import NOTHING_ABSENT, Absence
 from memopt.executor.host_pool import HostPlacement, place_host_copies
-from memopt.profiler.build import Lowering
-from memopt.profiler.captured import Captured
-from memopt.profiler.in_place import overwritable
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
 from memopt.programs.moved import carried_over, moved_tensors
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
+from memopt.step.in_place import overwritable
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.profiler.compiled.kernel import FusedKernel
-from memopt.profiler.memory_layout import same_strides
+from memopt.step.kernel import FusedKernel
+from memopt.step.memory_layout import same_strides
 from memopt.torch_private.access import private
 
 _VIEWS = frozenset(

@@ -13,7 +13,7 @@ from torch import nn
 from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
 from memopt.executor.self_planning import planning_of
-from memopt.profiler.optimizer_state import PER_PARAMETER
+from memopt.step.optimizer_state import PER_PARAMETER
 from memopt.strategies import Strategy
 
 

@@ -14,12 +14,12 @@ from torch.fx import GraphModule, Node
 from memopt.errors import MemoptError
 from memopt.models.graph import Graph, Phase
 from memopt.plan_record import PlanRecord
-from memopt.profiler.build import Lowering, held_by
-from memopt.profiler.captured import Captured, Hooks, Primal
-from memopt.profiler.inputs import Call
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import with_frees
+from memopt.step.build import Lowering, held_by
+from memopt.step.captured import Captured, Hooks, Primal
+from memopt.step.inputs import Call
 from memopt.torch_private.operators import OpOverload, schema_of
 
 NAME = "memopt_node"

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from memopt.models.budget import format_bytes
-from memopt.profiler.backend import timed
-from memopt.profiler.baseline import backward, clear_gradients
-from memopt.profiler.inputs import Call
-from memopt.profiler.loss import Loss
-from memopt.profiler.memory import metered
-from memopt.profiler.own_backward import OwnBackward
-from memopt.profiler.restored_state import state_restored
-from memopt.profiler.unheard import unheard
+from memopt.pricing.baseline import backward, clear_gradients
+from memopt.pricing.memory import metered
+from memopt.step.backend import timed
+from memopt.step.inputs import Call
+from memopt.step.loss import Loss
+from memopt.step.unheard import unheard
 from memopt.torch_private.aot import functorch_set
+from memopt.user_code.own_backward import OwnBackward
+from memopt.user_code.restored_state import state_restored
 
 _TURNS = 7
 """Steps of each module, in turns, of whose times the median counts."""

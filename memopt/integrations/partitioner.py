@@ -39,21 +39,21 @@ from memopt.integrations.partition_graph import (
     saved_tensors,
 )
 from memopt.integrations.partition_search import PartitionReport, RealStep
+from memopt.kernels.compiled.fuse import planned_regions
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.plan_record import PlanRecord
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.compiled.fuse import planned_regions
-from memopt.profiler.device_measure import measure_device
-from memopt.profiler.inputs import to_call
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import with_costs
-from memopt.profiler.nodes import is_random
-from memopt.profiler.roofline import estimate_costs
+from memopt.pricing.device_measure import measure_device
+from memopt.pricing.measure import with_costs
+from memopt.pricing.roofline import estimate_costs
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.chain_view import ChainView
+from memopt.step.build import Lowering, build
+from memopt.step.inputs import to_call
+from memopt.step.loss import Loss
+from memopt.step.nodes import is_random
 from memopt.strategies import Strategy, resolve
 from memopt.strategies.target import chain_view
 from memopt.torch_private.aot import functorch_set

@@ -24,7 +24,7 @@ class Device:
         duplex: whether both directions overlap; False: one transfer at a time in all.
         flops_per_s: peak flops by dtype name ("float32", "bfloat16"...). An entry for a dtype and
             a kind of operator ("bfloat16 attention", "float32 softmax") is what is achieved, in
-            the operations of `memopt.profiler.flops`; no fraction is applied to it.
+            the operations of `memopt.pricing.flops`; no fraction is applied to it.
         memory_bytes_per_s: device memory bandwidth.
         launch_latency_s: per kernel, seconds.
         flops_fraction: achievable share of peak flops.

@@ -8,20 +8,20 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memopt.capture.training_call import has_own_loss, own_loss
 from memopt.models.device import Device
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.cache import ProfileCache as ProfileCache
-from memopt.profiler.device_measure import measure_device as measure_device
+from memopt.pricing.cache import ProfileCache as ProfileCache
+from memopt.pricing.device_measure import measure_device as measure_device
+from memopt.pricing.measure import MeasureOptions as MeasureOptions
 from memopt.profiler.estimate import estimate_model as estimate_model
-from memopt.profiler.inputs import to_call
-from memopt.profiler.loss import Loss as Loss
-from memopt.profiler.loss import as_targets
-from memopt.profiler.measure import MeasureOptions as MeasureOptions
-from memopt.profiler.profiled import Profiled as Profiled
-from memopt.profiler.ranks import members_of
 from memopt.profiler.session import profile_model as profile_model
 from memopt.profiler.step_session import profile_step as profile_step
-from memopt.profiler.training_call import has_own_loss, own_loss
+from memopt.step.inputs import to_call
+from memopt.step.loss import Loss as Loss
+from memopt.step.loss import as_targets
+from memopt.step.profiled import Profiled as Profiled
+from memopt.step.ranks import members_of
 
 
 def profiled_of(

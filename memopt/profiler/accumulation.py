@@ -10,9 +10,9 @@ import torch
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
-from memopt.profiler.profiled import Profiled
 from memopt.programs.charged import needed_bytes, with_charges
 from memopt.programs.liveness import store_all
+from memopt.step.profiled import Profiled
 
 
 def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:

@@ -19,36 +19,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.capture import capture
+from memopt.capture.fake import Fakes, fused_attention, real_call
+from memopt.capture.training_call import training_call
+from memopt.kernels.compiled.choice import check_kernels
+from memopt.kernels.compiled.fuse import planned_regions
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.profiler.aside import aside
-from memopt.profiler.backend import estimated_backend
-from memopt.profiler.baseline import LARGEST_NUMBER_BYTES, LossUse, OutputTree, cut_output
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.compiled.choice import check_kernels
-from memopt.profiler.compiled.fuse import planned_regions
-from memopt.profiler.dropped_outputs import unread
-from memopt.profiler.estimated_autocast import autocast_for_cuda
-from memopt.profiler.fake import Fakes, fused_attention, real_call
-from memopt.profiler.flops import (
+from memopt.pricing.baseline import LARGEST_NUMBER_BYTES, LossUse, OutputTree, cut_output
+from memopt.pricing.estimated_autocast import autocast_for_cuda
+from memopt.pricing.flops import (
     operator_name,
 )
-from memopt.profiler.inputs import Call
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import Progress, with_costs
-from memopt.profiler.memory_layout import is_dense
-from memopt.profiler.model_outputs import gradients_of
-from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.profiled import Baseline, Profiled
-from memopt.profiler.record import record_of
-from memopt.profiler.roofline import _FLASH_FORWARD, estimate_costs
+from memopt.pricing.measure import Progress, with_costs
+from memopt.pricing.roofline import _FLASH_FORWARD, estimate_costs
+from memopt.pricing.workspace import cublas_workspace_bytes, with_state
 from memopt.profiler.session import with_resident
-from memopt.profiler.training_call import training_call
-from memopt.profiler.workspace import cublas_workspace_bytes, with_state
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.backend import estimated_backend
+from memopt.step.build import build
+from memopt.step.captured import Captured
+from memopt.step.dropped_outputs import unread
+from memopt.step.inputs import Call
+from memopt.step.loss import Loss
+from memopt.step.memory_layout import is_dense
+from memopt.step.model_outputs import gradients_of
+from memopt.step.optimizer_state import optimizer_state
+from memopt.step.profiled import Baseline, Profiled
+from memopt.step.record import record_of
+from memopt.user_code.aside import aside
 
 
 @aside

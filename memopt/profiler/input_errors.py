@@ -10,15 +10,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from memopt.capture.training_call import NoLossError
+from memopt.capture.uncaptured import check_initialised, first_line
 from memopt.errors import CaptureError
-from memopt.profiler.inputs import Call
-from memopt.profiler.loss import Loss
-from memopt.profiler.ranks import alone
-from memopt.profiler.restored_state import state_restored
-from memopt.profiler.training_call import NoLossError
-from memopt.profiler.uncaptured import check_initialised, first_line
-from memopt.profiler.unheard import unheard
+from memopt.step.inputs import Call
+from memopt.step.loss import Loss
+from memopt.step.ranks import alone
+from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FAKE_LOGGER
+from memopt.user_code.restored_state import state_restored
 
 _REMEDY = (
     "`inputs` is a tensor, a tuple of positional or a dict of keyword arguments of the model's "

@@ -13,29 +13,29 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from memopt.capture.captures import captured_again
+from memopt.capture.training_call import training_call
+from memopt.kernels.compiled.choice import check_kernels, chosen_kernels
 from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
 from memopt.models.record import ANY_LOSS, OutputGradients
-from memopt.profiler.aside import aside
-from memopt.profiler.backend import backend_of
-from memopt.profiler.baseline import LossUse, loss_text, measure_baseline, measure_loss
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.cache import Cost, ProfileCache
-from memopt.profiler.captured import Captured
-from memopt.profiler.captures import captured_again
-from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
+from memopt.pricing.baseline import LossUse, loss_text, measure_baseline, measure_loss
+from memopt.pricing.cache import Cost, ProfileCache
+from memopt.pricing.measure import MeasureOptions, Progress, environment, measure
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import MeasureOptions, Progress, environment, measure
-from memopt.profiler.optimizer_state import optimizer_state
-from memopt.profiler.profiled import Baseline, Profiled
-from memopt.profiler.ranks import check_together, largest
-from memopt.profiler.record import record_of
-from memopt.profiler.restored_state import state_restored
-from memopt.profiler.training_call import training_call
+from memopt.step.backend import backend_of
+from memopt.step.build import Lowering, build
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call, device_of
+from memopt.step.loss import Loss
+from memopt.step.optimizer_state import optimizer_state
+from memopt.step.profiled import Baseline, Profiled
+from memopt.step.ranks import check_together, largest
+from memopt.step.record import record_of
+from memopt.user_code.aside import aside
+from memopt.user_code.restored_state import state_restored
 
 _SUSPICIOUS = 2.0
 """Kernels that add up to this many times the whole step were measured on a busy machine."""

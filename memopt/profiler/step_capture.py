@@ -15,22 +15,22 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from memopt.capture.capture import capture
+from memopt.capture.uncaptured import python_name
 from memopt.errors import CaptureError
+from memopt.kernels.compiled.choice import Fuse
 from memopt.models.graph import Operator, Phase
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.build import Lowering, build, held_by
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.compiled.choice import Fuse
-from memopt.profiler.fused import Fused
-from memopt.profiler.gradient_norms import with_norms
-from memopt.profiler.inputs import Call
-from memopt.profiler.joint_graph import of_the_loss
-from memopt.profiler.loss import Loss
-from memopt.profiler.micro_batches import repeated
-from memopt.profiler.step_optimizer import Update
-from memopt.profiler.step_parts import StepModule, StepParts, UpdateSite, update_name
-from memopt.profiler.uncaptured import python_name
+from memopt.step.build import Lowering, build, held_by
+from memopt.step.captured import Captured
+from memopt.step.fused import Fused
+from memopt.step.gradient_norms import with_norms
+from memopt.step.inputs import Call
+from memopt.step.joint_graph import of_the_loss
+from memopt.step.loss import Loss
+from memopt.step.micro_batches import repeated
+from memopt.step.step_optimizer import Update
+from memopt.step.step_parts import StepModule, StepParts, UpdateSite, update_name
 
 _HALF = torch.float16
 

@@ -10,23 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.training_call import training_call
+from memopt.kernels.compiled.choice import check_kernels, chosen_kernels
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
 from memopt.models.record import ModelRecord
 from memopt.models.step_rules import PLAIN, StepRules
-from memopt.profiler.aside import aside
-from memopt.profiler.backend import backend_of, timed
-from memopt.profiler.baseline import measure_baseline
-from memopt.profiler.compiled.choice import check_kernels, chosen_kernels
+from memopt.pricing.baseline import measure_baseline
+from memopt.pricing.measure import MeasureOptions, Progress, measure
+from memopt.pricing.memory import metered
 from memopt.profiler.input_errors import check_arguments, diagnosed
-from memopt.profiler.inputs import Call, device_of
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import MeasureOptions, Progress, measure
-from memopt.profiler.memory import metered
-from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
-from memopt.profiler.profiled import Baseline, ProfiledStep
-from memopt.profiler.record import record_of
-from memopt.profiler.restored_state import state_restored
 from memopt.profiler.session import (
     checkpoint_notes,
     forward_only,
@@ -35,9 +28,16 @@ from memopt.profiler.session import (
     with_resident,
 )
 from memopt.profiler.step_capture import capture_step, with_updates
-from memopt.profiler.step_optimizer import HostState, check_splittable, group_of, update_one
-from memopt.profiler.step_parts import StepParts
-from memopt.profiler.training_call import training_call
+from memopt.step.backend import backend_of, timed
+from memopt.step.inputs import Call, device_of
+from memopt.step.loss import Loss
+from memopt.step.optimizer_state import OptimizerState, optimizer_state
+from memopt.step.profiled import Baseline, ProfiledStep
+from memopt.step.record import record_of
+from memopt.step.step_optimizer import HostState, check_splittable, group_of, update_one
+from memopt.step.step_parts import StepParts
+from memopt.user_code.aside import aside
+from memopt.user_code.restored_state import state_restored
 
 _ROUNDS = 3
 

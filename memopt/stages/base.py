@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memopt.plan_record import PlanRecord
-    from memopt.profiler.build import Lowering
-    from memopt.profiler.captured import Captured
-    from memopt.profiler.inputs import Call
-    from memopt.profiler.optimizer_state import OptimizerState
-    from memopt.profiler.profiled import Profiled
-    from memopt.profiler.ranks import Ranks
-    from memopt.profiler.step_parts import StepParts
+    from memopt.step.build import Lowering
+    from memopt.step.captured import Captured
+    from memopt.step.inputs import Call
+    from memopt.step.optimizer_state import OptimizerState
+    from memopt.step.profiled import Profiled
+    from memopt.step.ranks import Ranks
+    from memopt.step.step_parts import StepParts
     from memopt.strategies.base import Strategy
 
 
@@ -104,7 +104,7 @@ class Recapture:
     def block_bytes(self) -> int:
         """The allocator's granularity in the planned graph. An estimate for CUDA counts in its
         blocks wherever the plan is applied."""
-        from memopt.profiler.backend import backend_of
+        from memopt.step.backend import backend_of
 
         if self.plan.record is not None:
             return self.plan.record.block_bytes

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from memopt.capture.capture import capture
+from memopt.capture.captures import captured_again
 from memopt.errors import CaptureError, PlanFileError
+from memopt.kernels.compiled.choice import planned_kernels
 from memopt.models.same_graph import as_captured, graph_difference
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.captures import captured_again
-from memopt.profiler.compiled.choice import planned_kernels
 from memopt.profiler.input_errors import diagnosed
-from memopt.profiler.loss import Loss
 from memopt.profiler.step_capture import capture_step, with_updates
 from memopt.programs.serialize import fingerprint
 from memopt.stages.base import Found, Recapture
+from memopt.step.build import build
+from memopt.step.loss import Loss
 
 
 def captured_module(step: Recapture) -> Found:

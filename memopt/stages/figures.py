@@ -15,16 +15,16 @@ from memopt.errors import PlanFileError
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph, Phase
 from memopt.models.same_graph import graph_difference, with_figures, without_implementations
-from memopt.profiler.backend import backend_of, estimated_backend
-from memopt.profiler.build import Lowering
-from memopt.profiler.cache import ProfileCache
-from memopt.profiler.measure import MeasureOptions, costs_of
-from memopt.profiler.movable import state_bytes
-from memopt.profiler.optimizer_state import OptimizerState, optimizer_state
-from memopt.profiler.signature import signature
-from memopt.profiler.step_parts import update_name
+from memopt.pricing.cache import ProfileCache
+from memopt.pricing.measure import MeasureOptions, costs_of
 from memopt.profiler.step_session import update_costs
 from memopt.stages.base import Recapture
+from memopt.step.backend import backend_of, estimated_backend
+from memopt.step.build import Lowering
+from memopt.step.movable import state_bytes
+from memopt.step.optimizer_state import OptimizerState, optimizer_state
+from memopt.step.signature import signature
+from memopt.step.step_parts import update_name
 
 
 def with_planned_figures(step: Recapture) -> Recapture:

@@ -21,7 +21,7 @@ from memopt.stages.base import PlanStage, Preparation, Recapture
 if TYPE_CHECKING:
     from typing import Any
 
-    from memopt.profiler.profiled import Profiled
+    from memopt.step.profiled import Profiled
 
 PROFILING = "the step is profiled"
 STEADY_STATE = "steady state"
@@ -141,7 +141,7 @@ class Movable(PlanStage):
         return None if step.step.movable else "nothing may live on the host between steps"
 
     def apply(self, step: Preparation) -> Preparation:
-        from memopt.profiler.movable import parse_movable, with_movable
+        from memopt.step.movable import parse_movable, with_movable
 
         kinds, repeated = step.step.movable, step.step.steady_state
         made = with_movable(step.profiled, step.step.optimizer, kinds, repeated=repeated)
@@ -149,7 +149,7 @@ class Movable(PlanStage):
         return step.made(made, self.name, *options)
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        from memopt.profiler.movable import movable_as_planned
+        from memopt.step.movable import movable_as_planned
 
         parts = step.made.parts
         if parts is None:
@@ -217,13 +217,13 @@ class UpdatesOnHost(PlanStage):
         return f"{step.strategy.name} runs no updates on the host"
 
     def apply(self, step: Preparation) -> Preparation:
-        from memopt.profiler.movable import with_host_updates
+        from memopt.step.movable import with_host_updates
 
         made = with_host_updates(step.profiled, step.step.optimizer, step.device)
         return step.made(made, self.name)
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        from memopt.profiler.host_updates import as_planned, lowered
+        from memopt.step.host_updates import as_planned, lowered
 
         if step.made.parts is None:
             return step
@@ -249,7 +249,7 @@ class Alternatives(PlanStage):
         return None
 
     def apply(self, step: Preparation) -> Preparation:
-        from memopt.implementations import with_implementations
+        from memopt.kernels import with_implementations
         from memopt.profiler import MeasureOptions, ProfileCache
 
         assert step.profiled is not None
@@ -262,7 +262,7 @@ class Alternatives(PlanStage):
         return replace(step, profiled=made)
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        from memopt.implementations import attach
+        from memopt.kernels import attach
 
         plan, lowering = step.plan, step.made.lowering
         on_host = lowering.alternatives.keys()

@@ -14,7 +14,7 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.programs.early_collectives import with_early_collectives
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution

@@ -14,15 +14,15 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import memopt
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.compiled import choice
-from memopt.profiler.compiled.channels_last import in_channels_last
-from memopt.profiler.compiled.orders import computes_alike
-from memopt.profiler.inputs import Call
-from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.signature import call_signature
-from memopt.profiler.training_call import training_call
+from memopt.capture.capture import capture
+from memopt.capture.training_call import training_call
+from memopt.kernels.compiled import choice
+from memopt.kernels.compiled.channels_last import in_channels_last
+from memopt.kernels.compiled.orders import computes_alike
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
+from memopt.step.memory_layout import same_strides
+from memopt.step.signature import call_signature
 from tests.zoo import FAMILIES, Family
 
 IMAGE = (2, 3, 8, 8)

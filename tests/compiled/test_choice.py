@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import memopt
-from memopt.profiler.compiled import choice, fuse, inductor
-from memopt.profiler.compiled.kernel import PREFIX
-from memopt.profiler.compiled.region_graph import Subgraph
+from memopt.kernels.compiled import choice, fuse, inductor
+from memopt.step.kernel import PREFIX
+from memopt.step.region_graph import Subgraph
 from tests.compiled.steps import inputs, network, step, store_all
 from tests.compiled.test_kernels import fused
 

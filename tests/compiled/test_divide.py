@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt.capture.capture import capture
+from memopt.kernels.compiled.divide import divide
 from memopt.models.graph import Phase
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.compiled.divide import divide
-from memopt.profiler.inputs import Call
+from memopt.step.build import Lowering, build
+from memopt.step.inputs import Call
 
 WIDTH = 8
 

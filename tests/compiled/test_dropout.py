@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 import memopt
-from memopt.profiler.compiled.dropout import kept_elements
+from memopt.kernels.compiled.dropout import kept_elements
 
 COUNT = 1 << 16
 FAR = 5.0

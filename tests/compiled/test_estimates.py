@@ -10,7 +10,7 @@ import memopt
 from memopt.api.plan import Plan
 from memopt.models.device import Device
 from memopt.models.presets import find_device
-from memopt.profiler.compiled.kernel import PREFIX
+from memopt.step.kernel import PREFIX
 from tests.compiled.steps import ROWS, WIDTH, inputs, network
 
 

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 import memopt
 from benchmarks.same_masks import same_masks
 from benchmarks.steps import peak_of
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.compiled import fuse
-from memopt.profiler.compiled.kernel import FusedKernel
-from memopt.profiler.compiled.replace import with_kernels
-from memopt.profiler.training_call import training_call
+from memopt.capture.capture import capture
+from memopt.capture.training_call import training_call
+from memopt.kernels.compiled import fuse
+from memopt.kernels.compiled.replace import with_kernels
+from memopt.step.build import build
+from memopt.step.kernel import FusedKernel
 from tests.zoo import FAMILIES, Family, call
 
 NAMES = [one.name for one in FAMILIES]

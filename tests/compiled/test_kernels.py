@@ -11,10 +11,10 @@ from torch.fx import Graph
 
 import memopt
 from benchmarks.same_masks import dropouts_in_kernels, same_masks
+from memopt.kernels.compiled.inductor import compiled
 from memopt.profiler import profile_model
-from memopt.profiler.compiled.inductor import compiled
-from memopt.profiler.compiled.kernel import PREFIX
-from memopt.profiler.compiled.region_graph import Layout, Subgraph
+from memopt.step.kernel import PREFIX
+from memopt.step.region_graph import Layout, Subgraph
 from tests.compiled.steps import WIDTH, Block, inputs, loss_of, network, peak_bytes, step, store_all
 
 

@@ -9,18 +9,18 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.compiled.divide import divide
-from memopt.profiler.compiled.fusible import is_fusible
-from memopt.profiler.compiled.log_softmax import with_parts
-from memopt.profiler.compiled.losses import (
+from memopt.capture.capture import capture
+from memopt.kernels.compiled.divide import divide
+from memopt.kernels.compiled.fusible import is_fusible
+from memopt.kernels.compiled.log_softmax import with_parts
+from memopt.kernels.compiled.losses import (
     cross_entropy_backward,
     nll_loss_backward,
     with_joined_losses,
 )
-from memopt.profiler.compiled.rematerialise import rematerialised
-from memopt.profiler.inputs import Call
+from memopt.kernels.compiled.rematerialise import rematerialised
+from memopt.step.build import build
+from memopt.step.inputs import Call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.capture.capture import capture
+from memopt.kernels.compiled.divide import Region, divide
+from memopt.kernels.compiled.fusible import is_fusible, is_pointwise
+from memopt.kernels.compiled.rematerialise import rematerialised
+from memopt.kernels.compiled.subgraph import subgraphs
 from memopt.models.graph import Phase
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.compiled.divide import Region, divide
-from memopt.profiler.compiled.fusible import is_fusible, is_pointwise
-from memopt.profiler.compiled.rematerialise import rematerialised
-from memopt.profiler.compiled.subgraph import subgraphs
-from memopt.profiler.inputs import Call
+from memopt.step.build import Lowering, build
+from memopt.step.inputs import Call
 
 WIDTH = 8
 

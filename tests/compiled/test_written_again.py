@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 import memopt
+from memopt.capture.capture import capture
+from memopt.kernels.compiled.fuse import _divided
+from memopt.kernels.compiled.norms import output_of, parts_of
+from memopt.kernels.compiled.pooling import is_pooling, is_unpooling, pooled, poolings, unpooled
 from memopt.models.graph import Phase
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.compiled.fuse import _divided
-from memopt.profiler.compiled.norms import output_of, parts_of
-from memopt.profiler.compiled.pooling import is_pooling, is_unpooling, pooled, poolings, unpooled
-from memopt.profiler.inputs import Call
+from memopt.step.build import Lowering, build
+from memopt.step.inputs import Call
 
 
 def lowered(model: nn.Module, x: Tensor) -> Lowering:

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from memopt.models.graph import Graph, Operator
 from memopt.models.presets import A100, CPU_CORE, H100
+from memopt.pricing.workspace import cublas_workspace_bytes
 from memopt.profiler import estimate_model
-from memopt.profiler.workspace import cublas_workspace_bytes
 
 BATCH, HEADS, ROWS, DEPTH = 2, 4, 40, 16
 
@@ -57,7 +57,7 @@ def test_attention_with_dropout_stays_fused_for_cuda_only() -> None:
     assert with_dropout == without
     on_cpu = estimated(Attention(0.1), inputs, CPU_CORE).graph
     assert not any("flash_attention" in o.target for o in on_cpu.operators)
-    assert functional.scaled_dot_product_attention.__module__ != "memopt.profiler.fake"
+    assert functional.scaled_dot_product_attention.__module__ != "memopt.capture.fake"
 
 
 def test_half_precision_images_are_transposed_in_workspace() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiler.device_measure import at_once, host_update_rate
+from memopt.pricing.device_measure import at_once, host_update_rate
 
 
 def test_measured_device_estimates() -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.capture.fake import Fakes
 from memopt.models.presets import CPU_CORE, H100
+from memopt.pricing.baseline import measure_loss
+from memopt.pricing.memory import metered
 from memopt.profiler import Loss, estimate_model
-from memopt.profiler.baseline import measure_loss
-from memopt.profiler.fake import Fakes
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.inputs import to_call
 from tests.zoo import call, get
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.models.device import Device
-from memopt.profiler.flops import Work, work
-from memopt.profiler.roofline import work_time_s
-from memopt.profiler.signature import Signature, TensorArgument, describe_value
+from memopt.pricing.flops import Work, work
+from memopt.pricing.roofline import work_time_s
+from memopt.step.signature import Signature, TensorArgument, describe_value
 
 aten = torch.ops.aten
 SHAPE: list[Any] = [[1, 1], [1, 1], [1, 1], False, [0, 0]]

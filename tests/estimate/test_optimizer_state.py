@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.profiler.optimizer_state import optimizer_state
+from memopt.step.optimizer_state import optimizer_state
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from memopt.capture.capture import capture
 from memopt.executor import random_state
 from memopt.executor.apply import runtime_of
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.out_variants import allocator_owned
 from memopt.models.graph import Graph
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call, to_call
+from memopt.passes.passes import place_program
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import (
     Compute,
@@ -35,7 +33,9 @@ from memopt.programs.instructions import (
 )
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.validate import validate
-from memopt.strategies.olla.passes import place_program
+from memopt.step.build import Lowering, build
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call, to_call
 
 
 def recompute_all(graph: Graph) -> Program:

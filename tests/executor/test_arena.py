@@ -16,11 +16,11 @@ from memopt.executor.apply import runtime_of
 from memopt.executor.arena import ArenaLease, Arenas, arena_layout
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
-from memopt.profiler.memory import metered
+from memopt.passes.passes import place_program
+from memopt.pricing.memory import metered
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.olla.passes import place_program
 from tests.executor.arena_cases import (
     build,
     eager_step,

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt import GuardError, Plan
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import to_call
+from memopt.capture.capture import capture
+from memopt.step.captured import Captured
+from memopt.step.inputs import to_call
 from tests.executor.harness import Case, check
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.capture.trace import traced_again
 from memopt.errors import GuardError
 from memopt.executor.module import PlannedModule
-from memopt.profiler.dependencies.dependencies import Dependencies
-from memopt.profiler.trace import traced_again
+from memopt.step.dependencies import Dependencies
 from tests.executor.harness import prepare
 
 X = torch.randn(4, 6, generator=torch.manual_seed(0))

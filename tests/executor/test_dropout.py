@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
-from memopt.profiler.as_eager.dropout import dropout, kept_scale
+from memopt.step.dropout import dropout, kept_scale
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import memopt
 from memopt.executor.module import PlannedModule
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 
 def planned(accumulate: bool) -> tuple[nn.Module, PlannedModule]:

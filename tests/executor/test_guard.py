@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt.errors import GuardError
 from memopt.executor.guard import Guard
 from memopt.executor.module import PlannedModule
-from memopt.profiler.inputs import to_call
+from memopt.step.inputs import to_call
 from tests.executor.harness import Prepared, prepare
 
 

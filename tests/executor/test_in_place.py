@@ -11,11 +11,11 @@ from torch.fx import Node
 from torch.nn import functional
 
 import memopt
-from memopt.profiler.in_place import _INTO, _OVER_FIRST, in_place_call, overwritable
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.in_place import _INTO, _OVER_FIRST, in_place_call, overwritable
 from tests.executor.harness import Case, Prepared, check, prepare
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

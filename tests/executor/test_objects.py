@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import CaptureError, GuardError
-from memopt.profiler.inputs import to_call
+from memopt.step.inputs import to_call
 
 Named = namedtuple("Named", "x scale")  # what users write
 

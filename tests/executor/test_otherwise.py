@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.profiler.inputs import Call
+from memopt.step.inputs import Call
 
 
 def make() -> nn.Module:

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.nn import functional
 
+from memopt.capture.capture import capture
 from memopt.executor import out_variants
 from memopt.executor.composed_variants import EVERYWHERE, ON_CPU
 from memopt.executor.out_variants import OutVariant, allocator_owned, out_variant_of
-from memopt.profiler.as_eager.dropout import EAGER_DROPOUT
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered_sections
-from memopt.profiler.signature import StandIns, signature, values_of
+from memopt.pricing.memory import metered_sections
+from memopt.step.build import build
+from memopt.step.dropout import EAGER_DROPOUT
+from memopt.step.inputs import to_call
+from memopt.step.signature import StandIns, signature, values_of
 from tests import zoo
 from tests.executor.harness import Case, check, prepare
 

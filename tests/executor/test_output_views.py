@@ -132,9 +132,9 @@ def test_backwards_are_traced_for_the_layouts_of_the_loss(tmp_path: Path) -> Non
 
 
 def test_outputs_that_are_not_there_are_refused() -> None:
+    from memopt.capture.capture import capture
     from memopt.models.record import OutputGradients
-    from memopt.profiler.capture import capture
-    from memopt.profiler.inputs import to_call
+    from memopt.step.inputs import to_call
 
     for known in (OutputGradients(unused=(1,)), OutputGradients(strides=((1, (6, 1)),))):
         with pytest.raises(CaptureError, match="returned 1 values"):

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memopt.executor.out_variants import for_placing
-from memopt.profiler.backend import backend_of
-from memopt.profiler.inputs import to_call
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.memory import metered
-from memopt.profiler.restored_state import state_restored
+from memopt.pricing.measure import MeasureOptions
+from memopt.pricing.memory import metered
 from memopt.profiler.session import profile_model
 from memopt.programs.replay import replay
+from memopt.step.backend import backend_of
+from memopt.step.inputs import to_call
+from memopt.step.loss import Loss
+from memopt.user_code.restored_state import state_restored
 from tests.executor.harness import PROGRAMS, Prepared
 
 TOLERANCE = 0.005

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.errors import ExecutionError
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from tests.executor.harness import PROGRAMS, Prepared, prepare
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
+from memopt.capture.capture import capture
+from memopt.step.inputs import to_call
 from tests.executor.harness import Case, check
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

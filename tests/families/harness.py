@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 import memopt
 from memopt.api.plan import Plan
 from memopt.errors import InfeasibleBudgetError
+from memopt.pricing.memory import metered
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.step.backend import backend_of
 from tests.zoo import Family, call
 
 STEPS = 3

@@ -23,7 +23,7 @@ from memopt.files import plan_store
 from memopt.files.plan_store import PlanStore
 from memopt.models import folders
 from memopt.models.instances import rotor_toy
-from memopt.profiler.cache import Cost, ProfileCache
+from memopt.pricing.cache import Cost, ProfileCache
 from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import failing, fails_with
 from tests.faults.saving_faults import in_child, killed, no_more_than, plans

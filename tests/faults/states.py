@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memopt.executor import random_state
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from tests.executor.harness import is_generator_free
 from tests.step.test_train_step import assert_same
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memopt.executor import undo as undo_module
-from memopt.profiler.memory import metered
-from memopt.profiler.step_optimizer import HostState
+from memopt.pricing.memory import metered
+from memopt.step.step_optimizer import HostState
 from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, error_of, failing
 from tests.faults.states import CPU

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.same_masks import same_masks
+from memopt.kernels.compiled.dropout import SEEDS
 from memopt.profiler import Profiled
-from memopt.profiler.compiled.dropout import SEEDS
 from tests.fuzz.modules import drawn_cases, drawn_module
 from tests.sweeps.grammar import RandomModule
 from tests.sweeps.modules import Found, sweep_module, train

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memopt.implementations import with_implementations
+from memopt.capture.fake import Fakes
+from memopt.kernels import with_implementations
 from memopt.models.presets import find_device
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.fake import Fakes
 
 
 def test_fake_parameters_are_left_to_the_kernels_own_check() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.graph import Graph, Operator
 from memopt.profiler.session import profile_model
 from memopt.programs.in_place import with_in_place

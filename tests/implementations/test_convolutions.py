@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx.node import map_arg
 
-from memopt.implementations import convolution_kernels
+from memopt.kernels import convolution_kernels
 from tests.implementations.test_kernels import F64, Scaled, _reference, _run, _tuple, _within
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.implementations import cross_entropy
+from memopt.kernels import cross_entropy
 
 F64 = torch.float64
 ATEN = torch.ops.aten

@@ -14,21 +14,21 @@ from memopt.executor.arena import arena_layout
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.out_variants import for_placing
-from memopt.implementations import FAMILIES, with_implementations
+from memopt.kernels import FAMILIES, with_implementations
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
-from memopt.profiler.backend import backend_of
+from memopt.passes.passes import place_program
+from memopt.pricing.measure import MeasureOptions
+from memopt.pricing.memory import metered
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.memory import metered
-from memopt.profiler.profiled import Profiled
 from memopt.profiler.session import profile_model
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, LossBoundary, Program
 from memopt.programs.liveness import computes, with_frees
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.olla.passes import place_program
+from memopt.step.backend import backend_of
+from memopt.step.profiled import Profiled
 
 QUICK = MeasureOptions(cap_s=0.1, max_rounds=1)
 

@@ -12,13 +12,13 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 from torch.nn import functional
 
-from memopt.implementations import attach
-from memopt.implementations.bits import pack, packed_bytes, unpack
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.in_place import in_place_call, overwritable
-from memopt.profiler.inputs import to_call
+from memopt.capture.capture import capture
+from memopt.kernels import attach
+from memopt.kernels.bits import pack, packed_bytes, unpack
+from memopt.step.build import Lowering, build
+from memopt.step.captured import Captured
+from memopt.step.in_place import in_place_call, overwritable
+from memopt.step.inputs import to_call
 
 F64 = torch.float64
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.implementations import FAMILIES, with_implementations
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.kernels import FAMILIES, with_implementations
+from memopt.pricing.memory import metered
 from memopt.profiler.session import profile_model
 from memopt.programs.instructions import Compute
+from memopt.step.backend import backend_of
 from memopt.strategies import Monet
 from tests.implementations.test_in_plans import QUICK, three_steps
 from tests.implementations.test_own_family import CALLS, attach_log_sigmoid

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError
-from memopt.implementations import batch_norm, norms, with_implementations
+from memopt.kernels import batch_norm, norms, with_implementations
 from memopt.profiler.session import profile_model
 from tests.implementations.test_in_plans import QUICK, _gradients, choosing, planned
 

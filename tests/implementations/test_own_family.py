@@ -9,8 +9,8 @@ from torch import nn
 from memopt.executor.apply import runtime_of
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
-from memopt.implementations import FAMILIES, Kernel, Sites, with_implementations
-from memopt.profiler.measure import MeasureOptions
+from memopt.kernels import FAMILIES, Kernel, Sites, with_implementations
+from memopt.pricing.measure import MeasureOptions
 from memopt.profiler.session import profile_model
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import computes, with_frees

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import memopt
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.profiler.session import profile_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.implementations import batch_norm, elementwise, norms
+from memopt.kernels import batch_norm, elementwise, norms
 
 ATEN = torch.ops.aten
 F64 = torch.float64

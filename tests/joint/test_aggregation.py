@@ -12,6 +12,7 @@ from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.joint import relaxation
 from memopt.strategies.joint.aggregation import AggregatedModel, sure_runs
 from memopt.strategies.joint.equal_layers import RepeatedLayers
@@ -21,7 +22,6 @@ from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
 from memopt.strategies.shared.incumbent import stored
 from memopt.strategies.shared.run_table import RunTable
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 from tests.joint.chains import blocks
 from tests.joint.repeated import repeated_graph
 

@@ -13,13 +13,13 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.solvers.running import Deadline
 from memopt.strategies.joint.equal_layers import EqualLayers, Stretch
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.incumbent import stored
 from memopt.strategies.shared.run_table import RunTable
-from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks, chain_of
 
 LINK = Device(to_host_bytes_per_s=1.0)

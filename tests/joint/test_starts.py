@@ -9,13 +9,13 @@ from memopt.models.device import Device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
+from memopt.solvers.running import Deadline
 from memopt.strategies import Joint, resolve
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
 from memopt.strategies.shared.graph_problem import graph_problem
-from memopt.strategies.solvers.running import Deadline
 from tests.joint.chains import blocks
 
 

@@ -17,7 +17,7 @@ from memopt.models.checks import MOST_BYTES
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.network import Network, Protocol
-from memopt.strategies.solvers.running import Deadline
+from memopt.solvers.running import Deadline
 
 
 def graph(size_bytes: Any = 4, time_s: Any = 1.0, **more: Any) -> Graph:

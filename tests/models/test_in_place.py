@@ -9,6 +9,7 @@ from memopt.errors import InvalidProgramError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
+from memopt.passes.passes import place_program
 from memopt.programs.allocator_requests import Allocate, allocation_trace
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import (
@@ -23,7 +24,6 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import ViolationCode, memory_use, validate
-from memopt.strategies.olla.passes import place_program
 from tests.models.training_graphs import overwriting
 from tests.random_programs import random_program
 

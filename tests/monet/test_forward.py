@@ -20,12 +20,12 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Checkmate, CheckmateRounding, Monet
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.forward import ForwardSearch
 from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.shared.incumbent import Incumbent
-from memopt.strategies.solvers.running import Deadline
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.monet.forward_graphs import forward_graph
 

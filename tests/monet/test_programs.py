@@ -16,13 +16,13 @@ from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.solvers.running import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Choices, Monet
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.kernel_choice import fastest_kernels
-from memopt.strategies.solvers.running import Solver, SolverOptions
 from tests.monet.fast_oracle import FastBrute
 from tests.monet.graphs import in_place_graph, training_graph, with_one_gradient_choices
 from tests.monet.oracle import Brute

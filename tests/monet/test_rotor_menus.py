@@ -20,6 +20,8 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.solvers.recent import RecentAnswers
+from memopt.solvers.running import Deadline
 from memopt.strategies import Rotor
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.rotor.persistent_kernels import row
@@ -27,8 +29,6 @@ from memopt.strategies.shared import stage_alternatives as stages
 from memopt.strategies.shared.alternatives_table import AlternativesTable
 from memopt.strategies.shared.stage_alternatives import stage_alternatives
 from memopt.strategies.shared.time_point_search import TimePointSearch
-from memopt.strategies.solvers.recent import RecentAnswers
-from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import drawing
 from tests.monet.graphs import training_graph, with_one_gradient_choices
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from memopt.strategies.solvers.running import call_in_thread
+from memopt.solvers.running import call_in_thread
 
 
 def interrupt(fraction: float, what: str) -> None:

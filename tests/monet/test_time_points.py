@@ -13,11 +13,11 @@ from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.solvers.running import Solver, SolverOptions
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.shared.time_points import TimePointModel
-from memopt.strategies.solvers.running import Solver, SolverOptions
 from tests.monet.graphs import training_graph
 
 

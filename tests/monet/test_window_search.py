@@ -12,10 +12,10 @@ from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.solvers.running import Deadline
 from memopt.strategies.monet.intervals import IntervalModel, search_windows
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.incumbent import Incumbent
-from memopt.strategies.solvers.running import Deadline
 from tests.monet.graphs import training_graph
 
 SEEDS = (2, 3, 4, 5, 6, 8, 9, 11)

@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from memopt.capture.capture import capture
+from memopt.capture.fake import Fakes
 from memopt.errors import CaptureError
 from memopt.models.collective import Collective, CollectiveKind
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.collectives import is_wait
-from memopt.profiler.fake import Fakes
-from memopt.profiler.inputs import to_call
-from memopt.profiler.optimizer_state import optimizer_state
 from memopt.programs.serialize import dumps, fingerprint, loads
+from memopt.step.build import Lowering, build
+from memopt.step.collectives import is_wait
+from memopt.step.inputs import to_call
+from memopt.step.optimizer_state import optimizer_state
 from tests.network.sharded import fake_ranks, layers, sharded
 
 FLOAT = 4

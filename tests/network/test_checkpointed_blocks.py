@@ -9,7 +9,7 @@ import pytest
 import memopt
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
-from memopt.programs.early_collectives import with_early_collectives
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay

@@ -20,7 +20,7 @@ from memopt.models.bounds import (
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.programs.early_collectives import with_early_collectives
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Compute, Free
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay

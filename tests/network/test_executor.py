@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from memopt.models.graph import Graph
-from memopt.profiler.collectives import WAIT
-from memopt.programs.early_collectives import with_early_collectives
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Compute, Free, Instruction, Program
 from memopt.programs.liveness import store_all
+from memopt.step.collectives import WAIT
 from tests.executor.harness import Case, assert_same, check, prepare, recompute_late, run_steps
 from tests.network.sharded import alone, layers, sharded
 

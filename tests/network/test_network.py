@@ -14,11 +14,11 @@ from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.network import Network, Protocol
 from memopt.models.presets import H100
-from memopt.profiler import ranks
-from memopt.profiler.collectives import is_collective
+from memopt.pricing.network_costs import network_costs
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.network_costs import network_costs
 from memopt.programs.serialize import dumps, loads
+from memopt.step import ranks
+from memopt.step.collectives import is_collective
 from tests.network.sharded import alone, fake_ranks, layers, sharded
 from tests.network.test_capture import lowered
 

@@ -13,10 +13,10 @@ from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.swap import ThreadSwap
 from memopt.models.device import Device
-from memopt.profiler.backend import backend_of
 from memopt.programs.instructions import SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.backend import backend_of
 from tests.families.harness import PEAK_TOLERANCE, Subject, compare, subject, train
 from tests.zoo import FAMILIES, Family
 

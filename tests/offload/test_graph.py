@@ -34,13 +34,13 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import has_updates, linearize
+from memopt.solvers import running
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.offload import graph as module
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
 from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
-from memopt.strategies.solvers import running
 from tests.monet.graphs import in_place_graph
 
 SHARES = (0.0, 0.3, 0.7)

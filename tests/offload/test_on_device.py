@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 import memopt
 from benchmarks.gpu.offload import limited, standing_bytes, stepper, total_peak_of
 from memopt.profiler import Loss, profile_model
-from memopt.profiler.backend import backend_of
 from memopt.report.lanes import Lane
+from memopt.step.backend import backend_of
 from tests.zoo import get
 from tests.zoo.family import TINY_BATCH
 

@@ -22,7 +22,7 @@ from math import gcd
 from typing import Any
 
 from memopt.models.status import Status
-from memopt.strategies.olla.tasks import Tasks
+from memopt.passes.order.tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import memopt
 from memopt.models.budget import Budget
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.passes.place.arena_selection import select_buffers
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free, Program
 from memopt.programs.replay import replay
@@ -21,7 +22,6 @@ from memopt.programs.serialize import dumps, loads
 from memopt.programs.validate import memory_use, validate
 from memopt.programs.violations import ViolationCode
 from memopt.strategies.olla import Buffer, Olla, place_program, program_buffers
-from memopt.strategies.olla.arena_selection import select_buffers
 from tests.models.training_graphs import overwriting
 from tests.random_programs import random_program
 

@@ -14,12 +14,12 @@ import pytest
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
+from memopt.passes.order_and_place import order_and_place
+from memopt.passes.place.buffers import Layout
+from memopt.passes.place.repair import repaired_placement
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
 from memopt.strategies.olla import Olla, lower_bound, place, read_buffers
-from memopt.strategies.olla.buffers import Layout
-from memopt.strategies.olla.order_and_place import order_and_place
-from memopt.strategies.olla.repair import repaired_placement
 from tests.olla.oracles import overlap
 
 INSTANCE_D = Path(__file__).parent.parent / "data" / "minimalloc" / "D.1048576.csv"

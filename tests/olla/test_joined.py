@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.hard_placements import hard_placement
 from memopt.models.status import Status
+from memopt.passes.place.buffers import Layout
+from memopt.passes.place.feasibility import solve_capacity
+from memopt.passes.place.joined import JoinedBuffers, fillers, find_joined
+from memopt.passes.place.search import Outcome, find_placement
 from memopt.strategies.olla import Buffer, place
-from memopt.strategies.olla.buffers import Layout
-from memopt.strategies.olla.feasibility import solve_capacity
-from memopt.strategies.olla.joined import JoinedBuffers, fillers, find_joined
-from memopt.strategies.olla.search import Outcome, find_placement
 from tests.olla.oracles import FULL_SECTIONS, filled_up, overlap
 
 pytestmark = pytest.mark.xdist_group("address kernels")

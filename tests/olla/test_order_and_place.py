@@ -17,13 +17,13 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Tensor, TensorKind
 from memopt.models.instances import rotor_toy
 from memopt.models.status import Status
+from memopt.passes.order_and_place import MOST_SLOWER, order_and_place
 from memopt.profiler import Profiled
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import SwapOut
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
-from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled, step_digest, tight_plan
 from tests.random_programs import random_program

@@ -10,21 +10,21 @@ import pytest
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.status import Status
-from memopt.programs.in_place import with_in_place
-from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
-from memopt.programs.validate import validate
-from memopt.strategies.olla import order_program, order_tasks
-from memopt.strategies.olla.mincut import forced_live, last_task_bound, minimum_cut
-from memopt.strategies.olla.orders import greedy_orders
-from memopt.strategies.olla.task_contraction import (
+from memopt.passes.order.mincut import forced_live, last_task_bound, minimum_cut
+from memopt.passes.order.orders import greedy_orders
+from memopt.passes.order.task_contraction import (
     cut_points,
     eager,
     expand_order,
     free_tasks,
     without_free_tasks,
 )
-from memopt.strategies.olla.tasks import Tasks
+from memopt.passes.order.tasks import Tasks
+from memopt.programs.in_place import with_in_place
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
+from memopt.strategies.olla import order_program, order_tasks
 from tests.models.training_graphs import drawing, overwriting
 from tests.olla.exact_models import solve_joint, solve_order
 from tests.olla.oracles import all_orders, best_order_bytes
@@ -92,7 +92,7 @@ def test_equals_brute_force_up_to_ten_operators() -> None:
 
 def random_tasks(rng: Random, count: int) -> Tasks:
     """A DAG that is no training step: wide, with transients, precedences and kept values."""
-    from memopt.strategies.olla.tasks import Value
+    from memopt.passes.order.tasks import Value
 
     values = []
     for producer in range(count):
@@ -183,7 +183,7 @@ def test_leaving_out_free_tasks_keeps_the_optimum() -> None:
 
 def test_cut_points_are_where_every_order_passes() -> None:
     # 0 → 1, 2 → 3 → 4, 5: the first and task 3 come alone.
-    from memopt.strategies.olla.tasks import Value
+    from memopt.passes.order.tasks import Value
 
     edges = {0: (1, 2), 1: (3,), 2: (3,), 3: (4, 5), 4: (), 5: ()}
     values = tuple(Value(1, t, readers, not readers) for t, readers in edges.items())

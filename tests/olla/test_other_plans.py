@@ -11,6 +11,7 @@ import memopt
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
+from memopt.passes.order_and_place import MOST_SLOWER, order_and_place
 from memopt.programs.instructions import Compute, Program, SwapIn
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -22,7 +23,6 @@ from memopt.strategies.base import Strategy
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import order_program, place_program
-from memopt.strategies.olla.order_and_place import MOST_SLOWER, order_and_place
 from memopt.strategies.rotor import Rotor
 from tests import zoo
 

@@ -11,6 +11,10 @@ from typer.testing import CliRunner
 
 from memopt.cli import app
 from memopt.models.status import Status
+from memopt.passes.place.buffers import Layout
+from memopt.passes.place.feasibility import solve_capacity
+from memopt.passes.place.greedy import pyramid
+from memopt.passes.place.repair import repaired_placement, stacked_results
 from memopt.strategies.olla import (
     Buffer,
     lower_bound,
@@ -21,10 +25,6 @@ from memopt.strategies.olla import (
 from memopt.strategies.olla import (
     placement as placement_module,
 )
-from memopt.strategies.olla.buffers import Layout
-from memopt.strategies.olla.feasibility import solve_capacity
-from memopt.strategies.olla.greedy import pyramid
-from memopt.strategies.olla.repair import repaired_placement, stacked_results
 from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, overlap
 
 pytestmark = pytest.mark.xdist_group("address kernels")

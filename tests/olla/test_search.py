@@ -9,10 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from memopt.strategies.olla import Buffer, search_kernels
-from memopt.strategies.olla import search as search_module
-from memopt.strategies.olla.buffers import Layout
-from memopt.strategies.olla.search import _fresh, find_placement
+from memopt.passes.place import search as search_module
+from memopt.passes.place import search_kernels
+from memopt.passes.place.buffers import Layout
+from memopt.passes.place.search import _fresh, find_placement
+from memopt.strategies.olla import Buffer
 from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, filled_up, overlap
 from tests.olla.test_placement import random_buffers
 

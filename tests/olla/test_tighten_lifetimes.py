@@ -10,10 +10,10 @@ import pytest
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.passes.tighten_lifetimes import tighten_lifetimes
 from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn, SwapOut
 from memopt.programs.replay import Direction, replay
 from memopt.programs.validate import validate
-from memopt.strategies.olla.tighten_lifetimes import tighten_lifetimes
 from tests.random_programs import random_program
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor import apply
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import dumps
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
 from tests.plan import tiny
 from tests.zoo import get
 

@@ -23,7 +23,7 @@ from memopt.models.graph import Graph
 from memopt.models.reader import Reader
 from memopt.models.record import ANY_LOSS
 from memopt.models.same_graph import as_captured
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import fingerprint
 from memopt.reductions.validate_and_replay import validate_and_replay

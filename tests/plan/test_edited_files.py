@@ -18,10 +18,10 @@ from memopt.errors import MemoptError
 from memopt.executor.check import unmetered_bytes
 from memopt.files.envelope import pack, unpack
 from memopt.files.plan_file import encode
-from memopt.profiler.backend import autocast_state
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import Call
 from memopt.stages import capturing
+from memopt.step.backend import autocast_state
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
 from tests.plan.edited import CPU, MADE, build, decode, refigured, step
 
 

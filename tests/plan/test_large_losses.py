@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import memopt
 from memopt.models.presets import CPU_CORE
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
 
 CPU = torch.device("cpu")
 INPUTS = torch.randn(4, 3, 32, 32)

@@ -17,7 +17,7 @@ from memopt.api.plan import Plan
 from memopt.api.request import PlanRequest
 from memopt.errors import PlanFileError
 from memopt.files.plan_file import from_bytes, to_bytes
-from memopt.implementations import with_implementations
+from memopt.kernels import with_implementations
 from memopt.models.options import Pricing, StepOptions
 from memopt.models.stage_record import STAGE_NAMES, StageRecord, options_of, with_record
 from memopt.profiler.session import profile_model

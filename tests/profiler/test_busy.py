@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.profiler.cache import ProfileCache
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.profiled import Baseline
+from memopt.pricing.cache import ProfileCache
+from memopt.pricing.measure import MeasureOptions
 from memopt.profiler.session import measured_again_if_busy, profile_model
+from memopt.step.profiled import Baseline
 
 
 def _poison(directory: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiler.cache import Cost, ProfileCache, default_directory
+from memopt.pricing.cache import Cost, ProfileCache, default_directory
 
 COST = Cost(0.25, 128, (4, 8))
 
@@ -150,7 +150,7 @@ def test_a_plan_after_damage_measures_again(
 WRITER = """
 import sys
 from pathlib import Path
-from memopt.profiler.cache import Cost, ProfileCache
+from memopt.pricing.cache import Cost, ProfileCache
 cache = ProfileCache(Path(sys.argv[1]))
 for i in range(50):
     cache.store({f"{sys.argv[2]} {i}": Cost(float(i), i, (i,)), "shared": Cost(1.0, 1, (1,))})

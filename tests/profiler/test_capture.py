@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.capture.capture import capture
 from memopt.errors import CaptureError
 from memopt.models.graph import Phase, TensorKind
-from memopt.profiler.build import Lowering, build
-from memopt.profiler.capture import capture
-from memopt.profiler.captured import Captured
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.build import Lowering, build
+from memopt.step.captured import Captured
+from memopt.step.inputs import to_call
 
 
 def captured(model: nn.Module, *inputs: Tensor) -> tuple[Captured, Lowering]:

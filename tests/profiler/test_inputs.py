@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.profiler.inputs import Call, align, to_call
+from memopt.step.inputs import Call, align, to_call
 
 X, Y = torch.zeros(2), torch.ones(2)
 

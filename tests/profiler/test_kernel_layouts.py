@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.profiler.as_eager.layouts import computing_device, layouts_of_kernels
-from memopt.profiler.capture import capture
-from memopt.profiler.fake import Fakes
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered
-from memopt.profiler.trial import equal_bytes
+from memopt.capture.as_eager.layouts import computing_device, layouts_of_kernels
+from memopt.capture.capture import capture
+from memopt.capture.fake import Fakes
+from memopt.pricing.memory import metered
+from memopt.step.inputs import to_call
+from memopt.step.trial import equal_bytes
 from tests.executor.harness import Case, check
 
 

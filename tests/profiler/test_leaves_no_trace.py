@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.profiler.baseline import measure_baseline, measure_loss
-from memopt.profiler.inputs import Call, to_call
-from memopt.profiler.loss import Loss
-from memopt.profiler.restored_state import state_restored
+from memopt.pricing.baseline import measure_baseline, measure_loss
+from memopt.step.inputs import Call, to_call
+from memopt.step.loss import Loss
+from memopt.user_code.restored_state import state_restored
 from tests.profiler import traces
 from tests.profiler.traces import TRACES, Base
 

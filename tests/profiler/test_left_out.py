@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.profiler import left_out
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
+from memopt.capture.capture import capture
+from memopt.step.inputs import to_call
+from memopt.user_code import left_out
 
 LOUD, QUIET = logging.getLogger("tests.loud"), logging.getLogger("tests.quiet")
 LOUD.setLevel(logging.DEBUG)

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memopt
-from memopt.profiler import measure as measuring
+from memopt.capture.capture import capture
+from memopt.pricing import measure as measuring
+from memopt.pricing.cache import ProfileCache
+from memopt.pricing.measure import MeasureOptions, costs_of, measure
+from memopt.pricing.memory import metered
 from memopt.profiler import session
-from memopt.profiler.build import build
-from memopt.profiler.cache import ProfileCache
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import MeasureOptions, costs_of, measure
-from memopt.profiler.memory import metered
-from memopt.profiler.profiled import Profiled
 from memopt.profiler.session import profile_model
-from memopt.profiler.signature import call_signature
+from memopt.step.build import build
+from memopt.step.inputs import to_call
+from memopt.step.profiled import Profiled
+from memopt.step.signature import call_signature
 
 CPU = torch.device("cpu")
 QUICK = MeasureOptions(cap_s=0.2, max_rounds=2)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.profiler.cache import ProfileCache
-from memopt.profiler.loss import Loss
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.memory import library_bytes, metered, metered_sections
-from memopt.profiler.profiled import ProfiledStep
+from memopt.pricing.cache import ProfileCache
+from memopt.pricing.measure import MeasureOptions
+from memopt.pricing.memory import library_bytes, metered, metered_sections
 from memopt.profiler.session import profile_model
 from memopt.profiler.step_session import profile_step
+from memopt.step.loss import Loss
+from memopt.step.profiled import ProfiledStep
 
 CPU = torch.device("cpu")
 
@@ -93,7 +93,7 @@ def test_what_libraries_keep_is_resident(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """Measured with the unplanned step, and remembered with it."""
     model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     plain = profile_model(model, x, options=MeasureOptions())
-    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda _device: 1000)
+    monkeypatch.setattr("memopt.pricing.baseline.library_bytes", lambda _device: 1000)
     options = MeasureOptions(cache=ProfileCache(tmp_path))
     for _ in range(2):
         charged = profile_model(model, x, options=options)
@@ -110,7 +110,7 @@ def test_what_libraries_keep_in_a_whole_step(monkeypatch: pytest.MonkeyPatch) ->
         return profile_step(model, x, loss=Loss(torch.sum), optimizer=optimizer)
 
     plain = profiled()
-    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda _device: 1000)
+    monkeypatch.setattr("memopt.pricing.baseline.library_bytes", lambda _device: 1000)
     charged = profiled()
     assert charged.graph.resident_bytes == plain.graph.resident_bytes + 1000
     assert charged.baseline.peak_bytes == plain.baseline.peak_bytes + 1000

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
-from memopt.profiler.as_eager import fake_results
-from memopt.profiler.build import build
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
-from memopt.profiler.measure import MeasureOptions, costs_of
-from memopt.profiler.real_results import check_results
+from memopt.capture.as_eager import fake_results
+from memopt.capture.capture import capture
+from memopt.pricing.measure import MeasureOptions, costs_of
+from memopt.pricing.real_results import check_results
+from memopt.step.build import build
+from memopt.step.inputs import to_call
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Beta, Distribution, Normal, kl_divergence
 
+from memopt.capture.capture import capture
+from memopt.capture.uncaptured import first_line
 from memopt.errors import CaptureError
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
-from memopt.profiler.uncaptured import first_line
+from memopt.step.inputs import to_call
 
 GENERATOR = torch.Generator()
 Form = Callable[["Net", Tensor], Any]

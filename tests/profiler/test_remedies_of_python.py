@@ -24,9 +24,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from memopt.capture.capture import capture
 from memopt.errors import CaptureError
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
+from memopt.step.inputs import to_call
 
 Form = Callable[["Net", Tensor], Any]
 QUIET: dict[str, Any] = {"budget": "min", "progress": False, "cache": False}

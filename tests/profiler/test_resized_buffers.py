@@ -16,8 +16,8 @@ from torch.ao.quantization import (
 )
 
 import memopt
-from memopt.profiler.inputs import Call
-from memopt.profiler.restored_state import forward_restored
+from memopt.step.inputs import Call
+from memopt.user_code.restored_state import forward_restored
 from tests.step.test_train_step import assert_same
 
 

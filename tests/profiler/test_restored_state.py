@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memopt
-from memopt.profiler.inputs import Call
-from memopt.profiler.restored_state import state_restored
+from memopt.step.inputs import Call
+from memopt.user_code.restored_state import state_restored
 
 
 class Changing(nn.Module):

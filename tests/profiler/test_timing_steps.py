@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memopt.models.garbage import full_collections_put_off
-from memopt.profiler import step_time
+from memopt.step import step_time
 
 
 def test_full_collections_come_back() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.profiler.unheard import unheard
+from memopt.step.unheard import unheard
 
 LOG = logging.getLogger("users.model")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from memopt.executor import code_writer, host_pool, values
 from memopt.executor.swap_streams import PooledCopy, PoolLease, StreamSwap
 from memopt.models.graph import Graph
+from memopt.passes.passes import place_program
 from memopt.programs import in_place
 from memopt.programs.instructions import (
     Compute,
@@ -28,7 +29,6 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
-from memopt.strategies.olla.passes import place_program
 from tests.races.judge import JudgedStreams
 
 

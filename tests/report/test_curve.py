@@ -12,7 +12,7 @@ import torch
 import memopt
 from memopt.api.spread import budgets_between
 from memopt.models.instances import rotor_toy
-from memopt.profiler.optimizer_state import optimizer_state, smaller_states
+from memopt.step.optimizer_state import optimizer_state, smaller_states
 
 
 def test_points_are_even_from_the_smallest_budget() -> None:

@@ -8,13 +8,13 @@ import pytest
 from memopt.models.quantize import SlotScale, slot_scale
 from memopt.models.status import Status
 from memopt.reductions.chain_replay import replay_chain
+from memopt.solvers.running import Deadline
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
 from memopt.strategies.rotor.grouping import expand, group_ends, grouped
 from memopt.strategies.rotor.model import ChainArrays
 from memopt.strategies.rotor.persistent_kernels import Rows, fill_block, memory_bounds, row_offsets
 from memopt.strategies.rotor.persistent_kernels import need_table as need_table_of
 from memopt.strategies.rotor.schedules import codes_of, steps_of
-from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.store_all import store_all_bytes
 from tests.rotor.chains import long_chain, random_chain, toy_chain
 

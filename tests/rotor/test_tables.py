@@ -13,6 +13,7 @@ import pytest
 from memopt.models.chain import Chain, Stage
 from memopt.models.quantize import SlotScale
 from memopt.reductions.chain_replay import replay_chain
+from memopt.solvers.running import Deadline
 from memopt.strategies.rotor import tables
 from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.persistent_kernels import Rows, memory_bounds, row
@@ -21,7 +22,6 @@ from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
 from memopt.strategies.rotor.schedules import SolveLimits, codes_of, steps_of
 from memopt.strategies.rotor.steps_kernels import FAR, Steps, buffer, constant, evaluate, improve
 from memopt.strategies.rotor.tables import SlotTable, _exact_table, _nothing_known
-from memopt.strategies.solvers.running import Deadline
 from tests.models.training_graphs import random_schedule
 from tests.rotor.chains import random_chain
 

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.executor.train_step import TrainStep
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
 from tests.step.test_train_step import assert_same
 
 CPU = torch.device("cpu")

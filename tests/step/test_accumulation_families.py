@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiler.backend import backend_of
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
+from memopt.step.inputs import to_call
 from tests import zoo
 from tests.step.accumulated import CPU, LINK
 

@@ -18,7 +18,7 @@ import memopt
 from memopt.errors import ExecutionError
 from memopt.executor import swap
 from memopt.executor.train_step import TrainStep
-from memopt.profiler.step_optimizer import HostState
+from memopt.step.step_optimizer import HostState
 from tests.step.test_train_step import assert_same
 
 

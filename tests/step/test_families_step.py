@@ -10,14 +10,14 @@ from torch import nn
 
 import memopt
 from memopt.models.budget import Budget
-from memopt.profiler.inputs import to_call
-from memopt.profiler.loss import Loss
-from memopt.profiler.memory import metered
-from memopt.profiler.movable import with_movable
+from memopt.pricing.memory import metered
 from memopt.profiler.step_session import profile_step
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
+from memopt.step.inputs import to_call
+from memopt.step.loss import Loss
+from memopt.step.movable import with_movable
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.olla import Olla
 from tests import zoo

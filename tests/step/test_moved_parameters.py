@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor.swap import ThreadSwap
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
 from tests.step.test_failing_steps import Fault, FaultAt
 from tests.step.test_train_step import assert_same
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import ExecutionError, PlanFileError
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
-from memopt.profiler.profiled import ProfiledStep
-from memopt.profiler.step_optimizer import HostState
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
+from memopt.step.profiled import ProfiledStep
+from memopt.step.step_optimizer import HostState
 from tests.step.test_train_step import MAKES, assert_same, batches, eager, planned, run
 
 CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_what_libraries_keep_is_no_optimizer_state(
     offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA matrix products leave workspaces behind, which a plan charges."""
-    monkeypatch.setattr("memopt.profiler.baseline.library_bytes", lambda device: 4096)
+    monkeypatch.setattr("memopt.pricing.baseline.library_bytes", lambda device: 4096)
     more: dict[str, Any] = {"offload_optimizer": True} if offload else {"whole_step": True}
     model, optimizer, plan = planned(MAKES["adam"], "olla", **more)
     assert plan.record is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import memopt
 from memopt.integrations.torch_compile import compiled_steps
-from memopt.profiler import left_out
+from memopt.user_code import left_out
 from tests.surroundings.seen import Seen, difference, everything, seen
 from tests.surroundings.situation import Setting, Situation
 

@@ -24,14 +24,14 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.executor.check import unmetered_bytes
+from memopt.pricing.baseline import clear_gradients
+from memopt.pricing.memory import metered
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
-from memopt.profiler.baseline import clear_gradients
-from memopt.profiler.inputs import to_call
-from memopt.profiler.memory import metered
-from memopt.profiler.memory_layout import same_strides
-from memopt.profiler.restored_state import state_restored
+from memopt.step.inputs import to_call
+from memopt.step.memory_layout import same_strides
 from memopt.strategies import Solution, Strategy, resolve
 from memopt.strategies.base import CostModel
+from memopt.user_code.restored_state import state_restored
 from tests.sweeps.grammar import RandomModule
 
 PASSES: dict[str, dict[str, bool]] = {

@@ -28,11 +28,11 @@ from memopt.errors import CaptureError
 from memopt.executor.apply import apply_plan
 from memopt.executor.check import summed, unmetered_bytes
 from memopt.executor.out_variants import for_placing
-from memopt.profiler.measure import MeasureOptions
-from memopt.profiler.memory import metered
-from memopt.profiler.profiled import Profiled
-from memopt.profiler.restored_state import state_restored
+from memopt.pricing.measure import MeasureOptions
+from memopt.pricing.memory import metered
 from memopt.profiler.session import profile_model
+from memopt.step.profiled import Profiled
+from memopt.user_code.restored_state import state_restored
 from tests.executor.harness import Case, Record, _bits, run_steps
 from tests.sweeps import elementwise, networks, shaped
 from tests.sweeps.subjects import LAYOUTS, Subject, Table, Together, inputs

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import memopt.torch_private
+from memopt.capture.capture import capture
+from memopt.capture.real_values import real_values_uncopied
 from memopt.errors import CaptureError
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
-from memopt.profiler.real_values import real_values_uncopied
+from memopt.step.inputs import to_call
 from memopt.torch_private import access, aot, dynamo, inductor, modes, modules
 from memopt.torch_private.distributed import timeout_of
 from memopt.torch_private.rows import ROWS, TABLE

@@ -43,9 +43,9 @@ TEXTS = {
     "_modules": "a part of Dynamo's expressions, which are read as texts",
 }
 PATCHES_OTHERS = {
-    "memopt.profiler.as_eager.corrections": "Hugging Face's masks",
-    "memopt.profiler.as_eager.masks": "Hugging Face's masks",
-    "memopt.profiler.as_eager.recorded_outputs": "Hugging Face's hooks",
+    "memopt.capture.as_eager.corrections": "Hugging Face's masks",
+    "memopt.capture.as_eager.masks": "Hugging Face's masks",
+    "memopt.capture.as_eager.recorded_outputs": "Hugging Face's hooks",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from memopt.executor.self_planning import SelfPlanning
 from memopt.plan_record import PlanRecord
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 
 class StepMeter:

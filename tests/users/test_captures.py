@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.profiler import captures
-from memopt.profiler.capture import capture
+from memopt.capture import captures
+from memopt.capture.capture import capture
 from memopt.stages import capturing
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from memopt.errors import InfeasibleBudgetError
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 
 @pytest.fixture(autouse=True)

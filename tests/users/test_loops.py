@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memopt
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 STEPS = 6
 

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 import memopt
 from memopt.errors import ExecutionError, NotReturnedError
-from memopt.profiler.dropped_outputs import NotReturned, unread
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.loss import Loss
+from memopt.step.dropped_outputs import NotReturned, unread
+from memopt.step.loss import Loss
 from memopt.strategies.monet.strategy import Monet
 
 CLASSES, ROWS = 2000, 64

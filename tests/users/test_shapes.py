@@ -15,7 +15,7 @@ import memopt
 from memopt.api import wrap as wrap_module
 from memopt.errors import GuardError, InfeasibleBudgetError
 from memopt.executor.arena import _KNOWN_ADDRESSES, ArenaFamily, ArenaLease, Arenas
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 CPU = torch.device("cpu")
 WIDTH = 48

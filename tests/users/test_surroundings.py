@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import memopt
 from memopt.executor.plan_maker import AGAIN
 from memopt.executor.surroundings import Surroundings, _Optimizers, is_metered
-from memopt.profiler.backend import backend_of
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
 
 CPU = torch.device("cpu")
 WORDS = 300

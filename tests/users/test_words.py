@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
+from memopt.capture import trace
+from memopt.capture.capture import capture
 from memopt.errors import CaptureError
-from memopt.profiler import trace
-from memopt.profiler.capture import capture
-from memopt.profiler.inputs import to_call
+from memopt.step.inputs import to_call
 from tests.distributed.gloo import in_one_thread
 
 IDS = torch.arange(2, 34).view(2, 16)

@@ -15,7 +15,7 @@ from torch import nn
 import memopt
 from memopt.api import wrap as wrap_module
 from memopt.errors import GuardError, InfeasibleBudgetError
-from memopt.profiler.memory import metered
+from memopt.pricing.memory import metered
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.solution import Solution
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.shared.members import Outcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
-from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEFT_OUT = frozenset({"checkmate", "checkmate-rounding", "joint"})

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant
+from memopt.solvers.binary_program import BinaryProgram, Term
 from memopt.strategies.joint.folding import Folding
 from memopt.strategies.joint.relaxation import LinkedModel
-from memopt.strategies.solvers.binary_program import BinaryProgram, Term
 
 LAST, FIRST = -1, 1
 """Which layer of a group its neighbour sees: that before it sees the first."""

@@ -15,6 +15,7 @@ from itertools import product
 
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.graph import Graph
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.joint.aggregation import AggregatedModel
 from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.folding import Folding, Unfolding, even_groups
@@ -22,7 +23,6 @@ from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.shared.timing import TIMINGS
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 GROUPS, BOUND_GROUPS = 8, 12
 """Groups of equal layers, in the step that is planned and in the relaxation."""

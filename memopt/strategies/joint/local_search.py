@@ -13,11 +13,11 @@ from random import Random
 
 import numpy as np
 
+from memopt.solvers.running import Deadline
 from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 from memopt.strategies.shared.timing import TIMINGS
-from memopt.strategies.solvers.running import Deadline
 
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""

@@ -8,11 +8,11 @@ import math
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.programs.solution import Solution
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import Strategy
 from memopt.strategies.moving.on_host import without_host_updates
 from memopt.strategies.moving.planning import Limits, planned_moves
 from memopt.strategies.shared.chain_programs import programs_of_step
-from memopt.strategies.solvers.running import Deadline
 
 OFFLOAD_SHARE = 0.4
 """Of the time, what offload-graph may take."""

@@ -14,6 +14,7 @@ from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import solution_of
 from memopt.strategies.joint.deep_planning import (
     DEEP,
@@ -34,7 +35,6 @@ from memopt.strategies.shared.graph_problem import graph_problem
 from memopt.strategies.shared.incumbent import stored
 from memopt.strategies.shared.members import Member
 from memopt.strategies.shared.run_table import Ints, RunTable
-from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.target import Target
 
 START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4

@@ -29,8 +29,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memopt.models.device import Device
+from memopt.solvers.binary_program import Term
 from memopt.strategies.shared.time_points import TimePointModel
-from memopt.strategies.solvers.binary_program import Term
 
 UNITS = 1000.0
 """The runs of a step, in the units of the rows of time: solvers' tolerances are absolute."""

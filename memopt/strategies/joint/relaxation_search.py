@@ -10,13 +10,13 @@ from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline, replay
+from memopt.solvers.running import Solver, SolverOptions
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.run_table import Flags, Ints
 from memopt.strategies.shared.time_point_search import ROUND_SHARE, TimePointSearch
 from memopt.strategies.shared.timing import TIMINGS
-from memopt.strategies.solvers.running import Solver, SolverOptions
 
 
 @dataclass

@@ -12,6 +12,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
@@ -19,7 +20,6 @@ from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.shared.members import Member
-from memopt.strategies.solvers.running import Deadline
 from memopt.strategies.target import Target
 
 DEFAULT_TIME_LIMIT_S = 60.0

@@ -9,6 +9,7 @@ from memopt.models.checks import MOST_BYTES
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import Features
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import GraphStrategy
@@ -16,7 +17,6 @@ from memopt.strategies.monet.solved_exactly import SolvedExactly
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import TimePointSearch
-from memopt.strategies.solvers.running import Deadline
 
 CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 

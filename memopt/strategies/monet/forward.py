@@ -18,10 +18,10 @@ from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import computes, with_frees
+from memopt.solvers.running import Deadline
 from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, annealed, memory
 from memopt.strategies.shared.incumbent import SAME, Incumbent
-from memopt.strategies.solvers.running import Deadline
 
 PART, STEPS, WORK = 10_000, 40, 12_000_000
 """Steps of the search between two looks at the clock, at most: altogether, for each operator,

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from memopt.models.bounds import needed_operators
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.strategies.solvers.binary_program import BinaryProgram
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
+from memopt.solvers.binary_program import BinaryProgram
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 
 GAP = 1e-5
 """Of the time of repeated runs, at which one relaxation ends."""

@@ -21,12 +21,12 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.coarsen import Coarsening, coarsen
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Progress, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.incumbent import Incumbent, smaller, stored
 from memopt.strategies.shared.time_point_search import CLOSE
-from memopt.strategies.solvers.running import Deadline
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_SHARE = 0.125

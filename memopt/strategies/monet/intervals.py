@@ -33,10 +33,10 @@ from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
+from memopt.solvers.binary_program import whole_number_scale
+from memopt.solvers.running import Deadline, SolverOptions, solve_with_cp_sat
 from memopt.strategies.shared.graph_model import Allowed, choices_of
 from memopt.strategies.shared.incumbent import Incumbent
-from memopt.strategies.solvers.binary_program import whole_number_scale
-from memopt.strategies.solvers.running import Deadline, SolverOptions, solve_with_cp_sat
 
 WINDOW = 12
 LARGEST_WINDOW = 96

@@ -16,6 +16,7 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
 from memopt.strategies.monet.graph_strategy import PROVED
@@ -24,7 +25,6 @@ from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.incumbent import SAME, Incumbent, smaller, stored
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import TimePointSearch
-from memopt.strategies.solvers.running import Deadline
 
 CLOSE = 1e-3
 """Gap to the bound at which no alternatives are tried."""

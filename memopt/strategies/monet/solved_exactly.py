@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
+from memopt.solvers.binary_program import Answer
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.base import Progress
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.graph_strategy import LEAST_S, LEAST_SHARE, GraphStrategy
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.shared.chain_programs import rotor_programs
-from memopt.strategies.solvers.binary_program import Answer
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 
 @dataclass(frozen=True)

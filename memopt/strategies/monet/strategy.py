@@ -10,6 +10,7 @@ from memopt.models.graph import Graph, Implementation, Operator
 from memopt.programs.instructions import Program
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import Features
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.ilp import MonetModel
@@ -19,7 +20,6 @@ from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import CLOSE, TimePointSearch
-from memopt.strategies.solvers.running import Deadline
 
 RELAXATION_SHARE = 0.4
 

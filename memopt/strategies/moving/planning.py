@@ -25,11 +25,11 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
 from memopt.programs.solution import Solution
 from memopt.reductions.updates import updates_of, with_early_updates, without_updates
+from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import solution_of
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import possible, shares, without_host_updates
 from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase
-from memopt.strategies.solvers.running import Deadline, Stopped
 
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from memopt.models.chain import Chain
+from memopt.solvers.running import SolverOptions
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, Choice
 from memopt.strategies.offload.dynprog_search import solve_dynprog
@@ -15,7 +16,6 @@ from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
 from memopt.strategies.offload.ordered import searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_schedule, ordered_transfers
-from memopt.strategies.solvers.running import SolverOptions
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from fractions import Fraction
 from typing import Any
 
 from memopt.models.status import Status
+from memopt.solvers.running import SolverOptions, solve_with_cp_sat
 from memopt.strategies.offload.ordered import ordered_schedule
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
-from memopt.strategies.solvers.running import SolverOptions, solve_with_cp_sat
 
 LARGEST_DENOMINATOR = 10**4
 LARGEST_HORIZON = 10**7

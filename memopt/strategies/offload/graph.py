@@ -28,6 +28,7 @@ from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
+from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.moving.on_host import without_host_updates
@@ -43,7 +44,6 @@ from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_schedule import schedule
 from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
 from memopt.strategies.shared.timing import TIMINGS, Timing
-from memopt.strategies.solvers.running import Deadline, Stopped
 
 PROVED = 1e-12
 """Gap at which a plan is optimal: sums of floats in another order."""

@@ -8,21 +8,21 @@ from typing import ClassVar
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
+from memopt.passes.order.ordering import DEFAULT_STATES
+from memopt.passes.passes import (
+    order_in_any_place,
+    order_program,
+    place_program,
+    placing_figures,
+)
+from memopt.passes.place.placement import DEFAULT_WORK_LIMIT
+from memopt.passes.timed_search import Improvement
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.olla.ordering import DEFAULT_STATES
-from memopt.strategies.olla.passes import (
-    order_in_any_place,
-    order_program,
-    place_program,
-    placing_figures,
-)
-from memopt.strategies.olla.placement import DEFAULT_WORK_LIMIT
-from memopt.strategies.olla.timed_search import Improvement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.models.steps import ChainStep, Move
-from memopt.strategies.solvers.running import Deadline
+from memopt.solvers.running import Deadline
 
 FORWARD_NO_SAVE, FORWARD_CHECKPOINT, FORWARD_ALL, BACKWARD, DROP_ACTIVATION, DROP_SAVED = range(6)
 CODE_BASE = 8

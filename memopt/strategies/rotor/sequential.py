@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from memopt.models.chain import Chain
+from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.plan_sets import PlanSet, plan_set, replayed
 from memopt.strategies.rotor.schedules import (
     BACKWARD,
@@ -19,7 +20,6 @@ from memopt.strategies.rotor.schedules import (
     FORWARD_NO_SAVE,
 )
 from memopt.strategies.rotor.strategies import ChainStrategy
-from memopt.strategies.solvers.running import Deadline
 
 BEST = "best"
 

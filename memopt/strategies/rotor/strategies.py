@@ -19,11 +19,11 @@ from memopt.models.quantize import SlotScale, slot_scale
 from memopt.models.status import Status
 from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
+from memopt.solvers.recent import RecentAnswers
+from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
-from memopt.strategies.solvers.recent import RecentAnswers
-from memopt.strategies.solvers.running import Deadline, Stopped
 from memopt.strategies.store_all import store_all_bytes
 
 DEFAULT_SLOTS = 500

@@ -12,6 +12,7 @@ import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.quantize import SlotScale
+from memopt.solvers.running import Stopped
 from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
 from memopt.strategies.rotor.floating_trace_kernels import Whole, floating_schedule, least_memory
@@ -29,7 +30,6 @@ from memopt.strategies.rotor.plan_sets import PlanSet, plan_set
 from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
 from memopt.strategies.rotor.schedules import Codes, SolveLimits, TooLarge
 from memopt.strategies.rotor.steps_kernels import Steps, buffer
-from memopt.strategies.solvers.running import Stopped
 
 NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16

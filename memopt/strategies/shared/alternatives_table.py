@@ -12,6 +12,7 @@ from memopt.programs.liveness import with_frees
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
+from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.schedules import (
     BACKWARD,
@@ -28,7 +29,6 @@ from memopt.strategies.shared.stage_alternatives import (
     plain_runs,
     stage_alternatives,
 )
-from memopt.strategies.solvers.running import Deadline, Stopped
 from memopt.strategies.store_all import chain_steps
 
 SLOTS = 400

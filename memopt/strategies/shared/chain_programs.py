@@ -12,13 +12,13 @@ from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
+from memopt.solvers.running import Deadline
 from memopt.strategies.budget_search import best_that_fits
 from memopt.strategies.moving.planning import fixed_graph
 from memopt.strategies.rotor import Rotor
 from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.incumbent import smaller, stored
-from memopt.strategies.solvers.running import Deadline
 
 SHARES = (0.9, 0.6, 0.35, 0.2, 0.1)
 """Of the room beside what is resident, what activations may take; the rest is for parameters."""

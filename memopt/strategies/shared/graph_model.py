@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memopt.models.graph import Graph, Operator
 from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
-from memopt.strategies.solvers.binary_program import BinaryProgram, Term
+from memopt.solvers.binary_program import BinaryProgram, Term
 
 Choice = tuple[str | None, Operator | Variant]
 """(an implementation's name, its figures); None names the operator itself."""

@@ -19,10 +19,10 @@ from memopt.programs.instructions import Compute, Instruction, LossBoundary
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.stage_costs import running_peak_bytes
 from memopt.reductions.stage_map import StageOperators
+from memopt.solvers.recent import RecentAnswers
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.time_points import TimePointModel
-from memopt.strategies.solvers.recent import RecentAnswers
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST = 8
 """Alternatives of a stage beside the plain one."""

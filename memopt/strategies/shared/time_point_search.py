@@ -10,11 +10,11 @@ from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import smaller_implementations
 from memopt.strategies.shared.time_points import TimePointModel
-from memopt.strategies.solvers.running import Deadline, Solver, SolverOptions
 
 MOST_TIME_POINTS = 4
 MOST_MORE = 8

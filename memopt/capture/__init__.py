@@ -1,0 +1,1 @@
+"""From a module to its captured step: Dynamo, AOTAutograd, and what a trace must not lose."""

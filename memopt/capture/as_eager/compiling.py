@@ -1,0 +1,196 @@
+"""Models that ask whether they are compiled are captured as what they compute when they are not.
+
+`torch.compiler.is_compiling()` is true while dynamo traces, and some models compute something else
+then: Mamba of Hugging Face scans its states pairwise instead of one after the other, which rounds
+otherwise. So a trace in which the model's own code has asked is made once more with the answer that
+eager gets. Where that way cannot be captured (it looks at values), the place gets the compiled
+answer as before. Where both ways can, and are not one graph, the forward decides: it is run in
+eager, and the trace that gives its bits is taken (BART makes a mask of ones when it is not compiled
+and takes it away again when it sees that it masks nothing, which no trace can see).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.as_eager.layouts import computing_device
+from memopt.errors import CaptureError
+from memopt.step.dependencies import Dependencies, digest
+from memopt.step.inputs import Call
+from memopt.step.trial import equal_bytes
+from memopt.torch_private import pytree
+from memopt.torch_private.dynamo import asks_whether_compiled, constant, handlers_replaced
+from memopt.user_code.restored_state import forward_restored
+
+_LOG = logging.getLogger(__name__)
+
+_FRAMES = 3
+"""So many of the innermost frames tell one place from another that asks by the same helpers."""
+_MOST_PLACES = 8
+"""After so many that cannot be captured as in eager, the model is taken as it is compiled."""
+_OF_TRACERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+"""Torch's own code, and memopt's, is written to be traced."""
+_KNOWN_ALIKE = (
+    ("transformers/masking_utils.py", ""),  # see `memopt.capture.as_eager.masks`
+    ("transformers/utils/output_capturing.py", "set"),
+    ("transformers/modeling_utils.py", "warn_if_padding_and_no_attention_mask"),
+    ("transformers/utils/generic.py", "_register_model_output_pytree_node"),
+)
+"""Ends of files, and functions in them ("": any), that compute the same whatever they are told: how
+a value is kept, a warning, a type's registration. To trace again for them would double the time of
+every model of Hugging Face's."""
+
+Frame = tuple[str, int, str]
+Place = tuple[Frame, ...]
+Trace = tuple[Any, Dependencies]
+
+
+@dataclass
+class _Answers:
+    """What the model's own code is told.
+
+    Attributes:
+        compiled: the places that are told that they are compiled; None: all of them are.
+        asked: the places that asked, in order.
+    """
+
+    compiled: set[Place] | None
+    asked: list[Place] = field(default_factory=list)
+
+    def of(self, frames: tuple[Frame, ...]) -> bool:
+        """Whether code at these frames, the innermost first, is told that it is compiled."""
+        if frames[0][0].startswith(_OF_TRACERS):
+            return True
+        place = frames[:_FRAMES]
+        if any(_known_alike(frame) for frame in place):
+            return True
+        self.asked.append(place)
+        return self.compiled is None or place in self.compiled
+
+    @property
+    def last_as_eager(self) -> Place | None:
+        """Who was told last that it is not compiled."""
+        told = self.compiled
+        return next((p for p in reversed(self.asked) if told is not None and p not in told), None)
+
+
+def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
+    """Trace a model as what it computes when it is not compiled, where that can be traced.
+
+    Args:
+        model, call: what is traced.
+        trace: gives the traced module, which takes the call's arguments, and what it depends on.
+
+    Returns:
+        What `trace` gave.
+
+    Raises:
+        CaptureError: the model cannot be traced in either way; that of the compiled one.
+    """
+    answers = _Answers(None)
+    try:
+        with _answering(answers):
+            compiled = trace()
+    except CaptureError:
+        if answers.asked:
+            uncompiled = _uncompiled(trace)
+            if uncompiled is not None:
+                return uncompiled
+        raise
+    if not answers.asked:
+        return compiled
+    uncompiled = _uncompiled(trace)
+    if uncompiled is None or _digest(model, uncompiled) == _digest(model, compiled):
+        return compiled
+    if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]):
+        return compiled
+    return uncompiled
+
+
+def _digest(model: nn.Module, trace: Trace) -> str:
+    traced, dependencies = trace
+    return digest(traced, model, dependencies)
+
+
+def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
+    """The trace of a model that is told that it is not compiled; None where there is none."""
+    told: set[Place] = set()
+    while len(told) <= _MOST_PLACES:
+        answers = _Answers(told)
+        try:
+            with _answering(answers):
+                return trace()
+        except CaptureError as error:
+            place = answers.last_as_eager
+            if place is None:
+                return None
+            _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1][:2], error)
+            told.add(place)
+    return None
+
+
+def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompiled: Any) -> bool:
+    """Whether the compiled trace gives eager's results, bit for bit, and the other does not."""
+    if computing_device(model, call) is None:
+        return False
+    for traced in (compiled, uncompiled):
+        traced.recompile()  # dynamo has renamed what its code reads
+    eager = _results(model, model, call)
+    return _same(eager, _results(model, compiled, call)) and not _same(
+        eager, _results(model, uncompiled, call)
+    )
+
+
+def _results(model: nn.Module, way: Callable[..., Any], call: Call) -> list[Any]:
+    with forward_restored(model, call, way) as output:
+        results = pytree.tree_leaves(output)
+        return [one.clone() if isinstance(one, torch.Tensor) else one for one in results]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and equal_bytes(one, other)
+    return bool(one == other)
+
+
+@contextlib.contextmanager
+def _answering(answers: _Answers) -> Iterator[None]:
+    """Dynamo asks `answers` what the functions by which code asks whether it is compiled return."""
+
+    def answered(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+            if answers.of(tuple(_frames(translator))):
+                return handler(function, translator, *args, **kwargs)
+            translator.mark_inconsistent_side_effects()
+            return constant(False)
+
+        return answer
+
+    usual = asks_whether_compiled()
+    with handlers_replaced({one: answered(handler) for one, handler in usual.items()}):
+        yield
+
+
+def _known_alike(frame: Frame) -> bool:
+    path, _, function = frame
+    return any(path.endswith(file) and name in ("", function) for file, name in _KNOWN_ALIKE)
+
+
+def _frames(translator: Any) -> Iterator[Frame]:
+    """File, line and function of what dynamo is in, the innermost first."""
+    while translator is not None:
+        frame = translator.frame_summary()
+        yield frame.filename, frame.lineno, frame.name
+        translator = getattr(translator, "parent", None)

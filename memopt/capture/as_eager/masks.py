@@ -1,0 +1,112 @@
+"""Attention masks that mask nothing, traced as eager treats them.
+
+Hugging Face's models look whether an attention mask masks anything and, if not, go on without it; a
+trace cannot look and keeps it. Most models compute the same numbers either way. Those that add a
+learned bias of positions to the scores (T5 and its kin) do not, in low precision: with a mask the
+bias is one for each sequence, whose gradients are rounded before they are summed over the batch;
+without, it is one for all, summed first. So such calls are captured as what they are, and a model
+that plans its own calls (`memopt.wrap`) looks, as eager does, which kind a call is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from memopt.step.inputs import Call
+from memopt.torch_private.dynamo import comptime
+
+T = TypeVar("T")
+
+
+def adds_learned_biases(model: nn.Module) -> bool:
+    """Whether some attention of Hugging Face's in a model adds a learned bias of positions."""
+    return "transformers.masking_utils" in sys.modules and any(
+        name.endswith("relative_attention_bias") for name, _ in model.named_modules()
+    )
+
+
+def masks_nothing(call: Call) -> bool:
+    """Whether a call has attention masks, and all of them are of ones only."""
+    masks = _masks(call)
+    return bool(masks) and all(bool(mask.all()) for mask in masks)
+
+
+def _masks(call: Call) -> list[torch.Tensor]:
+    return [
+        value
+        for name, value in call.kwargs.items()
+        if name.endswith("attention_mask") and isinstance(value, torch.Tensor) and value.dim() == 2
+    ]
+
+
+class _OtherMasks(Exception):
+    """The model makes masks of other arguments, too, which may mask something."""
+
+
+def with_whole_masks(call: Call, trace: Callable[[], T]) -> T:
+    """Run `trace` of a call; if its masks mask nothing, the model goes on without them."""
+    if not call.whole_masks:
+        return trace()
+    try:
+        with _whole_masks(call):
+            return trace()
+    except _OtherMasks:
+        return trace()
+
+
+@contextmanager
+def _whole_masks(call: Call) -> Iterator[None]:
+    """Masks made of the call's attention masks mask nothing.
+
+    Raises:
+        _OtherMasks: (after the trace) some are made of other arguments.
+    """
+    masking: Any = sys.modules["transformers.masking_utils"]
+    at_trace = comptime()
+    read: set[str] = set()
+
+    def look(context: Any) -> None:
+        read.update(arguments_of(context.get_local("padding_mask").as_proxy().node))
+
+    def without_mask(original: Callable[..., bool]) -> Callable[..., bool]:
+        def skips(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+            if padding_mask is not None:
+                at_trace(look)
+            return original(None, *args, **kwargs)
+
+        return skips
+
+    causal, both_ways = masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa
+    with (
+        mock.patch.object(masking, "_ignore_causal_mask_sdpa", without_mask(causal)),
+        mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", without_mask(both_ways)),
+    ):
+        yield
+    masks = set(map(id, _masks(call)))
+    # Dynamo's names of the flat arguments.
+    whole = {f"l_flat_args_{i}_" for i, leaf in enumerate(call.leaves) if id(leaf) in masks}
+    if not read <= whole:
+        raise _OtherMasks
+
+
+def arguments_of(node: Node) -> set[str]:
+    """The names of the model's arguments and tensors that a value in dynamo's trace is computed
+    from."""
+    seen, stack, found = {node}, [node], set()
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder":
+            found.add(one.name)
+        for source in one.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return found

@@ -1,0 +1,51 @@
+"""Hugging Face's hooks that record hidden states and attentions, set before a model is captured.
+
+Its models set them at the first call that asks for such outputs, behind a lock that no trace can
+take. So where a capture fails at it, the models that ask are found in a run whose traces are put
+back, and given their hooks, as their first call would have. A hook does nothing until it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from memopt.step.inputs import Call
+from memopt.user_code.restored_state import forward_restored
+
+_HOME = "transformers.utils.output_capturing"
+
+
+def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
+    """Set the hooks that a model's first call would set.
+
+    Args:
+        model, call: what could not be captured.
+        error: why.
+
+    Returns:
+        Whether that was it: another capture is worth trying.
+    """
+    home: Any = sys.modules.get(_HOME)
+    stack = getattr(error, "real_stack", None) or ()
+    if home is None or all(frame.filename != home.__file__ for frame in stack):
+        return False
+    asked: dict[int, nn.Module] = {}
+
+    def ask(one: nn.Module) -> None:
+        if not getattr(one, "_output_capturing_hooks_installed", False):
+            asked.setdefault(id(one), one)
+
+    with (
+        mock.patch.object(home, "maybe_install_capturing_hooks", ask),
+        contextlib.suppress(Exception),  # the outputs that are not recorded may be missed
+        forward_restored(model, call),
+    ):
+        pass
+    for one in asked.values():
+        home.maybe_install_capturing_hooks(one)
+    return bool(asked)

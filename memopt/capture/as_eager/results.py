@@ -1,0 +1,97 @@
+"""Results that torch's fake kernels describe wrongly, set right in a captured graph.
+
+Normalisations on the CPU keep their statistics in float32 where input and parameters have
+different dtypes (autocast), else in the input's dtype, and update running statistics in the dtype
+they have; the fake kernels of torch 2.11 to 2.13 say otherwise. Only the matching backward reads
+the statistics, so that nothing else in the graph depends on what the tracer believed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from memopt.step.operators import Substitute
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.pytree import tree_map_only
+
+# Operator → positions of the other tensors it normalises with, and of the statistics it returns.
+_NORMS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    _ATEN.native_layer_norm.default: ((2, 3), (1, 2)),
+    _ATEN.native_group_norm.default: ((1, 2), (1, 2)),
+    _ATEN._native_batch_norm_legit_functional.default: ((1, 2, 3, 4), (1, 2)),
+    _ATEN._native_batch_norm_legit.no_stats: ((1, 2), (1, 2)),
+}
+# Operator → (result, argument whose dtype it has): new running statistics, an input's gradient.
+_AS_ARGUMENT: dict[Any, tuple[tuple[int, int], ...]] = {
+    _ATEN._native_batch_norm_legit_functional.default: ((3, 3), (4, 4)),
+    _ATEN.native_group_norm_backward.default: ((0, 1),),
+}
+
+
+def _in_grad_mode(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that does its whole work only with gradients enabled; a step runs without,
+    since its backward is in the graph. Autograd records, and keeps, nothing of detached tensors."""
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    with torch.enable_grad():
+        return overload(*args, **kwargs)
+
+
+# LSTMs on the CPU leave their backward's workspace only in grad mode.
+_IN_GRAD_MODE = frozenset({_ATEN.mkldnn_rnn_layer.default})
+
+
+def correct_fake_results(module: GraphModule) -> None:
+    """Give the graph's operators the results, and the dtypes, that their kernels have in eager."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _IN_GRAD_MODE:
+            node.target = Substitute(node.target, _in_grad_mode)
+        dtypes = _dtypes(node)
+        if dtypes:
+            _retype(node, dtypes)
+
+
+def _dtypes(node: Node) -> dict[int, torch.dtype]:
+    """Result → the dtype that a kernel on the CPU gives it, where that is not what torch says."""
+    source = _value(node.args[0]) if node.args else None
+    if source is None or source.device.type != "cpu":
+        return {}
+    others, statistics = _NORMS.get(node.target, ((), ()))
+    beside = [_value(node.args[i]) for i in others if i < len(node.args)]
+    mixed = any(other is not None and other.dtype != source.dtype for other in beside)
+    dtypes = dict.fromkeys(statistics, torch.float32 if mixed else source.dtype)
+    for result, argument in _AS_ARGUMENT.get(node.target, ()):
+        like = _value(node.args[argument])
+        if like is not None:
+            dtypes[result] = like.dtype
+    return dtypes
+
+
+def _value(argument: Any) -> torch.Tensor | None:
+    """The (fake) value of an argument; None if it is no tensor."""
+    value = argument.meta.get("val") if isinstance(argument, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _retype(node: Node, dtypes: dict[int, torch.dtype]) -> None:
+    results = list(node.meta["val"])
+    for index, dtype in dtypes.items():
+        if results[index] is not None and results[index].dtype != dtype:
+            results[index] = results[index].to(dtype)
+    node.meta["val"] = tuple(results)
+    _retype_views(node)
+
+
+def _retype_views(node: Node) -> None:
+    """Update the (fake) values of the views of a node's results."""
+    for user in node.users:
+        if user.target is operator.getitem or getattr(user.target, "is_view", False):
+            args, kwargs = map_arg((user.args, user.kwargs), lambda one: one.meta["val"])
+            user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            _retype_views(user)

@@ -1,0 +1,236 @@
+"""Collectives of single parameters joined into one of several, as FSDP2 has one for each block.
+
+`memopt.shard` gathers each parameter by a call of its own. In the joint graph those of one bucket
+become one: their gathers a coalesced all-gather, which has a result for each, where the first of
+them stood; their scatters a reduce-scatter of the packed gradients (`aten._chunk_cat`, FSDP2's
+layout), where the last stood, of whose result the gradients are views.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from memopt.step.collectives import WAIT
+from memopt.step.joint_graph import described, split_joint
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.operators import collectives
+
+BUCKETS = "memopt_buckets"
+"""Attribute of the class of a sharded module: parameter's name in the module → its bucket."""
+
+_OPS = collectives()
+_GATHER = _OPS.all_gather_into_tensor.default
+_GATHERS = _OPS.all_gather_into_tensor_coalesced.default
+_SCATTER = _OPS.reduce_scatter_tensor.default
+_REDUCE = _OPS.all_reduce.default
+_AFTER_SCATTER = frozenset(
+    {
+        WAIT,
+        _REDUCE,
+        _ATEN.slice.Tensor,
+        _ATEN._to_copy.default,
+        _ATEN.add.Tensor,
+        _ATEN.clone.default,
+        _ATEN.permute.default,
+        _ATEN.view.default,
+    }
+)
+"""What may stand between a scatter and the gradient that is returned."""
+
+
+_Found = dict[Node, tuple[int, int]]
+"""Parameter, or a collective of one → its bucket and its place among the parameters."""
+
+
+def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Of each parameter that `memopt.shard` has put in a bucket, by its name in the model, the
+    bucket, and which of the model's parameters it is."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buckets: Mapping[str, int] = getattr(type(module), BUCKETS, {})
+        for name, bucket in buckets.items():
+            found[f"{path}.{name}" if path else name] = (bucket, len(found))
+    return found
+
+
+def join_collectives(
+    module: GraphModule, buckets: Mapping[str, tuple[int, int]], names: Mapping[str, str]
+) -> None:
+    """Join the gathers, and the scatters, of each bucket; in place.
+
+    Args:
+        module: a joint graph.
+        buckets: see `buckets_of`.
+        names: what the graph calls a parameter → its name in the model.
+    """
+    bucket_of: _Found = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        descriptor, _ = described(node)
+        if type(descriptor).__name__ == "ParamAOTInput":
+            name = names[descriptor.target]
+            bucket_of.update({node: buckets[name]} if name in buckets else {})
+    if not bucket_of:
+        return
+    for members in _groups(_gathers(module, bucket_of)):
+        _join_gathers(module, members)
+    for members in _groups(_scatters(module, bucket_of)):
+        _join_scatters(module, members)
+    module.graph.lint()
+    module.recompile()
+
+
+def _gathers(module: GraphModule, bucket_of: _Found) -> _Found:
+    found: _Found = {}
+    for node in module.graph.find_nodes(op="call_function", target=_GATHER):
+        *_, source = _chain(node)
+        if source in bucket_of:
+            found[node] = bucket_of[source]
+    return found
+
+
+def _chain(gather: Node) -> Iterator[Node]:
+    """From a gather's argument back to the first node that has not one argument alone."""
+    (node,) = gather.all_input_nodes
+    yield node
+    while len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+        yield node
+
+
+def _scatters(module: GraphModule, bucket_of: _Found) -> _Found:
+    split = split_joint(module)
+    found: _Found = {}
+    for primal, gradient in zip(split.primals, split.gradients, strict=True):
+        if primal not in bucket_of or not isinstance(gradient, Node):
+            continue
+        stack = [gradient]
+        while stack:
+            node = stack.pop()
+            if node.target is _SCATTER:
+                found[node] = bucket_of[primal]
+            elif node.target in _AFTER_SCATTER:
+                stack.extend(node.all_input_nodes)
+    return found
+
+
+def _groups(found: _Found) -> list[list[Node]]:
+    """The collectives that become one, each group in the order of its parameters, the groups in the
+    order in which they are complete. One bucket's are in the same group until a parameter comes
+    again (a module that is called twice, a tied parameter)."""
+    groups: list[list[Node]] = []
+    present: dict[Any, tuple[list[Node], set[int]]] = {}
+    for node in sorted(found):
+        bucket, place = found[node]
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        key = (bucket, node.meta["val"].dtype, backward, *node.args[1:])
+        if key not in present or place in present[key][1]:
+            present[key] = ([], set())
+            groups.append(present[key][0])
+        members, places = present[key]
+        members.append(node)
+        places.add(place)
+    several = sorted((group for group in groups if len(group) > 1), key=max)
+    return [sorted(group, key=lambda node: found[node][1]) for group in several]
+
+
+def _join_gathers(module: GraphModule, members: Sequence[Node]) -> None:
+    """One coalesced gather, where the first of the members is: their arguments are made of
+    parameters alone, so that they can be made there."""
+    graph = module.graph
+    first = min(members)
+    for member in members:
+        for node in reversed(list(_chain(member))):
+            if first < node:
+                first.prepend(node)
+    with graph.inserting_before(first):
+        shards = [member.args[0] for member in members]
+        together = graph.call_function(_GATHERS, (shards, *first.args[1:]))
+        together.meta = {**first.meta, "val": [member.meta["val"] for member in members]}
+        for position, member in enumerate(members):
+            result = graph.call_function(operator.getitem, (together, position))
+            result.meta = dict(member.meta)
+            member.replace_all_uses_with(result)
+    for member in members:
+        graph.erase_node(member)
+
+
+def _join_scatters(module: GraphModule, members: Sequence[Node]) -> None:
+    """One scatter of all gradients packed, where the last of the members is. What is made of their
+    results comes after it."""
+    graph, last = module.graph, max(members)
+    later = _made_of(members)
+    if not later.isdisjoint(members):
+        return
+    place = last
+    for node in sorted(node for node in later if node < last):
+        place.append(node)
+        place = node
+    ends, reduced = _ends(members)
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta = {**last.meta, "val": _value(node)}
+        return node
+
+    with graph.inserting_before(last):
+        whole = call(_ATEN._chunk_cat.default, [m.args[0] for m in members], 0, last.args[2])
+        whole = call(WAIT, call(_SCATTER, whole, *last.args[1:]))
+        if reduced is not None:
+            whole = call(WAIT, call(_REDUCE, whole, *reduced.args[1:]))
+        begin = 0
+        for member, end in zip(members, ends, strict=True):
+            value = member.meta["val"]
+            part = call(_ATEN.slice.Tensor, whole, 1, begin, begin + value.numel())
+            end.replace_all_uses_with(call(_ATEN.view.default, part, list(value.shape)))
+            begin += value.numel()
+    for end, member in zip(ends, members, strict=True):
+        while end is not member:
+            later.discard(end)
+            (before,) = end.all_input_nodes
+            graph.erase_node(end)
+            end = before
+        graph.erase_node(member)
+    for node in sorted(later):
+        node.meta["val"] = _value(node)
+
+
+def _made_of(nodes: Iterable[Node]) -> set[Node]:
+    """All calls that read nodes, or what is made of them."""
+    found: set[Node] = set()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node.op != "output" and node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def _ends(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
+    """Of each scatter, the wait for it; where all are then reduced alike over the replicas (HSDP),
+    the wait for that, and one of the reductions."""
+    waits = [_user(scatter) for scatter in scatters]
+    reduced = [_user(wait) for wait in waits if len(wait.users) == 1]
+    alike = len(reduced) == len(waits) and all(node.target is _REDUCE for node in reduced)
+    if alike and len({node.args[1:] for node in reduced}) == 1:
+        return [_user(node) for node in reduced], reduced[0]
+    return waits, None
+
+
+def _user(node: Node) -> Node:
+    return next(iter(node.users))
+
+
+def _value(node: Node) -> Any:
+    """What a call gives, in fake tensors."""
+    given, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    target: Any = node.target
+    with torch.no_grad():
+        return target(*given, **named)

@@ -1,0 +1,278 @@
+"""Why a model of a known kind cannot be captured, each with what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from memopt.capture.remedies_of_python import SAID_OF_PYTHON
+from memopt.errors import CaptureError
+from memopt.step.inputs import Call
+from memopt.torch_private.modules import forward_hooks_of
+
+_GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
+
+_SAID: tuple[tuple[str, str], ...] = (
+    (
+        r"as_proxy\(\)[^\0]*UserDefinedObjectVariable\(Generator\)",
+        "it draws from a torch.Generator, whose state no graph holds: draw without generator= "
+        "(torch.manual_seed seeds torch's own), or pass what is drawn as an input",
+    ),
+    (
+        r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
+        "it draws or seeds random numbers in numpy, which no graph does: draw them in torch "
+        "(torch.rand, torch.randint), or pass them as a tensor",
+    ),
+    (
+        r"RandomValueSource|\bRandom\.[a-z]+",
+        "it draws random numbers in Python, which a graph would hold as constants: draw them in "
+        "torch (torch.empty(()).uniform_(a, b), torch.randint; torch.where chooses by them), or "
+        "pass them as a tensor",
+    ),
+    (
+        r"`(manual_seed|seed|[gs]et_rng_state)` in file|\bfork_rng\b",
+        "it seeds torch or sets its random state aside (torch.manual_seed, fork_rng), which a "
+        "planned step would not: do that around the call of the model, or draw there and pass what "
+        "is drawn as an input",
+    ),
+    (
+        r"torch/distributions/constraints\.py",
+        "torch.distributions checks the values of its parameters, which no graph can: make "
+        "distributions with validate_args=False, or call "
+        "torch.distributions.Distribution.set_default_validate_args(False) once",
+    ),
+    (
+        r"unrecognized type UserDefinedObjectVariable\((?P<what>\w+)\) at output",
+        "it returns a {what}, which is no container of tensors: return a tuple or a dict (of a "
+        "distribution its parameters, and make it of them outside), or register your own class "
+        "with torch.export.register_dataclass",
+    ),
+    (
+        r"set_ on a graph input",
+        "it assigns .data of a parameter, a buffer or an input, which gives it other memory: "
+        "update the values in place instead (with torch.no_grad(): weight.copy_(...))",
+    ),
+    (
+        r"non-contiguous `out=`",
+        "an operator writes to a tensor with gaps or in another order (out=): use what it returns, "
+        "or copy that there (out.copy_(torch.mm(a, b)))",
+    ),
+    (
+        r"torch\.nn\.Parameter\(\)",
+        "it makes an nn.Parameter: make it in __init__, or use a plain tensor",
+    ),
+    (
+        r'nn/modules/module\.py", line \d+, in requires_grad_\b',
+        "it freezes a module's parameters, or lets them train (requires_grad_), which a planned "
+        "step would not: do that between steps, outside of the model; a part that is to get no "
+        "gradient in this forward runs under torch.no_grad()",
+    ),
+    (
+        r"Tensor\.requires_grad_\(\)",
+        "it calls requires_grad_(): do that before the call, or, where it is for "
+        "torch.autograd.grad, use torch.func.grad or torch.func.vjp, or plan the sub-modules that "
+        "it calls",
+    ),
+    (
+        r"builtin operator `print`|`_warnings\.warn`|`TextIOWrapper`|LoggingLogger"
+        r"|/logging/__init__\.py",
+        "it prints, logs or warns, which a graph does not: do that in the training loop",
+    ),
+    (
+        r"numpy_(operator|method|to_tensor)_wrapper|_dynamo_utils_wrapped_",
+        "it computes with numpy arrays, which a planned step would not change: keep them as "
+        "buffers (register_buffer), and compute with tensors",
+    ),
+    (
+        r"Pending unbacked symbols|NumpyNdarrayVariable",
+        "it reads a number out of a numpy array or a tensor, which no graph can hold: keep "
+        "constants as Python numbers (made in __init__) or as buffers (register_buffer), and "
+        "compute with tensors",
+    ),
+    (
+        r"non-function __getattr__",
+        "an object that it uses has a __getattr__ that is no function of Python's "
+        "(dict.__getitem__): write it with def, or pass a plain dict",
+    ),
+    (
+        r"[Dd]ata-dependent|tolist\(\)|_local_scalar_dense",
+        "memopt needs a forward without data-dependent Python control flow (.item(), tensor truth "
+        "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "
+        "around it",
+    ),
+    *SAID_OF_PYTHON,
+)
+"""What the message of an error has in it → the cause, and what to do about it; the first counts."""
+
+
+def said_remedy(text: str) -> str | None:
+    """The sentence for what a message of dynamo's or AOTAutograd's says; None: it says none that
+    is known."""
+    for words, sentence in _SAID:
+        found = re.search(words, text)
+        if found is not None:
+            return sentence.format(**found.groupdict())
+    return None
+
+
+def known_remedy(model: nn.Module, error: Exception) -> str | None:
+    """The sentence for a model that could not be captured; None if it is of no known kind."""
+    for cause in _CAUSES:
+        found = cause(model, str(error))
+        if found is not None:
+            return found
+    return None
+
+
+def inside_fabric(model: nn.Module) -> nn.Module | None:
+    """The user's module in what Lightning Fabric's `setup` made of it; None: it made none."""
+    if "_FabricModule" not in {kind.__name__ for kind in type(model).__mro__}:
+        return None
+    module: nn.Module = model.module  # type: ignore[assignment]
+    return module
+
+
+def check_outside_fabric(model: nn.Module) -> None:
+    """Refuse what Lightning Fabric's `setup` made, which casts and redirects calls in Python.
+
+    Raises:
+        CaptureError: it is that.
+    """
+    if inside_fabric(model) is not None:
+        raise CaptureError(
+            "the model is what Fabric's setup made: call memopt.wrap(model, budget=...), which "
+            "takes it, or plan the module inside (model.module)"
+        )
+
+
+def is_data_parallel(model: nn.Module) -> bool:
+    """Whether the model is wrapped to exchange gradients, by hooks that no plan holds."""
+    return _is_a(model, "DistributedDataParallel", "DataParallel")
+
+
+def _is_a(model: nn.Module, *names: str) -> bool:
+    """Whether the model's class, or one that it is derived from, has one of the names."""
+    return any(kind.__name__ in names for kind in type(model).__mro__)
+
+
+def _wrapped(model: nn.Module, _text: str) -> str | None:
+    if is_data_parallel(model):
+        return (
+            f"the model is a {type(model).__name__} already, which exchanges gradients outside of "
+            "any graph: plan first, then wrap "
+            "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
+        )
+    if _is_a(model, "FSDPModule", "FullyShardedDataParallel"):
+        return (
+            "the model's parameters are sharded, and gathered by hooks that no plan holds: "
+            "memopt.shard(model, mesh) in place of fully_shard has the gathering in the plan; or "
+            "plan first, and shard what is planned, the model or each block of it: "
+            "fully_shard(memopt.plan(block, inputs, budget=...).apply(block))"
+        )
+    return None
+
+
+def _checkpointed(model: nn.Module, _text: str) -> str | None:
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    undo = "model.gradient_checkpointing_disable()"
+    if any(_asks_for_gradients(model)):
+        undo += " and model.disable_input_require_grads()"
+    return f"switch gradient checkpointing off ({undo}): memopt replaces it, within your budget"
+
+
+def _asks_for_gradients(model: nn.Module) -> Iterator[bool]:
+    for module in model.modules():
+        for hook in forward_hooks_of(module).values():
+            yield "make_inputs_require_grads" in getattr(hook, "__qualname__", "")
+
+
+def _inputs_require_gradients(model: nn.Module, _text: str) -> str | None:
+    if not any(_asks_for_gradients(model)):
+        return None
+    return (
+        "a hook lets the embeddings' output require gradients, which gradient checkpointing needs "
+        "and memopt, which replaces it, does not: call model.disable_input_require_grads(), or, "
+        "where adding an adapter has left a second hook, load the model without checkpointing"
+    )
+
+
+def _differentiates(_model: nn.Module, text: str) -> str | None:
+    if not any(words in text for words in _GRAD):
+        return None
+    return (
+        "the forward calls torch.autograd.grad (or backward) itself, which one graph cannot hold: "
+        "use torch.func.grad or torch.func.vjp there, or plan the sub-modules that it calls"
+    )
+
+
+def _drawn_in_python(model: nn.Module, text: str) -> str | None:
+    """Speech models of Hugging Face's: each of their settings that no graph can hold, at once."""
+    config = getattr(model, "config", None)
+    undo = [
+        f"set model.config.{name} = 0"
+        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+        if (getattr(config, name, 0) or 0) > 0
+    ]
+    if getattr(config, "apply_spec_augment", False) and hasattr(model, "freeze_feature_encoder"):
+        undo.append("set model.config.apply_spec_augment = False")
+    undo += [
+        f"set model.{name}._requires_grad = False (its inputs need no gradient)"
+        for name, module in model.named_modules()
+        if getattr(module, "_requires_grad", False) is True
+    ]
+    if not undo:
+        return None
+    if "labels" in text:
+        undo.append("call it without labels and compute the loss from its outputs")
+    return (
+        "the model draws layers or masks in Python, or looks at values, in every step, which one "
+        f"graph cannot hold: {', '.join(undo)}"
+    )
+
+
+def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
+    if "checkpoint_sequential" not in text:
+        return None
+    return (
+        "the forward calls torch.utils.checkpoint.checkpoint_sequential, which no graph holds: "
+        "call the modules one after another instead, since memopt decides what is recomputed"
+    )
+
+
+def _quantized(model: nn.Module, text: str) -> str | None:
+    """torch.ao's observers and fake quantizers, which dynamo leaves out of every graph."""
+    if "skipped" not in text:
+        return None
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.quantization"):
+            return (
+                f"the model has torch.ao's {type(module).__name__} ({name!r}), which torch traces "
+                'into no graph: torch.compile(model, backend="memopt", options={"budget": ...}) '
+                "plans the parts between such modules; or quantize in the forward by "
+                "torch.fake_quantize_per_channel_affine, which a plan of the whole can hold"
+            )
+    return None
+
+
+_CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
+    _wrapped,
+    _checkpointed,
+    _inputs_require_gradients,
+    _differentiates,
+    _drawn_in_python,
+    _checkpointed_in_parts,
+    _quantized,
+)
+
+
+def without_labels(call: Call) -> str:
+    """What to do where it is the model's own loss that cannot be captured; "" if it has none."""
+    if call.kwargs.get("labels") is None:
+        return ""
+    return (
+        ". If that is the loss that the model computes itself, call it without labels and compute "
+        "the loss from its outputs"
+    )

@@ -1,0 +1,172 @@
+"""Dynamo's trace of a model: its graph, what that depends on, what the forward leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from memopt.capture.as_eager.compiling import traced_as_eager
+from memopt.capture.as_eager.corrections import tracing_as_eager, with_one_sequence
+from memopt.capture.as_eager.layouts import computing_device, layouts_of_kernels
+from memopt.capture.as_eager.masks import with_whole_masks
+from memopt.capture.as_eager.recorded_outputs import hooks_set
+from memopt.capture.as_eager.settled import settles
+from memopt.capture.checkpointed_calls import checkpoints_as_called
+from memopt.capture.lean_trace import lean_trace
+from memopt.capture.real_values import real_values_uncopied
+from memopt.capture.uncaptured import (
+    check_not_drawn_in_numpy,
+    check_settings,
+    lasting_changes,
+    python_name,
+    why_not_captured,
+    why_not_taken,
+)
+from memopt.errors import CaptureError
+from memopt.step.changes import RETURNS_ARRAY
+from memopt.step.dependencies import EFFECTS, Dependencies, digest
+from memopt.step.dynamo_guards import TraceGuards, guards_heard
+from memopt.step.inputs import Call
+from memopt.step.reader import TraceReader
+from memopt.step.side_effects import (
+    NO_EFFECTS,
+    SideEffects,
+    side_effects,
+    why_not_left_behind,
+)
+from memopt.step.traced_arguments import arguments_compared, values_returned
+from memopt.torch_private.dynamo import capture_errors, graph_of
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
+from memopt.user_code.left_out import leaving_out_words
+
+Trace: TypeAlias = tuple[GraphModule, Dependencies]
+
+
+def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
+    """A model's graph, as eager computes it, and what it depends on; inside `tracing_as_eager`.
+
+    Args:
+        model, call: what is traced.
+        to_be_run: whether what the forward leaves behind matters.
+
+    Raises:
+        CaptureError: it cannot be traced, or a planned step could not leave behind what the
+            forward leaves behind.
+    """
+    return traced_as_eager(model, call, lambda: _trace(model, call, to_be_run))
+
+
+def traced_again(
+    model: nn.Module, call: Call, device: torch.device | None, trace: str
+) -> Dependencies | None:
+    """The dependencies of a new trace of the model; None if it gives another graph than `trace`."""
+    with tracing_as_eager(device), lean_trace():
+        traced, dependencies = trace_of(model, call)
+    return dependencies if digest(traced, model, dependencies) == trace else None
+
+
+def effects_of(traced: GraphModule) -> SideEffects:
+    """What the forward leaves behind. If it returns values for them, it returns a pair: the
+    model's output and these."""
+    found: SideEffects = traced.meta.get(EFFECTS, NO_EFFECTS)
+    return found
+
+
+def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
+    with arguments_compared(call):
+        module, guards = _dynamo_trace(model, call)
+    check_settings(module)
+    guards = lasting_changes(model, call, guards)
+    if not guards.changes or not to_be_run:
+        return module, Dependencies.of(model, guards)
+    settled = _settled(model, call, module, guards)
+    if settled is not None:
+        return settled
+    effects = side_effects(model, call, TraceReader(model, guards))
+    plain = module
+    if effects.made_by_call:
+        try:
+            with values_returned(effects.places(model, call)):
+                module, _ = _dynamo_trace(model, call)
+        except CaptureError as error:
+            if RETURNS_ARRAY in str(error):
+                raise
+            raise CaptureError(why_not_left_behind(effects.shown)) from error
+    if effects.set_other_constants(model, call):
+        with effects.constants_set(model, call):
+            with arguments_compared(call):
+                later, after = _dynamo_trace(model, call)
+            after = lasting_changes(model, call, after)
+            same = _digest(later, model, after) == _digest(plain, model, guards)
+            again = side_effects(model, call, TraceReader(model, after))
+            if not same or str(again) != str(effects):
+                raise CaptureError(why_not_left_behind(effects.shown))
+    module.meta[EFFECTS] = effects
+    return module, Dependencies.of(model, guards)
+
+
+def _digest(module: GraphModule, model: nn.Module, guards: TraceGuards) -> str:
+    return digest(module, model, Dependencies.of(model, guards))
+
+
+def _settled(
+    model: nn.Module, call: Call, module: GraphModule, guards: TraceGuards
+) -> Trace | None:
+    """The trace of a model whose attributes stay as a first call sets them; None: they do not."""
+    names = dict.fromkeys(python_name(one.source) for one in guards.changes)
+    found: Trace | None = None
+
+    def unchanged() -> bool:
+        nonlocal found
+        later, after = _dynamo_trace(model, call)
+        found = later, Dependencies.of(model, after)
+        return digest(later, model, found[1]) == _digest(module, model, guards)
+
+    return found if settles(model, call, names, unchanged) else None
+
+
+def dynamo_capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, TraceGuards]:
+    """One FX graph of the whole model by dynamo, sharing the model's parameters; and what the trace
+    read of other Python objects, and what of them the forward changes, which the graph will not."""
+    with (
+        ONE_TRACE_AT_A_TIME,
+        checkpoints_as_called(),
+        guards_heard() as heard,
+        real_values_uncopied(),
+    ):
+        module = graph_of(model, args, kwargs)
+    return module, heard()
+
+
+def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
+    """Dynamo's graph of a call, traced as eager runs it, and what the trace read and changes."""
+
+    def trace() -> Any:
+        # Strides that the model asks for are those of its kernels.
+        with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
+            return dynamo_capture(model, *call.opened)
+
+    try:
+        found: tuple[GraphModule, TraceGuards] = with_one_sequence(
+            lambda: with_whole_masks(call, trace)
+        )
+    except capture_errors() as error:
+        if hooks_set(model, call, error):
+            return _dynamo_trace(model, call)
+        raise CaptureError(why_not_captured(model, call, error)) from error
+    except AssertionError as error:
+        raise CaptureError(why_not_taken(model, error)) from error
+    except NotImplementedError as error:
+        if "argument of type" in str(error):
+            raise CaptureError(why_not_captured(model, call, error)) from error
+        # Dynamo has no words of its own for an object that the forward makes and leaves behind.
+        if "TempLocalSource" not in str(error):
+            raise
+        raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
+    check_not_drawn_in_numpy(found[0])
+    return found

@@ -1,0 +1,112 @@
+"""What a model of Hugging Face's is told when it trains, beside the user's own arguments.
+
+A model that is configured to generate returns its keys and values although nobody asked for them,
+which a training step does not need and which would keep every layer's; gradient checkpointing
+switches that off likewise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.remedies import check_outside_fabric
+from memopt.capture.taken import check_leaves
+from memopt.step.inputs import Call, to_call
+
+_LOG = logging.getLogger(__name__)
+
+
+def training_call(model: nn.Module, inputs: Any) -> Call:
+    """A user's `inputs` as the call to plan: `to_call`, and what a training loop would add.
+
+    Raises:
+        CaptureError: the model is one that a trainer made of the user's.
+    """
+    check_outside_fabric(model)
+    call = to_call(inputs)
+    check_leaves(call)
+    settle_problem_type(model, call)
+    if not model.training or not _keeps_keys(model):
+        return call
+    # An adapted model (PEFT) passes on what it is given.
+    inner: Any = getattr(model, "get_base_model", None)
+    base = inner() if callable(inner) else model
+    names = list(inspect.signature(base.forward).parameters)
+    if "use_cache" in call.kwargs or "use_cache" not in names[len(call.args) :]:
+        return call
+    return replace(call, kwargs={**call.kwargs, "use_cache": False})
+
+
+def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a call with what `training_call` has added to the planned one."""
+    if "use_cache" in planned.kwargs and "use_cache" not in kwargs:
+        return {**kwargs, "use_cache": planned.kwargs["use_cache"]}
+    return kwargs
+
+
+class NoLossError(ValueError):
+    """A model that was called with labels returns no loss."""
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model of Hugging Face's computes itself from its labels: what its output, or
+    the dict that it returns, calls so, or the first of a tuple.
+
+    Raises:
+        NoLossError: it computes none.
+    """
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple) and not hasattr(output, "loss"):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise NoLossError("the model is called with labels and returns no loss: pass loss_fn=")
+    return loss
+
+
+def has_own_loss(call: Call) -> bool:
+    """Whether a call gives the model labels to compute its loss from."""
+    return call.kwargs.get("labels") is not None
+
+
+def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
+    """What a user should know of the call that is planned."""
+    notes = []
+    if not model.training and any(type(m).__name__.startswith("Dropout") for m in model.modules()):
+        notes.append("Planned in eval mode, without dropout; to train, call model.train() first.")
+    if call.kwargs.get("use_cache") is False and _keeps_keys(model):
+        notes.append("Planned with use_cache=False: a training step returns no keys and values.")
+    return tuple(notes)
+
+
+def _keeps_keys(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is configured to return its keys and values. A decoder may
+    have a configuration of its own (T5's), which trainers that change the model's leave alone."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "use_cache", False) is True for config in configs)
+
+
+def settle_problem_type(model: nn.Module, call: Call) -> None:
+    """Set `config.problem_type` of a classifier that has labels and no problem type, to what its
+    own first call would set it to. A planned step cannot: it changes nothing but tensors."""
+    config, labels = getattr(model, "config", None), call.kwargs.get("labels")
+    if not isinstance(labels, torch.Tensor) or getattr(config, "problem_type", "") is not None:
+        return
+    classes = getattr(model, "num_labels", getattr(config, "num_labels", 0))
+    if classes == 1:
+        chosen = "regression"
+    elif labels.dtype in (torch.long, torch.int):
+        chosen = "single_label_classification"
+    else:
+        chosen = "multi_label_classification"
+    _LOG.info("config.problem_type is %s from now on, as the model's first call sets it", chosen)
+    config.problem_type = chosen  # type: ignore[union-attr]  # it has the attribute

@@ -1,0 +1,372 @@
+"""Why a model cannot be captured as one graph, in words that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.parameter import is_lazy
+
+from memopt.capture.remedies import known_remedy, said_remedy, without_labels
+from memopt.errors import CaptureError
+from memopt.step.changes import REGISTRIES, Change
+from memopt.step.dynamo_guards import TraceGuards
+from memopt.step.inputs import Call
+from memopt.step.side_effects import why_not_set
+from memopt.step.unheard import unheard
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import FakeTensorMode
+from memopt.torch_private.expressions import ROOT, draws_in_numpy
+from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
+from memopt.user_code.restored_state import forward_restored, state_restored
+
+# Torch, memopt and Python's own modules: a line there is not what a user can change.
+_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_PYTHON = os.path.dirname(os.__file__)
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Refuse lazy modules, whose first forward makes their parameters.
+
+    Raises:
+        CaptureError: there is one, named.
+    """
+    for name, module in model.named_modules():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in held):
+            raise CaptureError(
+                f"{type(module).__name__} {name!r} has no parameters before the model has been "
+                "called once, and planning leaves a model as it is: call the model, then plan"
+            )
+
+
+def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
+    """The message on what dynamo refused in a model's forward, where, and what to do about it."""
+    known = (
+        _cumulative_average(model)
+        or known_remedy(model, error)
+        or _sized_by_the_first_forward(model, call, str(error))
+    )
+    if known is not None:
+        return known
+    hooked = _backward_hooks(model)
+    if hooked is not None and "backwards hooks" in str(error):
+        return hooked
+    stack = getattr(error, "real_stack", None)
+    frames = [f for f in stack or () if _is_users(f.filename)]
+    where = _line_of_frame(model, frames[-1]) if frames else ""
+    what = f"the model cannot be captured as one graph{where}"
+    first, text = first_line(error) or type(error).__name__, str(error)
+    said = said_remedy(text)
+    if said is None:
+        explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
+        more = f" ({explained[1]}{'`' * (explained[1].count('`') % 2)})" if explained else ""
+        said = (
+            f"{first}{more}. Write that part with tensor operators, take it out of the forward, or "
+            "plan the sub-modules around it"
+        )
+    elif said.startswith("memopt") and "Could not guard" not in first:
+        said = f"{first}. {said}"
+    return f"{what}: {said}{without_labels(call)}"
+
+
+def why_not_taken(model: nn.Module, error: Exception) -> str:
+    """The message on an argument or a result of the model that no graph can have."""
+    remedy = cache_remedy(model)
+    said = said_remedy(str(error)) if remedy is None else None
+    if said is not None:
+        return f"the model cannot be captured as one graph: {said}"
+    remedy = remedy or (
+        "memopt takes tensors, numbers, strings, None and pytrees of them: register your own class "
+        "with torch.export.register_dataclass, or return a tuple or a dict"
+    )
+    return f"what the model takes or returns cannot be captured: {first_line(error)}. {remedy}"
+
+
+def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
+    """The message on what AOTAutograd refused in dynamo's graph, and what to do about it."""
+    first = first_line(error) or repr(error)
+    where = _shape_from_data(traced)
+    if where is None and "nonzero" in first:
+        where = _selection(traced)
+    if where is not None:
+        return (
+            f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
+            "shapes in every step: multiply by a mask or use torch.where instead of selecting by a "
+            "condition (y[mask], nonzero, unique)" + without_labels(call)
+        )
+    where = _value_read(traced) if "_local_scalar_dense" in first else None
+    if where is not None and _is_given_number(traced):
+        return (
+            f"the model computes with a Python number{where} that is another one from call to "
+            "call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
+            "place, rate.fill_(0.5)), or pass it as one"
+        )
+    if where is not None:
+        return (
+            f"the model reads a number out of a tensor{where}, which no graph can hold: leave out "
+            "such a check of values, or write it with tensor operators (torch.where)"
+            + without_labels(call)
+        )
+    said = said_remedy(str(error))
+    if said is not None:
+        return f"the model cannot be captured as one graph{_of_numbers(traced)}: {said}"
+    return (
+        f"the model's backward cannot be traced: {first}. Look for operators without a derivative, "
+        "in-place updates of leaf parameters, or double backward in the forward"
+    )
+
+
+_OF_GRAPH = "<eval_with_key>"
+"""How the file of a graph's generated code is called."""
+
+
+def _is_users(path: str | None) -> bool:
+    """Whether a file is the user's, or a library's that is made of models."""
+    if not path or path.startswith(("<frozen ", *_NOT_USERS)):
+        return False
+    return "-packages" in path or not path.startswith(_PYTHON)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, to the end of its sentence and without its full stop;
+    "" if it says nothing."""
+    first, *others = str(error).strip().splitlines() or [""]
+    for line in others:
+        if not line[:1].islower():
+            break
+        first = f"{first.strip()} {line}"
+        if ". " in line:
+            first = first.partition(". ")[0]
+            break
+    return first.strip().rstrip(".").rstrip()
+
+
+def _cumulative_average(model: nn.Module) -> str | None:
+    """Batch norm that averages over all steps, which divides by a step counter read in Python."""
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm) and module.momentum is None and module.training:
+            return (
+                f"{type(module).__name__} {name!r} has momentum=None: its average over all steps "
+                "divides by the number of steps, read in Python in every forward, which one graph "
+                "cannot hold. Give it a momentum (torch's default is 0.1), or "
+                "track_running_stats=False"
+            )
+    return None
+
+
+def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str | None:
+    """Buffers that a forward gives another shape, as observers of ranges do in their first one.
+    Only where dynamo speaks of it the forward is run, since it may tell the world something."""
+    if "inplace view" not in text and "resize_" not in text:
+        return None
+    before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    if not any(b.is_floating_point() and b.numel() <= 1 for b in model.buffers()):
+        return None  # a run for nothing would leave what cannot be put back (files, queues)
+    found: list[str] = []
+    # What the model itself raises here, dynamo has said already.
+    with contextlib.suppress(Exception), forward_restored(model, call):
+        now = dict(model.named_buffers())
+        found = [n for n, shape in before.items() if n in now and now[n].shape != shape]
+    if not found:
+        return None
+    return (
+        f"the forward gives the buffer {found[0]!r} its size, and planning leaves a model as it "
+        "is: call the model once before it is planned or wrapped (a buffer that changes in size in "
+        "later forwards, too, no plan can hold: give it the largest size where it is registered)"
+    )
+
+
+def _backward_hooks(model: nn.Module) -> str | None:
+    """A module's full backward hooks, which dynamo puts into no graph."""
+    for name, module in model.named_modules():
+        if has_backward_hooks(module):
+            owner = f"module {name!r}" if name else "the model"
+            return (
+                f"{owner} has a full backward hook, which a planned step would not call: remove it "
+                "before planning, or hook its parameters instead (parameter.register_hook)"
+            )
+    return None
+
+
+def cache_remedy(model: nn.Module) -> str | None:
+    """The remedy for a result that is no pytree, where it is the model's cache."""
+    if not getattr(getattr(model, "config", None), "use_cache", False):
+        return None
+    return (
+        "The model is configured to return its key/value cache, which training does not need and "
+        "which would keep every layer's keys and values: set model.config.use_cache = False, or "
+        "pass use_cache=False among the inputs"
+    )
+
+
+_SETTERS = re.compile(
+    "_?set_(default_|deterministic_|float32_|fp32_|num_|flush_|warn_|autocast_|cu|mkldnn|onednn|sdp)"
+    r"|(enable|allow)_\w+_sdp$"
+)
+
+
+def check_settings(traced: GraphModule) -> None:
+    """Refuse a forward that sets how torch computes (its default dtype, deterministic algorithms).
+
+    Raises:
+        CaptureError: it does; the setter is named.
+    """
+    for node in traced.graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and _SETTERS.match(name):
+            setting = name.lstrip("_").removeprefix("set_")
+            raise CaptureError(why_not_set(f"{setting}{line_of(node)}"))
+
+
+def check_effects(module: GraphModule) -> None:
+    """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and str(node.target) == "with_effects":
+            raise CaptureError(
+                f"the model uses {node.args[1]}, which checks values or prints while the step "
+                "runs, and cannot be moved or run again; use operators without the check "
+                "(torch.linalg.inv_ex, solve_ex, cholesky_ex instead of inv, solve, cholesky)"
+            )
+
+
+def check_not_drawn_in_numpy(traced: GraphModule) -> None:
+    """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead.
+
+    Raises:
+        CaptureError: there are some; the message names the line.
+    """
+    for node in traced.graph.nodes:
+        function = getattr(node.target, "f", None)
+        if draws_in_numpy(function):
+            raise CaptureError(
+                f"the model cannot be captured as one graph{line_of(node)}: "
+                f"{said_remedy('numpy.random')}"
+            )
+
+
+def _shape_from_data(traced: GraphModule) -> str | None:
+    """The line that makes a tensor whose shape dynamo left open; None if there is none."""
+    for node in traced.graph.nodes:
+        value = _example(node)
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        ):
+            return line_of(node)
+    return None
+
+
+def _selection(traced: GraphModule) -> str | None:
+    """The line that reads or writes elements which a tensor of truth values selects."""
+    for node in traced.graph.nodes:
+        if node.target in (operator.getitem, operator.setitem):
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            values = [_example(one) for one in index if isinstance(one, Node)]
+            if any(isinstance(one, Tensor) and one.dtype is torch.bool for one in values):
+                return line_of(node)
+    return None
+
+
+def _value_read(traced: GraphModule) -> str | None:
+    """The line that reads a number out of a tensor; None if there is none."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
+    return next(map(line_of, found), None)
+
+
+def _is_given_number(traced: GraphModule) -> bool:
+    """Whether the first number that is read is one of Python's, which torch.compile hands over."""
+    for node in traced.graph.nodes:
+        if node.target == "item":
+            return bool(node.args[0].op == "placeholder")
+    return False
+
+
+def _of_numbers(traced: GraphModule) -> str:
+    """The line that reads a number, or computes in numpy; "" if there is none."""
+    found = (n for n in traced.graph.nodes if type(n.target).__name__.startswith("numpy_"))
+    return _value_read(traced) or next(map(line_of, found), "")
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _line_of_frame(model: nn.Module, frame: Any) -> str:
+    """A frame's line, as `line_of` writes it; of a graph's code the line that its node is from."""
+    if not frame.filename.startswith(_OF_GRAPH):
+        return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    name = str(frame.line).partition(" ")[0]
+    nodes = (n for m in model.modules() if isinstance(m, GraphModule) for n in m.graph.nodes)
+    return next((line_of(node) for node in nodes if node.name == name), "")
+
+
+def line_of(node: Node) -> str:
+    """The user's line that a node of dynamo's graph is from: " at file:line (text)"; or ""."""
+    places = re.findall(
+        r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
+    )
+    places = [p for p in places if _is_users(p[0]) and not p[0].startswith(_OF_GRAPH)]
+    return " at {}:{} ({})".format(*places[-1]) if places else ""
+
+
+def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
+    """The guards of a trace without the changes that `self.buffer += 1` makes, which assigns the
+    same tensor again, and torch.func.functional_call, which puts tensors in the places of others
+    and those back: what counts is what is there afterwards.
+
+    Args:
+        model, call: what was traced.
+        guards: what the trace read and changed.
+    """
+    registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
+    if not registries:
+        return guards
+    sources = list(dict.fromkeys(one.source for one in registries))
+    reassigned = _reassigned(model, call, sources)
+
+    def lasts(change: Change) -> bool:
+        name = f"{python_name(change.source).rpartition('.')[0]}.{change.name}"
+        return change not in registries or name in reassigned
+
+    return replace(guards, changes=tuple(filter(lasts, guards.changes)))
+
+
+def python_name(source: str) -> str:
+    """`L['self']._modules['_export_root']._modules['i']._buffers` → `model.i._buffers`."""
+    return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.replace(ROOT, "model"))
+
+
+def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
+    """Of the registries that dynamo's `sources` name, the entries that are other objects after one
+    forward on fake tensors (nothing is computed)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
+    names = {"model": model, "L": {"self": model}}
+    registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
+    held = [buffers_of(module) for module in model.modules()]
+    held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
+    with state_restored(model, call):
+        for buffers in {id(one): one for one in held}.values():
+            buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
+        given = [dict(registry) for registry in registries]
+        faked = call.with_tensors(mode.from_tensor)
+        try:
+            with mode, unheard():
+                model(*faked.args, **faked.kwargs)
+        finally:
+            # Autocast keeps casts of parameters; these are fake, the parameters are not.
+            torch.clear_autocast_cache()
+        return [
+            f"{python_name(source).rpartition('.')[0]}.{name}"
+            for source, registry, old in zip(sources, registries, given, strict=True)
+            for name in {**old, **registry}
+            if registry.get(name, registry) is not old.get(name, old)
+        ]

@@ -1,0 +1,153 @@
+"""Attention written out: probabilities of some rows at a time in place of the fused kernel, and a
+backward that needs neither the output nor the rows' logarithms of sums.
+
+With P = softmax(scale·Q·Kᵀ + mask), O = P·V and dP = dO·Vᵀ:
+
+    dV = Pᵀ·dO,   dS = P∘(dP − rowsum(P∘dP)),   dQ = scale·dS·K,   dK = scale·dSᵀ·Q
+
+where rowsum(P∘dP) = rowsum(dO∘O), which the fused kernel reads O for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from memopt.kernels.kernel import Kernel, split
+from memopt.kernels.site import Sites, value_of
+
+BACKWARD_TARGET = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+CHUNKS = 8
+"""Of the rows, for the implementations that never have all probabilities at once."""
+
+
+class _Attention(NamedTuple):
+    """What attention is computed from: q, k and v as [images, heads, rows, features]."""
+
+    q: Any
+    k: Any
+    v: Any
+    causal: Any
+    mask: Any
+    scale: Any
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in: float32 at least."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def factor(self) -> Any:
+        """Of the scores."""
+        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    def scores(self, rows: slice) -> Tensor:
+        """Of some rows, masked."""
+        q, k, mask = self.q, self.k, self.mask
+        keys = k.to(self.wide).transpose(-1, -2)
+        found: Tensor = (q[:, :, rows].to(self.wide) * self.factor) @ keys
+        if self.causal:
+            first = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+            found.masked_fill_(torch.arange(k.shape[2], device=q.device) > first, -math.inf)
+        if mask is None:
+            return found
+        some = mask.expand(*found.shape[:2], q.shape[2], k.shape[2])[:, :, rows]
+        if mask.dtype == torch.bool:
+            return found.masked_fill_(~some, -math.inf)
+        return found.add_(some)
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Rows that are masked whole are 0."""
+    return torch.softmax(scores, -1).nan_to_num_(0.0)
+
+
+def _forward(chunks: int, strides: tuple[Any, Any], *given: Any) -> tuple[Tensor, Tensor]:
+    one = _Attention(*given)
+    q, v, wide = one.q, one.v, one.wide
+    out = q.new_empty_strided((*q.shape[:3], v.shape[-1]), strides[0])
+    sums = q.new_empty_strided(q.shape[:3], strides[1], dtype=wide)
+    for rows in split(q.shape[2], chunks):
+        scores = one.scores(rows)
+        sums[:, :, rows] = torch.logsumexp(scores, -1)
+        out[:, :, rows] = (_probabilities(scores) @ v.to(wide)).to(q.dtype)
+    return out, sums
+
+
+def _backward(
+    chunks: int, strides: tuple[Any, Any, Any], g: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    one = _Attention(*given)
+    q, k, v, wide = one.q, one.k, one.v, one.wide
+    found = tuple(x.new_empty_strided(x.shape, s) for x, s in zip((q, k, v), strides, strict=True))
+    dk, dv = k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
+    for rows in split(q.shape[2], chunks):
+        p = _probabilities(one.scores(rows))
+        some = g[:, :, rows].to(wide)
+        dv += p.transpose(-1, -2) @ some
+        ds = some @ v.to(wide).transpose(-1, -2)
+        ds.sub_((p * ds).sum(-1, keepdim=True)).mul_(p).mul_(one.factor)
+        found[0][:, :, rows] = (ds @ k.to(wide)).to(q.dtype)
+        dk += ds.transpose(-1, -2) @ q[:, :, rows].to(wide)
+    found[1].copy_(dk)
+    found[2].copy_(dv)
+    return found
+
+
+FORWARD = Kernel("attention.rows", _forward)
+BACKWARD = Kernel("attention_backward.rows", _backward)
+
+
+def _known(forward: Node) -> _Attention | None:
+    """What a call without dropout, with as many heads in each tensor, computes."""
+    q, k, v, *given = forward.args
+    causal = given[1] if len(given) > 1 else False
+    if any(given[:1]) or len({value_of(x).shape[1] for x in (q, k, v)}) > 1:
+        return None
+    more = forward.kwargs
+    return _Attention(q, k, v, causal, more.get("attn_mask"), more.get("scale"))
+
+
+def attach(sites: Sites) -> None:
+    """The fused attention that a step is captured with on the CPU, and in estimates."""
+    for forward, backward in sites.pairs(BACKWARD_TARGET, 5):
+        known = _known(forward)
+        results = tuple(sites.result(forward, i) for i in range(2))
+        gradients = tuple(sites.result(backward, i) for i in range(3))
+        if known is None or None in results or None in gradients:
+            continue
+        q, k, v = (value_of(x) for x in known[:3])
+        width = max(4, q.element_size())
+        scores = q.numel() // q.shape[-1] * k.shape[2] * width
+        both = (k.numel() + v.numel()) * width
+        strides, gradient_strides = (
+            tuple(tuple(x.stride()) for x in value_of(call)) for call in (forward, backward)
+        )
+        for name, backward_name, chunks in (("math", "math", 1), ("chunked", "inputs", CHUNKS)):
+            part = -(-scores // chunks)
+            sites.add(
+                forward,
+                name,
+                FORWARD,
+                (chunks, strides, *known),
+                results,
+                workspace_bytes=3 * part + both,
+                exact=False,
+                like=1.0,
+                moved_bytes=6 * scores,
+            )
+            sites.add(
+                backward,
+                backward_name,
+                BACKWARD,
+                (chunks, gradient_strides, backward.args[0], *known),
+                gradients,
+                workspace_bytes=3 * part + 2 * both,
+                exact=False,
+                like=1.0,
+                moved_bytes=8 * scores,
+            )

@@ -1,0 +1,232 @@
+"""Images of a captured step in channels-last order, in which convolutions are faster on the CPU.
+
+Inductor does the same to a whole graph (`GraphLowering.decide_layout_opt`: on the CPU wherever
+oneDNN is); a region that is compiled alone leaves the order to what surrounds it. So here an image
+that a convolution reads is copied into that order unless it is in it, and all that follows is laid
+out as its kernels then lay it out. What the step returns keeps its layout, and what cannot look
+into an image in that order (a view) reads a copy in the old one. Which order is the faster one is
+measured (`memopt.kernels.compiled.choice`): ResNet-50's filter gradients lose what its
+convolutions gain, a U-Net gains an eighth of its step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from memopt.capture.as_eager.layouts import layouts_of_kernels
+from memopt.kernels.compiled.orders import computes_alike
+from memopt.kernels.compiled.replace import with_renamed
+from memopt.step.captured import Captured
+from memopt.step.memory_layout import same_strides, storage_of
+from memopt.step.nodes import is_random, tensors_of
+from memopt.step.signature import REFUSALS, call_signature, signature
+from memopt.torch_private.operators import OpOverload
+
+_ATEN = torch.ops.aten
+_CONVOLUTIONS: dict[Any, int] = {
+    _ATEN.convolution.default: 1,
+    _ATEN.convolution_backward.default: 2,
+}
+"""With how many of their first arguments are images: the input; its gradient and the input."""
+_BOUND_TO_STRIDES = frozenset(
+    {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
+)
+_EMPTY = (_ATEN.empty_like.default, _ATEN.new_empty.default, _ATEN.new_empty_strided.default)
+_ROW_MAJOR, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+
+
+@dataclass(frozen=True)
+class InChannelsLast:
+    """A step whose images were put in channels-last order.
+
+    Attributes:
+        captured: the step.
+        undo: gives the graph, which both share, back the order that it had.
+    """
+
+    captured: Captured
+    undo: Callable[[], None]
+
+
+def is_of_images(node: Node) -> bool:
+    """Whether a node convolves images, or copies one into another order."""
+    if node.target in _CONVOLUTIONS:
+        return _reads_image(node)
+    return node.target is _ATEN.clone.default and "memory_format" in node.kwargs
+
+
+def in_channels_last(captured: Captured) -> InChannelsLast | None:
+    """The step with its images in channels-last order; None, and nothing is changed, where it has
+    no convolution of images on the CPU, is not to be computed, or relies on strides.
+
+    Args:
+        captured: the step; its graph is changed in place.
+    """
+    graph = captured.module.graph
+    images = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _reads_image(node)]
+    on_host = captured.device is not None and captured.device.type == "cpu"
+    if not images or not on_host or not torch.backends.mkldnn.enabled:
+        return None
+    if any(str(node.target) in _BOUND_TO_STRIDES for node in graph.nodes):
+        return None
+    found = _Layouts(captured)
+    try:
+        found.follow()
+    except REFUSALS:  # of an operator that takes its operands in one order only
+        return None
+    return found.applied() if found.can_return() else None
+
+
+def _reads_image(node: Node) -> bool:
+    return all(value.dim() == 4 for value in tensors_of(node.args[0]))  # type: ignore[arg-type]
+
+
+@dataclass
+class _Layouts:
+    """The values of a graph's nodes as they are laid out now, and the copies that takes.
+
+    Attributes:
+        captured: the step.
+        values: of each node.
+        copies: by the node that is copied and the order of the copy: the copy's value.
+        reads: the nodes that read copies, with the order in which.
+    """
+
+    captured: Captured
+    values: dict[Node, Any] = field(default_factory=dict)
+    copies: dict[tuple[Node, torch.memory_format], torch.Tensor] = field(default_factory=dict)
+    reads: dict[Node, torch.memory_format] = field(default_factory=dict)
+
+    def follow(self) -> None:
+        """Find every node's value, in the order of the graph."""
+        graph = self.captured.module.graph
+        with layouts_of_kernels(self.captured.device):
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    self.values[node] = self._value(node)
+                else:
+                    self.values[node] = node.meta.get("val")
+
+    def _value(self, node: Node) -> Any:
+        if node.target in _CONVOLUTIONS and _reads_image(node):
+            return self._result(node, _CHANNELS_LAST)
+        if all(self.values[one] is one.meta.get("val") for one in node.all_input_nodes):
+            return node.meta.get("val")
+        try:
+            result = self._result(node, None)
+        except REFUSALS:
+            return self._result(node, _ROW_MAJOR)
+        return result if self._computes_alike(node) else self._result(node, _ROW_MAJOR)
+
+    def _computes_alike(self, node: Node) -> bool:
+        """Whether a kernel minds no order; views mind none, nor what gives random numbers or
+        none."""
+        target: Any = node.target
+        if target is operator.getitem or is_random(node) or target in _EMPTY:
+            return True
+        if isinstance(target, OpOverload) and target.is_view:
+            return True
+        before = signature(node)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda one: self.values[one])
+        device = self.captured.device
+        assert device is not None
+        return computes_alike(before, call_signature(node.target, args, kwargs), device)
+
+    def _result(self, node: Node, order: torch.memory_format | None) -> Any:
+        """What a call gives whose images are in an order; None: in that which they have."""
+        if order is not None:
+            self.reads[node] = order
+
+        def given(one: Node) -> Any:
+            return self.values[one] if order is None else self._ordered(node, one, order)
+
+        args, kwargs = map_arg((node.args, node.kwargs), given)
+        if order is _ROW_MAJOR:
+            return node.meta.get("val")
+        fake = next((v.fake_mode for v in tensors_of(node)), None)  # type: ignore[attr-defined]
+        if fake is None:
+            return node.meta.get("val")
+        with fake:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _ordered(self, reader: Node, one: Node, order: torch.memory_format) -> Any:
+        value = self.values[one]
+        if not self._is_copied(reader, one, order):
+            return value
+        if (one, order) not in self.copies:
+            with value.fake_mode:
+                self.copies[one, order] = _ATEN.clone.default(value, memory_format=order)
+        return self.copies[one, order]
+
+    def _is_copied(self, reader: Node, one: Node, order: torch.memory_format) -> bool:
+        """Whether a node reads a copy of another: convolutions of the image and its gradient,
+        others of what was row-major before."""
+        value = self.values[one]
+        if order is _ROW_MAJOR:
+            return value is not one.meta.get("val") and isinstance(value, torch.Tensor)
+        is_image = one in reader.args[: _CONVOLUTIONS[reader.target]]
+        return is_image and not value.is_contiguous(memory_format=_CHANNELS_LAST)
+
+    def can_return(self) -> bool:
+        """Whether each result of the step is laid out as before, or was row-major and shared its
+        memory with no other: it is returned as a copy."""
+        results = self.captured.module.graph.output_node().all_input_nodes
+        shared = Counter(storage_of(value) for value in tensors_of(*results))
+        return all(
+            before.is_contiguous() and shared[storage_of(before)] == 1
+            for _, before in self._returned()
+        )
+
+    def _returned(self) -> Iterator[tuple[Node, torch.Tensor]]:
+        """The results of the step that are laid out otherwise now, and as they were before."""
+        for one in self.captured.module.graph.output_node().all_input_nodes:
+            before, after = one.meta.get("val"), self.values[one]
+            if isinstance(before, torch.Tensor) and not same_strides(before, after.stride()):
+                yield one, before
+
+    def applied(self) -> InChannelsLast:
+        """Change the graph."""
+        graph = self.captured.module.graph
+        output = graph.output_node()
+        returned = list(self._returned())
+        before_values = {node: node.meta.get("val") for node in self.values}
+        made: dict[tuple[Node, torch.memory_format], Node] = {}
+        for reader, order in self.reads.items():
+            for one in reader.all_input_nodes:
+                if self._is_copied(reader, one, order):
+                    if (one, order) not in made:
+                        made[one, order] = self._copy(reader, one, order)
+                    reader.replace_input_with(one, made[one, order])
+        for node, value in self.values.items():
+            if node.op == "call_function" and "val" in node.meta:
+                node.meta["val"] = value
+        renamed = {}
+        for one, before in returned:
+            self.copies[one, _ROW_MAJOR] = before
+            renamed[one] = self._copy(one.next, one, _ROW_MAJOR)
+            output.replace_input_with(one, renamed[one])
+
+        def undo() -> None:
+            for one, copy in [*((key[0], copy) for key, copy in made.items()), *renamed.items()]:
+                copy.replace_all_uses_with(one)
+                graph.erase_node(copy)
+            for node, value in before_values.items():
+                if node.op == "call_function" and "val" in node.meta:
+                    node.meta["val"] = value
+
+        return InChannelsLast(with_renamed(self.captured, renamed), undo)
+
+    def _copy(self, before: Node, one: Node, order: torch.memory_format) -> Node:
+        graph = self.captured.module.graph
+        with graph.inserting_before(before):
+            copy = graph.call_function(_ATEN.clone.default, (one,), {"memory_format": order})
+        copy.meta = {**one.meta, "val": self.copies[one, order]}
+        return copy

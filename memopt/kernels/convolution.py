@@ -1,0 +1,113 @@
+"""Convolutions: in parts of the batch, to bound the workspace or to write over what they read; the
+gradients of the input and of the weight as runs of their own; the other ways a library offers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from memopt.kernels.convolution_kernels import (
+    CUDNN,
+    FORWARD,
+    INPUT,
+    INPUT_SPLIT,
+    KEEPING,
+    NATIVE,
+    NATIVE_BACKWARD,
+    WEIGHT,
+    WEIGHT_SPLIT,
+)
+from memopt.kernels.kernel import PARTS
+from memopt.kernels.site import Sites, contiguous, part_bytes, storage_bytes, value_of
+
+CONVOLUTION = "aten.convolution.default"
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+SPLITS = (2, PARTS)
+"""Parts of the batch."""
+
+
+def wanted(backward: Node) -> tuple[bool, bool, bool]:
+    """Whether a convolution's backward gives gradients of the input, the weight and the bias."""
+    mask: Any = backward.args[-1]
+    return tuple(mask)
+
+
+def attach(sites: Sites) -> None:
+    """Every convolution with contiguous images; gradients where both are wanted."""
+    for forward in sites.calls(CONVOLUTION):
+        x, *more = forward.args
+        for parts in SPLITS:
+            if len(value_of(x)) >= parts and contiguous(x, forward):
+                sites.add(
+                    forward,
+                    f"split {parts}",
+                    FORWARD,
+                    (x, parts, *more),
+                    workspace_bytes=part_bytes(forward, parts),
+                    exact=False,
+                    like=1.0,
+                    moved_bytes=2 * storage_bytes(forward),
+                )
+    for backward in sites.calls(CONVOLUTION_BACKWARD):
+        if all(wanted(backward)[:2]):
+            _attach_backward(sites, backward)
+
+
+def _attach_backward(sites: Sites, backward: Node) -> None:
+    given = backward.args[:-1]
+    g, x, *more = given
+    by_input, *by_weight = (sites.result(backward, i) for i in range(3))
+    bias = wanted(backward)[2]
+    many = len(value_of(x)) >= PARTS
+    # First the weight's: then its input can go.
+    sites.add(backward, "weight gradient", WEIGHT, (bias, *given), tuple(by_weight), like=0.5)
+    if many:
+        sites.add(
+            backward,
+            "weight gradient split",
+            WEIGHT_SPLIT,
+            (g, x, PARTS, bias, *more),
+            tuple(by_weight),
+            workspace_bytes=storage_bytes(more[0]),
+            exact=False,
+            like=0.5,
+        )
+    if not contiguous(x):
+        sites.add(backward, "input gradient", KEEPING, tuple(given), (by_input,), like=0.5)
+        return
+    shape = tuple(value_of(x).shape)
+    sites.add(backward, "input gradient", INPUT, (g, shape, *more), (by_input,), like=0.5)
+    if many and contiguous(g):
+        # Over the gradient, where the shapes are alike.
+        sites.add(
+            backward,
+            "input gradient split",
+            INPUT_SPLIT,
+            (g, PARTS, shape, *more),
+            (by_input,),
+            workspace_bytes=part_bytes(x),
+            exact=False,
+            like=0.5,
+            moved_bytes=2 * storage_bytes(x),
+        )
+
+
+def attach_libraries(sites: Sites) -> None:
+    """Every convolution with contiguous images, on the device where the step was captured: on the
+    CPU by ATen's own kernels in place of oneDNN's, on CUDA by cuDNN's deterministic algorithms or
+    the fastest of a trial. An estimate cannot tell them apart: none is attached where the device is
+    not the one that runs."""
+    for call in sites.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
+        if not contiguous(*call.all_input_nodes):
+            continue
+        backward = str(call.target) == CONVOLUTION_BACKWARD
+        device = value_of(call.all_input_nodes[0]).device.type
+        if device == "cuda":
+            for name, benchmark in (("benchmarked", True), ("deterministic", False)):
+                given = (benchmark, not benchmark, backward, *call.args)
+                sites.add(call, name, CUDNN, given, exact=False, like=1.0)
+        elif device == "cpu" and not sites.cuda_blocks:
+            kernel = NATIVE_BACKWARD if backward else NATIVE
+            sites.add(call, "native", kernel, call.args, exact=False, like=1.0)

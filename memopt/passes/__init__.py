@@ -1,0 +1,1 @@
+"""Passes over finished programs: early collectives, order, addresses."""

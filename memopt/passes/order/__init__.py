@@ -1,0 +1,1 @@
+"""The order of operators: the least peak memory over all valid orders."""

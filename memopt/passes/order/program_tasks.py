@@ -1,0 +1,236 @@
+"""Between programs and the ordering problem: which instance of a tensor feeds which reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from memopt.models.graph import Graph, Phase, TensorKind
+from memopt.models.variants import variant
+from memopt.passes.order.tasks import Tasks, Value
+from memopt.programs.instructions import Compute, Free, Instruction, Program
+from memopt.programs.lifetimes import Lifetime, lifetimes
+
+
+@dataclass(frozen=True)
+class ProgramTasks:
+    """A program as an ordering problem.
+
+    Attributes:
+        graph: what the program is for.
+        tasks: one task per instruction, frees left out (a free is a task only where it ends a
+            lifetime that is copied to the host, since it waits for the copy).
+        instructions: the instruction of each task.
+        tensors: the tensor of each value.
+        unread: for each task, tensors it makes that are freed at once; transient in `tasks`.
+    """
+
+    graph: Graph
+    tasks: Tasks
+    instructions: tuple[Instruction, ...]
+    tensors: tuple[int, ...]
+    unread: tuple[tuple[int, ...], ...]
+
+    def program(self, order: Sequence[int]) -> Program:
+        """The program in another order: each tensor freed after its last reader."""
+        left = [len(value.consumers) for value in self.tasks.values]
+        listed: list[Instruction] = []
+        for task in order:
+            instruction = self.instructions[task]
+            listed.append(instruction)
+            ended = instruction.effects(self.graph).ends
+            for index in self.tasks.consumed[task]:
+                left[index] -= 1
+                value, tensor = self.tasks.values[index], self.tensors[index]
+                if left[index] == 0 and not value.kept and tensor not in ended:
+                    listed.append(Free(tensor))
+            listed.extend(Free(tensor) for tensor in self.unread[task])
+        return Program(listed)
+
+
+def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
+    """The ordering problem of a valid program, its own order first.
+
+    Orders keep what each instance of a tensor feeds: a re-computed or re-loaded tensor's next
+    lifetime begins after the last reader of the one before. What is computed in place stays so,
+    after every other reader of what it overwrites. Where the loss is the user's (the graph has
+    tangents) nothing crosses the loss boundary. Updates follow every reader of their parameters.
+    Random operators, which share one generator, first run in the order they have; their later runs
+    follow their first, which draws for all of them.
+    Transfers stay between the two computations they are between, so that what they
+    overlap with stays the same, in their order on the links.
+    """
+    return _Reader(graph, program).result()
+
+
+def in_any_place(problem: ProgramTasks) -> ProgramTasks:
+    """The problem of a program that computes nothing in place, as if every operator took over
+    the storage of a tensor that it may overwrite wherever some order lets it: its optimum is a
+    bound for every order and every choice of what is computed in place."""
+    graph, tasks = problem.graph, problem.tasks
+    transient = list(tasks.transient)
+    for task, instruction in enumerate(problem.instructions):
+        if not isinstance(instruction, Compute):
+            continue
+        chosen = variant(graph.operators[instruction.op], instruction.implementation)
+        later = tasks.descendants[task]
+        for index in tasks.consumed[task]:
+            value = tasks.values[index]
+            last = not value.kept and not any(later >> other & 1 for other in value.consumers)
+            if last and problem.tensors[index] in chosen.in_place:
+                transient[task] -= value.size
+                break
+    return replace(problem, tasks=replace(tasks, transient=tuple(transient)))
+
+
+class _Reader:
+    """Tasks, values and precedences of a program, one kind after the other."""
+
+    def __init__(self, graph: Graph, program: Program) -> None:
+        self.graph = graph
+        self.lifetimes = lifetimes(graph, program).device
+        frees = {lifetime.end for lifetime in self.lifetimes if lifetime.freed}
+        waiting = {lifetime.end for lifetime in self.lifetimes if lifetime.copied}
+        listed = [i for i in range(len(program)) if i not in frees or i in waiting]
+        self.instructions = [program.instructions[position] for position in listed]
+        self.task_at = {position: task for task, position in enumerate(listed)}
+        self.boundary = None if program.boundary is None else self.task_at[program.boundary]
+        self.computes = [
+            (self.task_at[position], run, graph.operators[run.op])
+            for position, run in program.computes
+        ]
+        """(task, instruction, its operator) of every Compute."""
+        self.transient = [x.effects(graph).workspace_bytes for x in self.instructions]
+        self.unread: list[list[int]] = [[] for _ in listed]
+        self.after: list[set[int]] = [set() for _ in listed]
+
+    def result(self) -> ProgramTasks:
+        """The ordering problem."""
+        values = self._values()
+        self._lifetime_order()
+        self._update_order()
+        self._boundary_order(self._draw_order())
+        self._network_order()
+        self._move_order()
+        tasks = Tasks(
+            tuple(self.transient),
+            tuple(value for _, _, value in values),
+            tuple(tuple(sorted(earlier)) for earlier in self.after),
+            self.graph.resident_bytes,
+        )
+        return ProgramTasks(
+            self.graph,
+            tasks,
+            tuple(self.instructions),
+            tuple(tensor for _, tensor, _ in values),
+            tuple(tuple(sorted(tensors)) for tensors in self.unread),
+        )
+
+    def _readers(self, lifetime: Lifetime) -> set[int]:
+        """The tasks that need a lifetime: its readers, and the Free that waits for its copy."""
+        readers = {self.task_at[position] for position in lifetime.readers}
+        if lifetime.copied and not lifetime.overwritten and lifetime.end in self.task_at:
+            readers.add(self.task_at[lifetime.end])
+        return readers
+
+    def _values(self) -> list[tuple[int, int, Value]]:
+        """(producer, tensor, value) of lifetimes, sorted; what nobody reads is transient."""
+        found: list[tuple[int, int, Value]] = []
+        for lifetime in self.lifetimes:
+            size = self.graph.tensors[lifetime.tensor].size_bytes
+            producer, readers = self.task_at[lifetime.begin], self._readers(lifetime)
+            if lifetime.overwritten:
+                self.transient[self.task_at[lifetime.end]] -= size
+            if readers or lifetime.stays:
+                value = Value(size, producer, tuple(sorted(readers)), lifetime.stays)
+                found.append((producer, lifetime.tensor, value))
+                continue
+            self.transient[producer] += size
+            if not lifetime.transient:
+                self.unread[producer].append(lifetime.tensor)
+        return sorted(found, key=lambda entry: entry[:2])
+
+    def _lifetime_order(self) -> None:
+        """A tensor's next lifetime after the last reader of the one before; a Free that waits, and
+        what takes over a storage, after the readers of that."""
+        last: dict[int, Lifetime] = {}
+        for lifetime in self.lifetimes:
+            if lifetime.transient:
+                continue
+            begin, end = self.task_at[lifetime.begin], self.task_at.get(lifetime.end)
+            before = last.get(lifetime.tensor)
+            if before is not None:
+                self.after[begin] |= {self.task_at[before.begin], *self._readers(before)}
+            last[lifetime.tensor] = lifetime
+            if end is not None:
+                self.after[end] |= self._readers(lifetime) - {end}
+
+    def _update_order(self) -> None:
+        """Updates after every earlier reader of what they read."""
+        readers: dict[int, list[int]] = {}
+        for task, instruction, operator in self.computes:
+            chosen = variant(operator, instruction.implementation)
+            if operator.phase is Phase.UPDATE:
+                for tensor in chosen.reads:
+                    self.after[task].update(readers.get(tensor, ()))
+            for tensor in chosen.reads:
+                if self.graph.tensors[tensor].kind is TensorKind.PARAMETER:
+                    readers.setdefault(tensor, []).append(task)
+
+    def _draw_order(self) -> set[int]:
+        """First runs of random operators one after the other, later runs after their first; the
+        first runs."""
+        first: dict[int, int] = {}
+        for task, instruction, operator in self.computes:
+            if not operator.random:
+                continue
+            if instruction.op in first:
+                self.after[task].add(first[instruction.op])
+                continue
+            self.after[task] |= {max(first.values())} if first else set()
+            first[instruction.op] = task
+        return set(first.values())
+
+    def _network_order(self) -> None:
+        """Collectives one after the other, as they are."""
+        sent = [task for task, _, operator in self.computes if operator.collective is not None]
+        for task, later in pairwise(sent):
+            self.after[later].add(task)
+
+    def _move_order(self) -> None:
+        """Transfers, frees after them and drops of host copies in their order, after the Compute
+        before them and before the one behind."""
+        compute = move = None
+        waiting: set[int] = set()
+        runs = {task for task, _, _ in self.computes}
+        for task in range(len(self.instructions)):
+            if task == self.boundary:
+                continue
+            if task in runs:
+                self.after[task] |= waiting
+                waiting = set()
+                compute = task
+                continue
+            self.after[task] |= {other for other in (compute, move) if other is not None}
+            waiting.add(task)
+            move = task
+
+    def _boundary_order(self, first_draws: set[int]) -> None:
+        """Precedences between the loss boundary and all else."""
+        boundary = self.boundary
+        if boundary is None:
+            return
+        if self.graph.tangents:
+            self.after[boundary].update(range(boundary))
+            for task in range(boundary + 1, len(self.instructions)):
+                self.after[task].add(boundary)
+            return
+        outputs = set(self.graph.outputs)
+        for task, instruction, operator in self.computes:
+            if operator.phase is not Phase.FORWARD:
+                self.after[task].add(boundary)
+            elif task < boundary and (
+                task in first_draws or outputs.intersection(instruction.outputs)
+            ):
+                self.after[boundary].add(task)

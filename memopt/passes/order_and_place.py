@@ -1,0 +1,239 @@
+"""`memopt.plan(..., order=True, place=True)`: both passes over another strategy's program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from memopt.errors import InvalidProgramError
+from memopt.models.budget import Budget
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.status import Status
+from memopt.models.steps import ChainStep
+from memopt.passes.passes import order_program, place_program, placing_figures
+from memopt.passes.place.buffers import Placement
+from memopt.passes.tighten_lifetimes import tighten_lifetimes
+from memopt.passes.timed_search import TimedSearch
+from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn
+from memopt.programs.placed import arena_use
+from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
+from memopt.programs.validate import validate
+
+ENOUGH_GAP = 0.01
+"""An arena at most this far above its bound is no reason to move transfers."""
+ROOMS = (0.99, 0.97)
+"""Computations that need more than this share of the peak wait for copies to the host."""
+NO_SLOWER, MOST_SLOWER = 0.0005, 0.02
+"""Waits of at most the first share of the step's time are always tried, of more than the second
+never accepted."""
+ORDER_ONLY = {"order": True, "place": False}
+SEEDS = (1, 2)
+"""Further searches for the addresses of what has the most room, where none was good enough."""
+
+
+def order_and_place(
+    graph: Graph,
+    program: Program,
+    budget: Budget,
+    device: Device,
+    *,
+    order: bool,
+    place: bool,
+    time_limit_s: float | None = None,
+) -> tuple[Program, dict[str, object]]:
+    """Reorder, then place, what a strategy planned (OLLA §1).
+
+    Args:
+        graph: the cost model of the program.
+        program: valid, and within the budget.
+        budget: kept: lifetimes whose addresses would need more, with all that lies outside the
+            arena, are left to the allocator; stats say how much that is. Without a limit on the
+            device, everything that can be is placed.
+        device: link rates; no order is taken that waits longer for transfers.
+        order: look for an order of smaller peak.
+        place: give every lifetime an address.
+        time_limit_s: wall clock, for each of the two.
+
+    Returns:
+        The program, never worse in peak, in time only by `MOST_SLOWER` and only where `place`
+        needs room, and what the passes say about themselves.
+
+    Raises:
+        InvalidProgramError: a pass broke the program, which is a bug.
+    """
+    stats: dict[str, object] = {}
+    if order:
+        before_bytes = replay(graph, program).peak_bytes
+        program, ordering = order_program(graph, program, device=device, time_limit_s=time_limit_s)
+        if ordering.stats["interrupted"]:
+            time_limit_s = 0.0
+        stats |= {
+            "peak_before_order_bytes": before_bytes,
+            "order_bound_bytes": ordering.bound,
+            "order_gap": ordering.gap,
+        }
+        _check(graph, program, budget, "reordered")
+    if place:
+        own_s = replay(graph, program, device).time_s
+        program, placement, short = _placed(
+            graph, program, budget.device_bytes, device, time_limit_s
+        )
+        slower = _share(replay(graph, program, device).time_s, own_s)
+        _check(graph, program, budget, "placed")
+        stats |= placing_figures(graph, program, placement)
+        stats |= {
+            "arena_gap": placement.gap,
+            "placed": program.offsets is not None,
+            "shortened": short,
+            "slower": slower,
+        }
+    return program, stats
+
+
+def _placed(
+    graph: Graph,
+    program: Program,
+    budget_bytes: int | None,
+    device: Device,
+    time_limit_s: float | None,
+) -> tuple[Program, Placement, bool]:
+    """The program at addresses, and whether its lifetimes were tightened for that: where addresses
+    cost much or not all fit, if then more fits or the arena is smaller.
+
+    A fetch that comes as late as the link allows has no time to spare if the link is slower than
+    the device says. So the transfers stay where the strategy had them if that is good enough.
+    """
+    search = TimedSearch(time_limit_s)
+    best, found, short = program, None, False
+    gap = 0.0
+    for attempt, seed in _attempts(graph, program, device):
+        # Of an arena that is hardly larger than its bound no other search makes more.
+        if found is not None and (search.out_of_time() or (seed and gap <= ENOUGH_GAP)):
+            break
+        placed, placement = place_program(
+            graph, attempt, limit_bytes=budget_bytes, time_limit_s=search.left_s(), seed=seed
+        )
+        if found is None or _merit(graph, placed, placement) > _merit(graph, best, found):
+            best, found, short = placed, placement, attempt is not program
+        gap = placement.gap
+        enough = gap <= ENOUGH_GAP
+        if budget_bytes is not None:
+            enough = placed.offsets is not None and not placed.unplaced
+        if enough or placement.stats["interrupted"]:
+            break
+    assert found is not None
+    return best, found, short
+
+
+def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[Program, int]]:
+    """What to place, one after the other until one is good enough, and the seeds of the search."""
+    yield program, 0
+    last = program
+    for last in _tightened(graph, program, device):
+        yield last, 0
+    for seed in SEEDS:
+        yield last, seed
+
+
+def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
+    """The program with lifetimes tightened and the most room that takes no longer, then those with
+    more room that take a little longer. None where it is not known how long transfers take."""
+    if not device.is_linked:
+        return
+    base = replay(graph, program, device)
+    made = [tighten_lifetimes(graph, program, device)]
+    for share in ROOMS:
+        room_bytes = int(share * base.peak_bytes)
+        made.append(tighten_lifetimes(graph, program, device, room_bytes=room_bytes))
+    slower = [_share(replay(graph, one, device).time_s, base.time_s) for one in made]
+    first = max(k for k, share in enumerate(slower) if k == 0 or share <= NO_SLOWER)
+    before = _moves(program)
+    for one, share in zip(made[first:], slower[first:], strict=True):
+        if share <= MOST_SLOWER and _moves(one) != before:
+            before = _moves(one)
+            yield one
+
+
+def _share(time_s: float, own_s: float) -> float:
+    """By what share of its own time a step is slower; 0.0 for less than rounding can be."""
+    return (time_s - own_s) / own_s if time_s > own_s * (1 + 1e-9) else 0.0
+
+
+def _merit(graph: Graph, placed: Program, placement: Placement) -> tuple[int, int]:
+    """More bytes at addresses are better, then a smaller arena."""
+    return _covered_bytes(graph, placed), -placement.peak
+
+
+def _covered_bytes(graph: Graph, placed: Program) -> int:
+    use = arena_use(graph, placed)
+    return 0 if use is None else use.covered_bytes
+
+
+def _moves(program: Program) -> list[tuple[int, Instruction]]:
+    """Frees and fetches, each with how many computations come before it."""
+    found: list[tuple[int, Instruction]] = []
+    computed = 0
+    for instruction in program:
+        computed += isinstance(instruction, Compute)
+        if isinstance(instruction, Free | SwapIn):
+            found.append((computed, instruction))
+    return found
+
+
+def ordered_and_placed(
+    graph: Graph,
+    solution: Solution,
+    lower: Callable[[tuple[ChainStep, ...]], Program] | None,
+    budget: Budget,
+    device: Device,
+    passes: Mapping[str, bool],
+    time_limit_s: float | None,
+) -> Solution:
+    """A strategy's solution with its program ordered and placed. Of one without a plan, the
+    smallest that it names, if it fits once it is ordered.
+
+    Args:
+        graph: the cost model of the program.
+        solution: with a program, or with the steps of a chain schedule; or without a plan.
+        lower: makes the program of such steps; None: there is a program.
+        budget, device, time_limit_s: see `order_and_place`.
+        passes: the `order` and `place` of `order_and_place`.
+    """
+    if not solution.plans:
+        least = solution.smallest
+        if not passes["order"] or least is None or budget.device_bytes is None:
+            return solution
+        free = replace(budget, device_bytes=None)
+        found = ordered_and_placed(graph, least, lower, free, device, ORDER_ONLY, time_limit_s)
+        assert found.program is not None
+        peak_bytes = replay(graph, found.program).peak_bytes
+        if peak_bytes > budget.device_bytes:
+            return replace(solution, smallest_budget_bytes=peak_bytes, smallest=found)
+        solution = replace(found, status=Status.FEASIBLE)
+    program = solution.program
+    if program is None and lower is not None and solution.steps is not None:
+        program = lower(solution.steps)
+    assert program is not None
+    if budget.device_bytes is not None and replay(graph, program).peak_bytes > budget.device_bytes:
+        # The budget was met by the program as it runs: in place.
+        program = with_in_place(graph, program)
+    program, stats = order_and_place(
+        graph,
+        program,
+        budget,
+        device,
+        order=passes["order"],
+        place=passes["place"],
+        time_limit_s=time_limit_s,
+    )
+    status = Status.FEASIBLE if stats.get("slower") else solution.status
+    return replace(solution, status=status, program=program, stats={**solution.stats, **stats})
+
+
+def _check(graph: Graph, program: Program, budget: Budget, what: str) -> None:
+    violation = validate(graph, program, budget)
+    if violation is not None:
+        raise InvalidProgramError(f"the {what} program is invalid: {violation}")

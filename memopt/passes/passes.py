@@ -1,0 +1,272 @@
+"""Order and placement as passes over any program (OLLA §1: orthogonal to other methods)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from math import lcm
+
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.passes.order.ordering import DEFAULT_STATES, Ordering, order_tasks
+from memopt.passes.order.program_tasks import in_any_place, tasks_of
+from memopt.passes.place.arena_selection import select_buffers
+from memopt.passes.place.buffers import Buffer, Placement
+from memopt.passes.place.placement import DEFAULT_WORK_LIMIT, place
+from memopt.passes.timed_search import Improvement
+from memopt.programs.in_place import with_in_place, without_in_place
+from memopt.programs.instructions import Compute, Program
+from memopt.programs.lifetimes import Storage, lifetimes, storages
+from memopt.programs.placed import ALIGNMENT_BYTES
+from memopt.programs.replay import replay
+
+ATTEMPTS = 5
+"""How often a placement within a limit is tried, each time within a smaller one."""
+
+
+def order_program(
+    graph: Graph,
+    program: Program,
+    *,
+    device: Device | None = None,
+    time_limit_s: float | None = None,
+    max_states: int = DEFAULT_STATES,
+    on_improvement: Improvement | None = None,
+) -> tuple[Program, Ordering]:
+    """Reorder a valid program for a smaller peak; every instruction runs exactly as often.
+
+    Each Compute keeps reading the same instances of its inputs (see `tasks_of`). The result is
+    never worse than the program given: in peak, and where `device` is given, in time.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid; its placement, if any, is dropped when the order changes.
+        device: link rates, to make sure that no transfer is waited for longer.
+        time_limit_s: wall clock.
+        max_states: see `order_tasks`.
+        on_improvement: see `order_tasks`.
+
+    Returns:
+        The program, and the ordering with its bound over all such orders.
+    """
+    problem = tasks_of(graph, program)
+    ordering = order_tasks(
+        problem.tasks,
+        time_limit_s=time_limit_s,
+        max_states=max_states,
+        on_improvement=on_improvement,
+    )
+    own = replay(graph, program, device)
+    if ordering.peak < own.peak_bytes:
+        ordered = problem.program(ordering.order)
+        if device is None or replay(graph, ordered, device).time_s <= own.time_s * (1 + 1e-9):
+            return ordered, ordering
+    unchanged = tuple(range(len(problem.tasks)))
+    return program, dataclasses.replace(ordering, order=unchanged, peak=own.peak_bytes)
+
+
+def order_in_any_place(
+    graph: Graph,
+    program: Program,
+    *,
+    good_enough: int,
+    time_limit_s: float | None = None,
+    max_states: int = DEFAULT_STATES,
+) -> tuple[Program, int]:
+    """Order a program that computes nothing in place with a view to what another order lets it.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid, every output in a storage of its own.
+        good_enough: bytes; an order of at most this peak ends the search.
+        time_limit_s: wall clock.
+        max_states: see `order_tasks`.
+
+    Returns:
+        The program in its order, in place where that allows it, and a bound over all orders and
+        all choices of what is computed in place, bytes.
+    """
+    problem = in_any_place(tasks_of(graph, program))
+    ordering = order_tasks(
+        problem.tasks, good_enough=good_enough, time_limit_s=time_limit_s, max_states=max_states
+    )
+    return with_in_place(graph, problem.program(ordering.order)), ordering.bound
+
+
+def program_buffers(
+    graph: Graph, program: Program, *, alignment: int = 1, place_results: bool = True
+) -> tuple[Buffer, ...]:
+    """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too; what
+    is computed in place prolongs the buffer of the tensor that it overwrites.
+
+    Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
+    workspace is the kernel's own: neither is placed (nor are tangents that were swapped), nor is
+    what the graph lists as `allocator_owned`, or shares a storage with that.
+
+    Args:
+        graph: the cost model of the program.
+        program: valid.
+        alignment: of every offset, bytes.
+        place_results: whether outputs and gradients, which the user holds beyond the step, are
+            placed too.
+    """
+    placeable = _placeable_storages(graph, program, _never_placed(graph, place_results))
+    return _buffers(graph, placeable, alignment)
+
+
+def _never_placed(graph: Graph, place_results: bool) -> set[int]:
+    """Tensors that get no address."""
+    return {*graph.tangents, *graph.allocator_owned, *(() if place_results else graph.kept)}
+
+
+def _placeable_storages(graph: Graph, program: Program, never: set[int]) -> tuple[Storage, ...]:
+    """The storages that no tensor shares which gets no address."""
+    return tuple(
+        storage
+        for storage in storages(lifetimes(graph, program).device)
+        if never.isdisjoint(lifetime.tensor for lifetime in storage.lifetimes)
+    )
+
+
+def _buffers(graph: Graph, placeable: Sequence[Storage], alignment: int) -> tuple[Buffer, ...]:
+    return tuple(
+        Buffer(
+            storage.id,
+            storage.first.begin,
+            storage.end,
+            graph.tensors[storage.first.tensor].size_bytes,
+            alignment,
+        )
+        for storage in placeable
+    )
+
+
+def place_program(
+    graph: Graph,
+    program: Program,
+    *,
+    alignment: int = 1,
+    place_results: bool = True,
+    limit_bytes: int | None = None,
+    time_limit_s: float | None = None,
+    work_limit: int | None = DEFAULT_WORK_LIMIT,
+    seed: int = 0,
+    cp_sat: bool = False,
+    num_workers: int = 1,
+    on_improvement: Improvement | None = None,
+) -> tuple[Program, Placement]:
+    """Give every lifetime of a valid program an offset in one arena, of a small extent.
+
+    Arguments as in `program_buffers` and `place`. A graph that says what is `allocator_owned` is of
+    a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
+
+    Args:
+        graph, program, alignment, place_results: see `program_buffers`.
+        limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
+            included: lifetimes that would need more are left to the allocator (`Program.unplaced`),
+            as few bytes as `select_buffers` finds. No offsets come back where no arena is within
+            the limit. None: no limit, everything has an address.
+        time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
+
+    Returns:
+        The program with its offsets, and the placement with its bound (of the arena alone).
+    """
+    if graph.allocator_owned:
+        alignment = lcm(alignment, ALIGNMENT_BYTES)
+
+    never = _never_placed(graph, place_results)
+    aim_bytes = limit_bytes
+    for _ in range(ATTEMPTS):
+        made, chosen = _selected(graph, program, alignment, never, aim_bytes)
+        placement = place(
+            _buffers(graph, chosen, alignment),
+            time_limit_s=time_limit_s,
+            work_limit=work_limit,
+            seed=seed,
+            cp_sat=cp_sat,
+            num_workers=num_workers,
+            on_improvement=on_improvement,
+        )
+        placed = _with_offsets(graph, made, chosen, placement, never)
+        if aim_bytes is None or limit_bytes is None:
+            return placed, placement
+        total_bytes = replay(graph, placed).placed_peak_bytes
+        assert total_bytes is not None
+        if not placed.offsets:
+            break
+        if total_bytes <= limit_bytes:
+            return placed, placement
+        # Fragmentation, which the choice does not foresee.
+        aim_bytes -= total_bytes - limit_bytes
+    return Program(program.instructions), placement
+
+
+def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict[str, object]:
+    """What a plan's stats say about its addresses: the arena, its bound and its fragmentation,
+    the peak with what lies outside, and the bytes written to lifetimes left to the allocator."""
+    if placed.offsets is None:
+        return {}
+    return {
+        "arena_bytes": placement.peak,
+        "arena_bound_bytes": placement.bound,
+        "fragmentation": placement.fragmentation,
+        "placed_peak_bytes": replay(graph, placed).placed_peak_bytes,
+        "apart_bytes": sum(graph.tensors[tensor].size_bytes for _, tensor in placed.unplaced),
+    }
+
+
+def _selected(
+    graph: Graph, program: Program, alignment: int, never: set[int], limit_bytes: int | None
+) -> tuple[Program, tuple[Storage, ...]]:
+    """The program with in-place outputs where the placement takes them, and what to place.
+
+    In place stays what the operator's own kernel computes as its one output, which is kept; with
+    an address for the output, a kernel works in place on nothing that has none. The second costs
+    the output's size once more, which may be over the limit: then the two stay outside the arena.
+    """
+
+    def is_odd(one: Compute) -> bool:
+        own = one.outputs == graph.operators[one.op].writes[:1]
+        return not own or one.implementation is not None
+
+    def is_split(one: Compute) -> bool:
+        return is_odd(one) or (one.in_place in never) != (one.outputs[0] in never)
+
+    separate = without_in_place(program, is_split)
+    if limit_bytes is None:
+        return separate, _placeable_storages(graph, separate, never)
+    best: tuple[Program, tuple[Storage, ...]] = program, ()
+    best_bytes = 0
+    for one in (separate, without_in_place(program, is_odd)):
+        placeable = _placeable_storages(graph, one, never)
+        found = select_buffers(graph, one, _buffers(graph, placeable, alignment), limit_bytes) or ()
+        found_bytes = sum(buffer.extent for buffer in found)
+        if found_bytes > best_bytes:
+            ids = {buffer.id for buffer in found}
+            best = one, tuple(storage for storage in placeable if storage.id in ids)
+            best_bytes = found_bytes
+    return best
+
+
+def _with_offsets(
+    graph: Graph,
+    program: Program,
+    chosen: Sequence[Storage],
+    placement: Placement,
+    never: set[int],
+) -> Program:
+    """The program with the offsets of every placed lifetime; those that could have one and have
+    none are the allocator's."""
+    offset_of = {
+        lifetime.key: placement.offsets[storage.id]
+        for storage in chosen
+        for lifetime in storage.lifetimes
+    }
+    unplaced = [
+        lifetime.key
+        for lifetime in lifetimes(graph, program).device
+        if not lifetime.transient and lifetime.tensor not in never and lifetime.key not in offset_of
+    ]
+    return Program(
+        program.instructions, sorted((*key, offset) for key, offset in offset_of.items()), unplaced
+    )

@@ -1,0 +1,90 @@
+"""Compiled search for what to leave out of an arena of a given size."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from memopt.passes.place.buffers import Ints
+
+Flags = npt.NDArray[np.bool_]
+
+
+@njit(cache=True)
+def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
+    """Whether so many bytes more keep a limit at every point of a lifetime."""
+    point = begin
+    while point < end and level[point] + size <= limit:
+        point += 1
+    return point >= end
+
+
+@njit(cache=True)
+def leave_out(
+    lower: Ints,
+    upper: Ints,
+    size: Ints,
+    fixed: Ints,
+    inside: Ints,
+    capacity: int,
+    room: int,
+    shortest: bool,
+) -> tuple[Flags, bool]:
+    """(which buffers stay in the arena, whether that keeps both limits).
+
+    Where the arena is fullest, a buffer goes that fits outside for all its life: the one that frees
+    the most points that are too full, for its bytes; or of those that are enough, or else of all,
+    the one that lives shortest. Then what fits again comes back, largest first.
+
+    Args:
+        lower, upper: lifetimes, as time points.
+        size: bytes.
+        fixed: bytes outside at each point whatever is chosen.
+        inside: bytes of all buffers at each point.
+        capacity: of the arena.
+        room: the most that may be outside at any point.
+        shortest: which of the two goes.
+    """
+    count, points = size.shape[0], fixed.shape[0]
+    placed = np.ones(count, np.bool_)
+    inside, outside = inside.copy(), fixed.copy()
+    full = np.zeros(points + 1, np.int64)
+    while True:
+        most, worst = 0, -1
+        for point in range(points):
+            excess = inside[point] - capacity
+            full[point + 1] = full[point] + (1 if excess > 0 else 0)
+            if excess > most:
+                most, worst = excess, point
+        if worst < 0:
+            break
+        best, best_score = -1, -1.0
+        for i in range(count):
+            there = placed[i] and lower[i] <= worst < upper[i] and size[i] > 0
+            if there and _fits(outside, lower[i], upper[i], size[i], room):
+                share = min(size[i], most) / size[i]
+                if shortest:
+                    score = (size[i] >= most) + share / (upper[i] - lower[i])
+                else:
+                    score = (full[upper[i]] - full[lower[i]]) * share
+                if score > best_score:
+                    best, best_score = i, score
+        if best < 0:
+            return placed, False
+        placed[best] = False
+        inside[lower[best] : upper[best]] -= size[best]
+        outside[lower[best] : upper[best]] += size[best]
+    _bring_back(lower, upper, size, inside, placed, capacity)
+    return placed, True
+
+
+@njit(cache=True)
+def _bring_back(
+    lower: Ints, upper: Ints, size: Ints, inside: Ints, placed: Flags, capacity: int
+) -> None:
+    """What was left out and fits after all."""
+    for i in np.argsort(-size):
+        if not placed[i] and _fits(inside, lower[i], upper[i], size[i], capacity):
+            placed[i] = True
+            inside[lower[i] : upper[i]] += size[i]

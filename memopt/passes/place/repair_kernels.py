@@ -1,0 +1,173 @@
+"""Compiled local search for offsets within a capacity: insert and eject.
+
+Some buffers have an offset, the others wait. A move gives the heaviest waiting buffer the address
+where what lies in its way costs least, and what lay there waits in its turn. The cost of a buffer
+is its weight; whoever is placed by force gets a larger one, so that buffers which are hard to
+place stay where they are and easy ones go around them (after the ejection search of Nagata and
+Bräysy, *A powerful route minimization heuristic*, Operations Research Letters 37, 2009).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from memopt.passes.place.buffers import Ints
+
+INFINITE = 1 << 60
+JUST_PLACED = 50
+"""How much dearer a buffer is that was placed a few moves ago."""
+SORTING = 32
+"""Units of work for an event of the sweep over addresses, which are sorted."""
+
+
+class Buffers(NamedTuple):
+    """What is placed: bytes, alignments, least offsets (multiples of the alignments), and who
+    overlaps whom (see `Layout.overlaps`)."""
+
+    size: Ints
+    alignment: Ints
+    floor: Ints
+    overlap_start: Ints
+    overlaps: Ints
+
+
+@njit(cache=True)
+def random_share(state: Ints) -> float:
+    """The next number in [0, 1) of a linear congruential generator modulo 2³¹ - 1."""
+    state[0] = state[0] * 48271 % 2147483647
+    return float(state[0]) / 2147483647.0
+
+
+@njit(cache=True)
+def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
+    """Position of the heaviest of the waiting buffers."""
+    best = 0
+    for k in range(1, count):
+        if weight[waiting[k]] > weight[waiting[best]]:
+            best = k
+    return best
+
+
+@njit(cache=True)
+def _cheapest(
+    step: int, floor: int, top: int, events: Ints, change: Ints, count: int, cost: int, rng: Ints
+) -> tuple[int, int]:
+    """(offset, cost) where the least lies in the way of a buffer that may start at `floor` to
+    `top`.
+
+    `cost` is that of `floor`, `change[k]` what it grows by from offset `events[k]` on. Among
+    equals the ends of the shortest range of offsets (the tightest gap), one of them at random.
+    """
+    order = np.argsort(events[:count])
+    best, best_key, offset = INFINITE, np.inf, floor
+    start, k = floor, 0
+    while True:
+        end = events[order[k]] - step if k < count else top
+        if end >= start and cost <= best:
+            for candidate in (start, end):
+                key = float(end - start) + random_share(rng)
+                if cost < best or key < best_key:
+                    best, best_key, offset = cost, key, candidate
+        if k >= count:
+            return int(offset), int(best)
+        start = events[order[k]]
+        while k < count and events[order[k]] == start:
+            cost += change[order[k]]
+            k += 1
+
+
+@njit(cache=True)
+def _obstacles(
+    buffers: Buffers, offset: Ints, cost: Ints, buffer: int, top: int, events: Ints, change: Ints
+) -> tuple[int, int]:
+    """What lies in the way of `buffer` from its least offset to `top`: (number of events, the cost
+    of that least offset), see `_cheapest`."""
+    step, length, floor = buffers.alignment[buffer], buffers.size[buffer], buffers.floor[buffer]
+    found, at_floor = 0, 0
+    for k in range(buffers.overlap_start[buffer], buffers.overlap_start[buffer + 1]):
+        other = buffers.overlaps[k]
+        if offset[other] < 0:
+            continue
+        # Offsets from `low` on overlap it, from `high` on no more.
+        low = -(-(offset[other] - length + 1) // step) * step
+        high = -(-(offset[other] + buffers.size[other]) // step) * step
+        if high <= floor:
+            continue
+        if low <= floor:
+            at_floor += cost[other]
+        elif low <= top:
+            events[found], change[found] = low, cost[other]
+            found += 1
+        if high <= top:
+            events[found], change[found] = high, -cost[other]
+            found += 1
+    return found, at_floor
+
+
+@njit(cache=True)
+def _eject(buffers: Buffers, offset: Ints, buffer: int, waiting: Ints, waits: int) -> int:
+    """What overlaps `buffer` waits; returns how many wait now."""
+    bottom = offset[buffer]
+    top = bottom + buffers.size[buffer]
+    for k in range(buffers.overlap_start[buffer], buffers.overlap_start[buffer + 1]):
+        other = buffers.overlaps[k]
+        if offset[other] < 0 or offset[other] >= top:
+            continue
+        if offset[other] + buffers.size[other] > bottom:
+            offset[other] = -1
+            waiting[waits] = other
+            waits += 1
+    return waits
+
+
+@njit(cache=True)
+def repair(
+    buffers: Buffers,
+    first_weight: Ints,
+    offset: Ints,
+    rng: Ints,
+    capacity: int,
+    tenure: int,
+    work_limit: int,
+) -> int:
+    """Place all buffers within about `work_limit` units of work; `offset` (-1: waits) is written
+    and `rng` moves on. Returns the work: an array as a result would have numba run Python code
+    after the search, where an interrupt becomes a SystemError."""
+    count, most = buffers.size.shape[0], 1
+    for buffer in range(count):
+        most = max(most, buffers.overlap_start[buffer + 1] - buffers.overlap_start[buffer])
+    offset[:] = -1
+    waiting, waits = np.arange(count), count
+    events, change = np.empty(2 * most, np.int64), np.empty(2 * most, np.int64)
+    # `cost` is the weight, or more for those in `recent`, a ring of what was placed just now.
+    weight, cost = first_weight.copy(), first_weight.copy()
+    kept_until = np.zeros(count, np.int64)
+    recent = np.full(3 * tenure + 2, -1, np.int64)
+    work, move = 0, 0
+    while waits > 0 and work < work_limit:
+        move += 1
+        for k in range(recent.shape[0]):
+            if recent[k] >= 0 and kept_until[recent[k]] < move:
+                cost[recent[k]] = weight[recent[k]]
+                recent[k] = -1
+        pick = _heaviest(waiting, waits, weight)
+        buffer = waiting[pick]
+        waits -= 1
+        waiting[pick] = waiting[waits]
+        step = buffers.alignment[buffer]
+        top = (capacity - buffers.size[buffer]) // step * step
+        found, at_floor = _obstacles(buffers, offset, cost, buffer, top, events, change)
+        neighbours = buffers.overlap_start[buffer + 1] - buffers.overlap_start[buffer]
+        work += waits + neighbours + SORTING * found
+        floor = buffers.floor[buffer]
+        offset[buffer], paid = _cheapest(step, floor, top, events, change, found, at_floor, rng)
+        if paid > 0:
+            weight[buffer] += first_weight[buffer]
+            waits = _eject(buffers, offset, buffer, waiting, waits)
+        kept_until[buffer] = move + tenure + int((2 * tenure + 1) * random_share(rng))
+        cost[buffer] = JUST_PLACED * weight[buffer]
+        recent[move % recent.shape[0]] = buffer
+    return int(work)

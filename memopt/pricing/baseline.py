@@ -1,0 +1,319 @@
+"""The baseline: the unplanned step, measured. And the memory of the user's own loss.
+
+Measuring leaves what the user owns as it was, see `memopt.user_code.restored_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.models.step_rules import PLAIN, StepRules
+from memopt.pricing.memory import library_bytes, metered
+from memopt.step.backend import random_state_kept
+from memopt.step.dropped_outputs import unread
+from memopt.step.inputs import Call
+from memopt.step.loss import Loss, differentiable
+from memopt.step.model_outputs import gradients_of, in_memory_of_its_own, tangent_of
+from memopt.step.profiled import Baseline
+from memopt.step.ranks import largest, meet
+from memopt.step.step_time import median_step_s
+from memopt.step.unheard import unheard
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import backward_owns_tangents
+from memopt.user_code.eager_step import eager_step
+from memopt.user_code.own_backward import OwnBackward, reaches
+from memopt.user_code.reached_state import ReachedState
+from memopt.user_code.restored_state import state_restored
+
+LARGEST_NUMBER_BYTES = 64
+"""The memory that torch allocates for a loss that is no more than a number."""
+
+
+def backward(output: Any, loss: Loss | None, run: OwnBackward) -> None:
+    """The step after the forward: the user's loss, or unit tangents for every output. The backward
+    itself comes after a loop's `with torch.autocast`."""
+    if loss is not None:
+        run([loss.value(output)])
+        return
+    tensors = list(differentiable(output).values())
+    run(tensors, [torch.ones_like(t) for t in tensors])
+
+
+def measure_baseline(
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+    rules: StepRules = PLAIN,
+) -> Baseline:
+    """The unplanned step: the first warms up, the last is metered, those between are timed (after
+    a metered one memory is new, which takes time). What a module's step returns is held while the
+    metered one ends.
+
+    Args:
+        model: the user's model, in its mode.
+        call: the example call.
+        loss: the user's loss, if known.
+        device: where the model is.
+        optimizer: steps, and drops the gradients, in a whole training step; None: forward, loss and
+            backward alone.
+        rules: what a whole step does between its backward and its updates.
+
+    Returns:
+        The baseline; its peak is above what is resident.
+    """
+    call = call.detached()
+    meet()
+    loss = loss and loss.detached()
+    parts = loss.parts if loss else ()  # of whole steps the loss clears what it takes
+    world = ReachedState(() if optimizer else (model, call.args, call.kwargs, *parts))
+
+    def clear() -> None:
+        clear_gradients(model, () if optimizer else call.tensors())
+        world.put_back()
+
+    with state_restored(model, call, *parts, optimizer) as kept:
+        step = _unplanned_step(model, call, loss, optimizer, rules, kept.backward)
+        clear()
+        with kept.first_run():
+            step()
+        time_s = median_step_s(step, clear, device)
+        clear()
+        with metered(device) as use:
+            held = step()
+        del held
+        clear()
+        (peak_bytes,) = largest([use.peak_bytes])
+        return Baseline(int(peak_bytes), time_s, True, library_bytes(device))
+
+
+def _unplanned_step(
+    model: nn.Module,
+    call: Call,
+    loss: Loss | None,
+    optimizer: torch.optim.Optimizer | None,
+    rules: StepRules,
+    run_backward: OwnBackward,
+) -> Callable[[], Any]:
+    """The step that `measure_baseline` measures; returns what a loop holds while it ends."""
+    if optimizer is not None and loss is not None:
+        return eager_step(model, call, loss.value, optimizer, rules, run_backward)
+
+    @unheard()
+    def step() -> Any:
+        given = call.once()
+        output = model(*given.args, **given.kwargs)
+        if loss is not None and loss.alone:
+            output = loss.value(output)
+            run_backward([output])
+        else:
+            backward(output, loss, run_backward)
+        return output
+
+    return step
+
+
+def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
+    """No gradients on parameters and inputs, as before a step."""
+    for tensor in (*model.parameters(), *inputs):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """A model's output without its differentiable tensors.
+
+    Attributes:
+        leaves: the others, at their places among the leaves.
+        ranks: for each leaf, which differentiable tensor it is; None: none.
+        spec: the structure.
+    """
+
+    leaves: list[Any]
+    ranks: list[int | None]
+    spec: pytree.TreeSpec
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output with these tensors at the places of its own, by their rank."""
+        return pytree.tree_unflatten(self.leaves_with(tensors), self.spec)
+
+    def leaves_with(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The leaves of that output."""
+        pairs = zip(self.leaves, self.ranks, strict=True)
+        return [leaf if rank is None else tensors[rank] for leaf, rank in pairs]
+
+
+def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
+    """An output without its differentiable tensors, and these, each once."""
+    leaves, spec = pytree.tree_flatten(output)
+    tensors = list(differentiable(output).values())
+    rank = {id(tensor): i for i, tensor in enumerate(tensors)}
+    ranks = [rank.get(id(leaf)) for leaf in leaves]
+    others = [leaf if i is None else None for leaf, i in zip(leaves, ranks, strict=True)]
+    return OutputTree(others, ranks, spec), tensors
+
+
+@dataclass(frozen=True)
+class LossUse:
+    """The memory that the user's loss needs at the boundary, and the gradients that it gives.
+
+    Attributes:
+        boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
+        gradients: the differentiable outputs that it gives none, and the layouts of the others'.
+        kept_bytes: of its value, if that takes more than a number does. Training loops hold it
+            until the next step's replaces it: `mse_loss` and some others return a number in a
+            storage as large as the output.
+    """
+
+    boundary_bytes: int = 0
+    gradients: OutputGradients = ANY_LOSS
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """The gradients that a loss hands to differentiable outputs, by their rank.
+
+    Attributes:
+        own: the model's own inputs and parameters among them; autograd keeps their gradients.
+        gradients: as the planned backward gets them.
+        held: (address, bytes) of memory that lives to the end of the step beside them.
+    """
+
+    own: frozenset[int]
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    held: set[tuple[int, int]] = field(default_factory=set)
+
+
+class _Boundary(torch.autograd.Function):
+    """Outputs of a model without the model: hands them on, and takes their gradients as a planned
+    backward does."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, arrivals: _Arrivals, _reached: torch.Tensor, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.arrivals, ctx.values = arrivals, values
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
+        # torch 2.11 does not know the mark above, and holds on to what it hands over.
+        owned = backward_owns_tangents()
+        gradients: list[Any] = given[0] if owned else list(given)
+        arrivals: _Arrivals = ctx.arrivals
+        before = [None if g is None else _storage(g) for g in gradients]
+        tangents = [
+            g if g is None or i in arrivals.own else tangent_of(g, value)
+            for i, (g, value) in enumerate(zip(gradients, ctx.values, strict=True))
+        ]
+        gradients.clear()
+        for i, memory in enumerate(before):
+            tangent, tangents[i] = tangents[i], None
+            if tangent is None or memory is None:
+                continue
+            size_bytes = tangent.nbytes
+            own = i in arrivals.own
+            made = tangent if own else in_memory_of_its_own(tangent)
+            del tangent
+            arrivals.gradients[i] = made
+            copied = memory != _storage(made)
+            if (own and memory[1] > size_bytes) or (copied and not owned):
+                arrivals.held.add(memory)
+        return None, None, *(None for _ in tangents)
+
+
+def _storage(value: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory is, and how many bytes."""
+    storage = value.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _dropped(
+    loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], gradients: OutputGradients
+) -> tuple[int, ...]:
+    """The outputs that the loss does not read."""
+    given = [value.requires_grad_() for value in values]
+
+    def value(output: Any) -> torch.Tensor:
+        with random_state_kept(value.device for value in values):
+            return loss.value(output).detach()
+
+    leaves = tree.leaves_with(given)
+    useful = [i for i, rank in enumerate(tree.ranks) if rank is not None]
+    useful = [i for i in useful if i not in gradients.unused]
+    return unread(
+        value, leaves, tree.spec, useful, partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def loss_text(loss: Loss) -> str | None:
+    """What tells a loss from another one; None if nothing does (closures, partials...)."""
+    if isinstance(loss.function, nn.Module):
+        return repr(loss)
+    code = getattr(loss.function, "__code__", None)
+    if not code or getattr(loss.function, "__closure__", None):
+        return None
+    return f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+
+
+def _goes_on(
+    loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
+) -> bool:
+    """Whether a loss has a graph beside the outputs: of tensors left behind by the forward."""
+    cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
+    return reaches(loss.value(cut), model.parameters())
+
+
+def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
+    """Run the loss forward and backward on detached outputs of the model, if one has a gradient."""
+    loss = loss.detached()
+    with state_restored(model, call, *loss.parts) as kept:
+        world = ReachedState((model, call.args, call.kwargs, *loss.parts))
+        with kept.first_run(), unheard():
+            output = model(*call.args, **call.kwargs)
+        tree, found = cut_output(output)
+        if not found:
+            return LossUse()
+        given = {id(tensor) for tensor in (*model.parameters(), *call.tensors())}
+        arrivals = _Arrivals(frozenset(i for i, value in enumerate(found) if id(value) in given))
+        values = [value.detach() for value in found]
+        del output, found
+        with kept.first_run():
+            goes_on = _goes_on(loss, tree, values, model)
+        if goes_on:  # once more, without that graph
+            world.put_back()
+            with kept.first_run(), unheard(), torch.no_grad():
+                model(*call.args, **call.kwargs)
+        # Twice: while a training loop makes its loss it holds the last step's.
+        with metered(device) as use:
+            for _ in range(2):
+                arrivals.gradients.clear()
+                arrivals.held.clear()
+                reached = torch.empty(0, requires_grad=True)
+                cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
+                with kept.first_run():
+                    value = loss.value(tree.with_tensors(cut))
+                kept.backward([value])
+        found_bytes = sum(gradient.nbytes for gradient in arrivals.gradients.values())
+        held_bytes = sum(size_bytes for _, size_bytes in arrivals.held)
+        gradients = gradients_of(tree.ranks, arrivals.gradients, held_bytes)
+        if loss.alone:
+            gradients = replace(gradients, dropped=_dropped(loss, tree, values, gradients))
+        kept_bytes = value.untyped_storage().nbytes()
+        made_bytes = kept_bytes * (_storage(value) not in map(_storage, values))
+    boundary_bytes = max(0, use.peak_bytes - found_bytes - held_bytes - made_bytes)
+    kept_bytes *= kept_bytes > LARGEST_NUMBER_BYTES
+    return LossUse(boundary_bytes, gradients, kept_bytes)

@@ -1,0 +1,161 @@
+"""Measuring the present machine: link, memory bandwidth, and rates by kind of operator.
+
+Each figure is the best of several short runs on tensors of a few MiB. On a CPU "host" and "device"
+are the same memory; a transfer is a copy.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from memopt.models.device import Device
+from memopt.pricing.device_probes import (
+    PROBES,
+    STREAM_ELEMENTS,
+    STREAMS,
+    best_s,
+)
+from memopt.pricing.measure import environment
+from memopt.step.backend import backend_of, random_state_kept
+
+_COPY_BYTES = 64 * 2**20
+_SQUARE = 512
+
+
+def measure_device(device: torch.device | str | None = None) -> Device:
+    """Measure a device of this machine, in about two seconds.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1"...; None: CUDA where there is one, else the CPU.
+
+    Returns:
+        Its Device: what it measured is what is achieved, so the fractions are 1.
+    """
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device if device is not None else default)
+    with torch.no_grad(), random_state_kept([place]):
+        _settle_allocator(place)
+        to_host, from_host, duplex = _link(place)
+        return Device(
+            name=environment(place),
+            capacity_bytes=_capacity(place),
+            to_host_bytes_per_s=to_host,
+            from_host_bytes_per_s=from_host,
+            transfer_latency_s=10e-6,
+            duplex=duplex,
+            flops_per_s=_rates(place),
+            memory_bytes_per_s=_bandwidth(place),
+            launch_latency_s=_launch(place),
+            block_bytes=backend_of(place).block_bytes,
+            host_update_bytes_per_s=None if backend_of(place).on_host else host_update_rate(),
+            source="measured by memopt.measure_device",
+        )
+
+
+def host_update_rate() -> float:
+    """Bytes of parameter, gradient and state that a fused AdamW step on the host reads and writes
+    in a second. (Where the device is the host itself, updates gain nothing from running there.)"""
+    elements = STREAM_ELEMENTS * STREAMS
+    with torch.enable_grad():
+        parameter = torch.nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.ones(elements)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    held = [parameter, *(value for value in state.values() if value.dim())]
+    moved_bytes: float = parameter.grad.nbytes + 2 * sum(tensor.nbytes for tensor in held)
+    return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
+
+
+def _settle_allocator(place: torch.device) -> None:
+    """Let the C allocator see a large block come and go, as any training process does: glibc then
+    keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
+    cost ten times a small operator."""
+    if place.type == "cpu":
+        torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def _capacity(place: torch.device) -> int | None:
+    runtime = backend_of(place).runtime
+    if runtime is None:
+        return None
+    free, _ = runtime.mem_get_info(place)
+    return int(free) + int(runtime.memory_reserved(place))
+
+
+def _link(place: torch.device) -> tuple[float, float, bool]:
+    """Bytes per second to and from the host, and whether both directions overlap; if they do, the
+    rates are those of both at once."""
+    runtime = backend_of(place).runtime
+    queued = runtime is not None
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=queued)
+    here.fill_(1)
+    there.copy_(here)
+    out_s = best_s(place, lambda: here.copy_(there, non_blocking=queued))
+    in_s = best_s(place, lambda: there.copy_(here, non_blocking=queued))
+    if runtime is None:
+        return _COPY_BYTES / out_s, _COPY_BYTES / in_s, True
+    other_here, other_there = here.clone().pin_memory(), there.clone()
+    outward, inward = runtime.Stream(place), runtime.Stream(place)
+
+    def both() -> None:
+        with runtime.stream(outward):
+            here.copy_(there, non_blocking=True)
+        with runtime.stream(inward):
+            other_there.copy_(other_here, non_blocking=True)
+
+    return at_once(_COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) / _COPY_BYTES)
+
+
+def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, float, bool]:
+    """The rates of a link whose directions are used together, and whether they overlap.
+
+    Args:
+        out_rate, in_rate: bytes per second of each direction alone.
+        both_s: seconds until a byte has gone each way, both started together.
+    """
+    out_s, in_s = 1 / out_rate, 1 / in_rate
+    if both_s >= 0.75 * (out_s + in_s):
+        return out_rate, in_rate, False
+    # What slows the slower direction down, slows down both.
+    kept = min(1.0, max(out_s, in_s) / both_s)
+    return kept * out_rate, kept * in_rate, True
+
+
+def _bandwidth(place: torch.device) -> float:
+    """Bytes per second of adding tensors of a usual size, many in turn and the results kept, as in
+    a step: together they are more than any cache holds."""
+    elements = STREAM_ELEMENTS * (1 if backend_of(place).on_host else 16)
+    left = [torch.rand(elements, device=place) for _ in range(STREAMS)]
+    right = [torch.rand(elements, device=place) for _ in range(STREAMS)]
+    moved = 12 * elements * STREAMS
+    return moved / best_s(place, lambda: [a + b for a, b in zip(left, right, strict=True)])
+
+
+def _launch(place: torch.device) -> float:
+    """Seconds between small kernels launched back to back, as generated code calls them."""
+    small = torch.zeros(16, device=place)
+    count = 100
+
+    def run() -> None:
+        for _ in range(count):
+            torch.ops.aten.threshold_backward.default(small, small, 0)
+
+    return best_s(place, run) / count
+
+
+def _rates(place: torch.device) -> dict[str, float]:
+    rates = {}
+    scale = 1 if backend_of(place).on_host else 8
+    size = _SQUARE * scale
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        left = torch.rand(size, size, device=place).to(dtype)
+        seconds = best_s(place, partial(torch.matmul, left, left))
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    for probes in PROBES:
+        for name, (operations, run) in probes(place, scale).items():
+            rates[f"float32 {name}"] = operations / best_s(place, run)
+    return rates

@@ -1,0 +1,340 @@
+"""Measured costs: time and workspace of every distinct kernel call of a Graph.
+
+Calls run on stand-in data. Some kernels need values that fit each other (pivots of a factorisation,
+lengths of segments, the workspace that an LSTM's forward leaves to its backward): they get what
+they get in a real step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from memopt.errors import ProfileError
+from memopt.models.graph import Graph, Operator, Tensor
+from memopt.models.progress import Progress as Progress
+from memopt.pricing.cache import Cost, ProfileCache
+from memopt.pricing.memory import metered_sections
+from memopt.pricing.network_costs import network_costs
+from memopt.pricing.real_results import check_results, difference, left_bytes
+from memopt.pricing.workspace import with_state
+from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept
+from memopt.step.build import Lowering
+from memopt.step.captured import Captured
+from memopt.step.collectives import is_collective
+from memopt.step.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Arguments,
+    Signature,
+    StandIns,
+    copied,
+    output_mask,
+    signature,
+)
+
+
+def silent(_fraction: float, _what: str) -> None:
+    """Progress that nobody hears."""
+
+
+_MINIMUM_SAMPLE_S = 100e-6
+_PRECISION = 0.05
+_MINIMUM_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How hard to measure.
+
+    Attributes:
+        cap_s: stop repeating after this many seconds in all.
+        max_rounds: samples per kernel call at most.
+        cache: where costs are kept; None: nowhere.
+        renew: whether to measure again, and replace, what the cache has.
+    """
+
+    cap_s: float = 15.0
+    max_rounds: int = 25
+    cache: ProfileCache | None = None
+    renew: bool = False
+
+
+def environment(device: torch.device) -> str:
+    """The parts of a cost's key besides the call: device, threads, torch version."""
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"cpu {processor()}|{threads} threads|torch {torch.__version__}"
+
+
+def measure(
+    lowering: Lowering,
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress = silent,
+    captured: Captured | None = None,
+) -> Graph:
+    """The lowering's Graph with measured times, workspaces and real output sizes.
+
+    Each distinct call (operator, shapes, strides, other arguments) is measured once, alone, on
+    stand-in data: one warm-up, then interleaved rounds until the median's standard error is
+    within 5% or the cap is reached. Random state is left as it was; autocast is off: its casts are
+    calls of their own. Kernels that refuse stand-in data get what they get in a step on the
+    example inputs, if `captured`, the model that was lowered, is given.
+
+    Raises:
+        ProfileError: a kernel refuses its data.
+        CaptureError: a kernel leaves other memory than the graph says that it writes.
+    """
+    costs = costs_of(lowering.signatures, device, options, progress, captured)
+    if options.cache is not None and difference(lowering, costs) is not None:
+        # Unless it is a damaged row of the cache.
+        renewed = replace(options, renew=True)
+        costs = costs_of(lowering.signatures, device, renewed, progress, captured)
+    check_results(lowering, costs)
+    return with_state(with_costs(lowering, costs), backend_of(device))
+
+
+def costs_of(
+    signatures: Sequence[Signature],
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress = silent,
+    captured: Captured | None = None,
+    timed: bool = True,
+) -> list[Cost]:
+    """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
+    in the cache runs twice, for its workspace and result sizes."""
+    distinct = {s.text: s for s in signatures if not is_collective(s.target)}
+    place = environment(device)
+    keys = {text: f"{place}|{text}" for text in distinct}
+    readable = None if options.renew else options.cache
+    known = readable.load(list(keys.values())) if readable else {}
+    missing = [s for text, s in distinct.items() if keys[text] not in known]
+    if missing:
+        with random_state_kept([device]), torch.no_grad(), autocast_off():
+            fresh = _measure(missing, device, options, progress, captured, timed)
+        fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
+        if options.cache and timed:
+            options.cache.store(fresh_by_key)
+        known = {**known, **fresh_by_key}
+    network = network_costs(signatures, device)
+    return [network.get(s.text) or known[keys[s.text]] for s in signatures]
+
+
+def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
+    """The lowering's Graph with one Cost per operator."""
+    graph = lowering.graph
+    tensors = list(graph.tensors)
+    operators = []
+    for operator, cost in zip(graph.operators, costs, strict=True):
+        if len(operator.writes) == len(cost.output_bytes):
+            for tensor, size in zip(operator.writes, cost.output_bytes, strict=True):
+                old = tensors[tensor]
+                tensors[tensor] = Tensor(old.name, size, old.kind)
+        priced = replace(
+            operator,
+            time_s=cost.time_s,
+            workspace_bytes=cost.workspace_bytes,
+            in_place=tuple(t for t in operator.in_place if _same_size(tensors, t, operator)),
+        )
+        operators.append(priced)
+    return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
+def _same_size(tensors: list[Tensor], taken: int, operator: Operator) -> bool:
+    """Whether an operator's first output is as large as a tensor it may take over: kernels may
+    return larger storages than their fake ones (fold)."""
+    return tensors[taken].size_bytes == tensors[operator.writes[0]].size_bytes
+
+
+def _measure(
+    missing: list[Signature],
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress,
+    captured: Captured | None,
+    timed: bool,
+) -> list[Cost]:
+    stand_ins = StandIns(device)
+    outputs = _output_sizes(missing, stand_ins, device, captured, progress)
+    uses = metered_sections(device, [functools.partial(_ready, one, stand_ins) for one in missing])
+    times = [0.0] * len(missing)
+    if timed:
+        times = _times(missing, stand_ins, device, options, progress)
+    return [
+        Cost(seconds, max(0, use.peak_bytes - use.end_bytes), sizes)
+        for seconds, use, sizes in zip(times, uses, outputs, strict=True)
+    ]
+
+
+def _output_sizes(
+    missing: list[Signature],
+    stand_ins: StandIns,
+    device: torch.device,
+    captured: Captured | None,
+    progress: Progress,
+) -> list[tuple[int, ...]]:
+    """Bytes that a first run of each call leaves. One real step gives arguments to all those that
+    refuse stand-in data, now and later."""
+    found: dict[str, tuple[int, ...]] = {}
+    refused: dict[str, ProfileError | None] = {}
+    for position, one in enumerate(missing):
+        progress(0.3 * position / len(missing), f"warming up {one.target}")
+        if captured is not None and one.target in ENDS_PROCESS:
+            refused[one.text] = None
+            continue
+        try:
+            found[one.text] = _run_once(one, stand_ins, device)
+        except ProfileError as error:
+            if captured is None:
+                raise
+            refused[one.text] = error
+    if refused and captured is not None:
+        try:
+            stand_ins.give(real_arguments(captured, refused))
+        except REFUSALS as error:  # of an operator before these
+            raise next(filter(None, refused.values()), error) from None
+    for one in missing:
+        if one.text in refused:
+            found[one.text] = _run_once(one, stand_ins, device)
+    return [found[one.text] for one in missing]
+
+
+def _run_once(one: Signature, stand_ins: StandIns, device: torch.device) -> tuple[int, ...]:
+    arguments = stand_ins.arguments(one)
+    return left_bytes(_call(one, arguments)(), arguments, device)
+
+
+def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
+    """The call with its arguments made, ready to run."""
+    return _call(one, stand_ins.arguments(one))
+
+
+def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
+    args, kwargs = arguments
+    # oneDNN's backward of a convolution makes the weight's gradient for the bias's, too, which a
+    # step drops at once: it is workspace.
+    mask = output_mask(one.target, one.args, one.kwargs)
+
+    def run() -> object:
+        try:
+            result = one.target(*args, **kwargs)
+            if mask is None:
+                return result
+            return tuple(v if asked else None for v, asked in zip(result, mask, strict=True))
+        except REFUSALS as error:
+            message = f"{one.text} cannot be measured on stand-in data: {error}"
+            raise ProfileError(message) from error
+
+    return run
+
+
+def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:
+    """Mean seconds of one call over `repeats` calls in a row."""
+    args, kwargs = stand_ins.arguments(one)
+    target = one.target
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        start, end = runtime.Event(enable_timing=True), runtime.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / repeats
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        target(*args, **kwargs)
+    return (time.perf_counter() - begin) / repeats
+
+
+def _precise(samples: list[float]) -> bool:
+    if len(samples) < _MINIMUM_ROUNDS:
+        return False
+    middle = statistics.median(samples)
+    spread = statistics.median(abs(s - middle) for s in samples)
+    # 1.4826 MAD estimates σ; the standard error of a median is 1.2533 σ/√n.
+    return 1.2533 * 1.4826 * spread / math.sqrt(len(samples)) <= _PRECISION * middle
+
+
+def _times(
+    missing: list[Signature],
+    stand_ins: StandIns,
+    device: torch.device,
+    options: MeasureOptions,
+    progress: Progress,
+) -> list[float]:
+    samples: list[list[float]] = [[] for _ in missing]
+    first = [_sample(one, stand_ins, device, 1) for one in missing]
+    repeats = [max(1, math.ceil(_MINIMUM_SAMPLE_S / max(s, 1e-9))) for s in first]
+    repeats = [min(r, 100) for r in repeats]
+    begin = time.perf_counter()
+    for round_number in range(options.max_rounds):
+        spent = time.perf_counter() - begin
+        open_ = [i for i, s in enumerate(samples) if not _precise(s)]
+        if not open_ or (spent > options.cap_s and round_number > 0):
+            break
+        share = max(round_number / options.max_rounds, spent / options.cap_s)
+        progress(min(1.0, 0.3 + 0.7 * share), f"timing {len(open_)} kernels")
+        for i in open_:
+            samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
+    return [statistics.median(s) for s in samples]
+
+
+def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
+    """Run one step on the example inputs, and keep copies of what the wanted calls get.
+
+    Nothing of the model changes: the captured graph is functional. Random state is left as it was.
+
+    Args:
+        captured: the captured model, whose parameters and inputs hold values.
+        wanted: texts of the calls' signatures (`signature(node).text`).
+    """
+    model = captured.model()
+    assert model is not None
+    found: dict[str, Arguments] = {}
+    values: dict[Node, Any] = {}
+    primals = {primal.node: primal for primal in captured.primals}
+    nodes = list(captured.module.graph.nodes)
+    last = {read: node for node in nodes for read in node.all_input_nodes}
+    own = [] if captured.device is None else [captured.device]
+    with random_state_kept(own), torch.no_grad(), autocast_off():
+        for node in nodes:
+            if len(found) == len(wanted) or node.op == "output":
+                break
+            if node.op == "placeholder":
+                primal = primals.get(node)
+                values[node] = (
+                    _tangent(node) if primal is None else primal.value(model, captured.call.leaves)
+                )
+            elif node.op == "get_attr":
+                values[node] = getattr(captured.module, str(node.target))
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                text = signature(node).text
+                if text in wanted and text not in found:
+                    found[text] = copied((args, kwargs))
+                values[node] = node.target(*args, **kwargs)
+            for read in {*node.all_input_nodes, node}:
+                if last.get(read, node) is node:
+                    values.pop(read, None)
+    return found
+
+
+def _tangent(node: Node) -> torch.Tensor:
+    like = node.meta["val"]
+    flat = torch.rand(tuple(like.shape), device=like.device).to(like.dtype)
+    laid_out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return laid_out.copy_(flat)

@@ -1,0 +1,74 @@
+"""The memory that kernels leave, compared with what a captured graph says that they write.
+
+Fake kernels describe results, and a graph is made of what they say. One that describes two results
+as one, or a result as a view of an argument that the kernel copies, would make every plan's peak
+wrong by their bytes without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memopt.errors import CaptureError
+from memopt.models.budget import format_bytes
+from memopt.models.device import in_blocks
+from memopt.pricing.cache import Cost
+from memopt.step.backend import backend_of
+from memopt.step.build import Lowering
+from memopt.step.memory_layout import storage_of
+from memopt.step.signature import Arguments
+from memopt.torch_private import pytree
+
+
+def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tuple[int, ...]:
+    """Bytes of each storage that a call has made for its results, in their order: none for a result
+    in the storage of an argument, or of a result before it."""
+    block = backend_of(device).block_bytes
+    given = (one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor))
+    seen = set(map(storage_of, given))
+    sizes = []
+    for value in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(value, torch.Tensor) and storage_of(value) not in seen:
+            seen.add(storage_of(value))
+            sizes.append(in_blocks(value.untyped_storage().nbytes(), block))
+    return tuple(sizes)
+
+
+def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
+    """Where a graph's operator writes another number of storages than its kernel leaves, as a
+    sentence; None: nowhere. (Their sizes may differ: the graph takes over the kernel's.)
+
+    Args:
+        lowering: the graph.
+        costs: the measured cost of each of its operators.
+    """
+    graph = lowering.graph
+    for operator, cost in zip(graph.operators, costs, strict=True):
+        if operator.collective is None and len(operator.writes) != len(cost.output_bytes):
+            said = [graph.tensors[t].size_bytes for t in operator.writes]
+            return (
+                f"{operator.target} ({operator.name}) leaves {_listed(cost.output_bytes)} in "
+                f"memory, where the captured graph has {_listed(said)}: its fake kernel describes "
+                "other results than the kernel returns, and no plan could keep a budget. If the "
+                "operator is yours, correct its fake kernel (torch.library.register_fake); else "
+                "plan the modules around it, and please report it"
+            )
+    return None
+
+
+def check_results(lowering: Lowering, costs: Sequence[Cost]) -> None:
+    """Refuse a graph that writes other results than its kernels leave.
+
+    Raises:
+        CaptureError: there is a `difference`.
+    """
+    found = difference(lowering, costs)
+    if found is not None:
+        raise CaptureError(found)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    each = " + ".join(map(str, sizes)) or "0"
+    return f"{format_bytes(sum(sizes))} ({each} bytes)"

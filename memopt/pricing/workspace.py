@@ -1,0 +1,269 @@
+"""Temporary memory inside a kernel call, estimated from its arguments.
+
+On the CPU these are the tensors that ATen's own code allocates beside its results, found by
+measuring every call of fourteen model families with torch 2.13 (`benchmarks/estimate_accuracy.py`
+compares again). oneDNN reorders the tensors of a convolution to its blocked layout, x', w', y':
+forward, x' and w' are there while y' is computed, then y' while it is reordered to y; backward, x'
+and y' while dw' is computed. Pointwise convolutions read tensors as they are; a strided backward
+has two copies of dx. Its own scratchpads are known for 3-d convolutions on few planes only; without
+AVX-512 it has no kernel for the backward of 3-d convolutions whose depth is padded either. An
+estimate for a CPU is for one with the instructions of the machine that estimates.
+
+On CUDA they are those that are known from torch's sources:
+
+- FlashAttention's backward sums dQ in float32 and keeps one number per row (flash_api.cpp,
+  mha_bwd); the memory-efficient kernel's accumulators are taken to be the same;
+- cuDNN's tensor-core convolutions work on channels-last data: contiguous half-precision images
+  are transposed in workspace (NVIDIA, "Convolutional layers user guide", tensor layouts).
+  What its heuristics take beyond that is not known without the hardware;
+- the embedding's backward sorts the indices (Embedding.cu);
+- cuBLAS holds one workspace per handle and stream to the end of the process: 32 MiB on Hopper,
+  8.1 MiB before (CublasHandlePool.cpp). Handles belong to threads, and autograd's backward runs on
+  its own, so a step has two. They are resident.
+
+A random operator that runs again brings the generator's state along: its first run saves the state,
+a second run saves it, too, to put it back. On the CPU torch hands out a state as a tensor of its
+allocator, copied and dropped before the operator begins (`memopt.executor.random_state`), so there
+is either the state or what the operator itself needs, whichever is larger. A CUDA generator's state
+is a tensor of the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from memopt.models.graph import Graph, Implementation, Operator
+from memopt.pricing.flops import elements, operator_name, padded, tensors_of
+from memopt.step.backend import Backend
+from memopt.step.signature import Signature, TensorArgument
+
+Choice = TypeVar("Choice", Operator, Implementation)
+
+_CHANNEL_BLOCK = 16
+"""oneDNN's blocked layout of AVX-512 (nChw16c)."""
+_PLAIN_CHANNELS = 8
+"""Images of so few channels are read as they are."""
+_KEYS_BLOCK = 512
+_ALIGNMENT = 256
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def cublas_workspace_bytes(device_name: str) -> int:
+    """The memory that cuBLAS keeps on a device for the threads of the forward and of the backward;
+    the larger figure for devices memopt does not know."""
+    older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
+    return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
+
+
+def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
+    """Bytes that a call takes at its peak beyond its results.
+
+    Args:
+        call: its signature.
+        outputs: its results, described as the arguments are.
+        cuda: on CUDA, else on the CPU with one thread.
+    """
+    name = operator_name(call.target)
+    writes, reads = tensors_of(outputs), tensors_of((call.args, call.kwargs))
+    if name in ("convolution", "convolution_backward"):
+        return _convolution(name, call, writes, cuda)
+    if name.startswith("_scaled_dot_product"):
+        return _attention(name, call, cuda)
+    if name in ("native_layer_norm", "native_layer_norm_backward"):
+        return _layer_norm(name, reads)
+    if cuda:
+        return 32 * elements(reads[1]) if name == "embedding_dense_backward" else 0
+    return _cpu(name, reads, writes)
+
+
+def _bytes(tensor: TensorArgument) -> int:
+    return elements(tensor) * tensor.dtype.itemsize
+
+
+def contiguous(tensor: TensorArgument) -> bool:
+    """Row-major without gaps; dimensions of size 1 may have any stride."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _dense(tensor: TensorArgument) -> int:
+    """The bytes that `.contiguous()` allocates."""
+    return 0 if contiguous(tensor) else _bytes(tensor)
+
+
+def _cpu(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -> int:
+    if name == "_native_batch_norm_legit_functional":
+        return 2 * _bytes(writes[1])
+    if name in ("native_batch_norm_backward", "native_dropout", "native_dropout_backward"):
+        return _bytes(writes[0])
+    if name == "_safe_softmax":
+        # Masks of the rows that are masked whole: one boolean per element and two per row.
+        rows = elements(writes[0]) // max(1, writes[0].shape[-1])
+        return elements(writes[0]) + rows
+    if name == "cumsum" and reads[0].dtype != writes[0].dtype:
+        return _bytes(writes[0])
+    if name.endswith("_with_indices_backward"):
+        return _dense(reads[0])
+    return 0
+
+
+def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
+    if not name.endswith("backward"):
+        return _dense(reads[0])
+    weight = reads[4] if len(reads) > 4 else None
+    return _dense(reads[0]) + _dense(reads[1]) + (2 * _bytes(weight) if weight else 0)
+
+
+def _blocked(tensor: TensorArgument) -> int:
+    """Bytes in the blocked layout: channels padded to the block."""
+    channels = tensor.shape[1]
+    return _bytes(tensor) // channels * padded(channels, _CHANNEL_BLOCK)
+
+
+def _blocked_weight(weight: TensorArgument) -> int:
+    """Both channel dimensions are padded, those of few inputs to nothing."""
+    out, inner = weight.shape[:2]
+    if inner > _PLAIN_CHANNELS // 2:
+        inner = padded(inner, _CHANNEL_BLOCK)
+    return _bytes(weight) // math.prod(weight.shape[:2]) * padded(out, _CHANNEL_BLOCK) * inner
+
+
+def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
+    """Bytes of a convolution or its backward; x the input, w the weight, y the output."""
+    given: TensorArgument
+    weight: TensorArgument
+    result: TensorArgument
+    if name == "convolution":
+        given, weight, stride, padding = call.args[0], call.args[1], call.args[3], call.args[4]
+        result, transposed = writes[0], call.args[6]
+    else:
+        result, given, weight = call.args[:3]
+        stride, padding, transposed = call.args[4], call.args[5], call.args[7]
+    if cuda:
+        transposes = contiguous(given) and given.dtype in _HALF
+        return _bytes(given) + _bytes(weight) + _bytes(result) if transposes else 0
+    strided = math.prod(stride) > 1
+    pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
+    if pointwise and not strided:
+        return 0
+    # The side that the window slides over.
+    image, other = (result, given) if transposed else (given, result)
+    plain = image.shape[1] <= _PLAIN_CHANNELS and weight.shape[1] > 1
+    image_bytes, other_bytes = _bytes(image) if plain else _blocked(image), _blocked(other)
+    weight_bytes = _blocked_weight(weight)
+    padding_bytes = weight_bytes - _bytes(weight)
+    if name == "convolution":
+        return _forward(
+            given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
+        ) + (
+            # The strided pointwise kernel gathers one image's points.
+            _bytes(given) // given.shape[0] // math.prod(stride)
+            if pointwise and len(given.shape) == 4
+            else 0
+        )
+    if len(weight.shape) == 5 and padding[0] > 0 and _multiplied(given, weight, padding):
+        return _products(given, weight, result)
+    if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
+        return _bytes(given)
+    if plain and not transposed and not call.args[10][0]:
+        image_bytes = 0
+    reordered = max(image_bytes + other_bytes + padding_bytes, weight_bytes)
+    if strided and not transposed and weight.shape[1] > 1:
+        reordered = max(reordered, 2 * image_bytes - _bytes(weight))
+    return reordered + _dense(result)
+
+
+def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence[int]) -> bool:
+    """Whether oneDNN has only matrix products for the backward of a 3-d convolution with a padded
+    depth: where the padding reaches past the far side, and without AVX-512 wherever the window is
+    more than one pixel wide."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if wide or math.prod(weight.shape[3:]) == 1:
+        return bool(given.shape[2] <= weight.shape[2] - padding[0])
+    return True
+
+
+def _products(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
+    """The backward of a 3-d convolution in matrix products: copies of w and dw, and the columns of
+    one plane of the result."""
+    columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
+    return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
+
+
+def _forward(
+    given: TensorArgument,
+    result: TensorArgument,
+    image_bytes: int,
+    other_bytes: int,
+    weight_bytes: int,
+    transposed: bool,
+    plain: bool,
+) -> int:
+    """x' and w' are there while y' is computed, then y' while it is reordered to y."""
+    if transposed:
+        return max(other_bytes + weight_bytes + image_bytes - _bytes(result), 2 * _bytes(result))
+    before = 0 if plain else image_bytes
+    return max(before + weight_bytes + other_bytes - _bytes(result), other_bytes)
+
+
+def _attention(name: str, call: Signature, cuda: bool) -> int:
+    backward = name.endswith("backward")
+    gradient: TensorArgument = call.args[0]
+    query: TensorArgument
+    key: TensorArgument
+    query, key = call.args[1:3] if backward else call.args[:2]
+    if cuda:
+        if not backward:
+            return 0
+        rows = math.prod(query.shape[:-1])
+        return 4 * elements(query) + 4 * rows
+    # FlashAttentionKernel.cpp: scores of one block of queries and keys, per thread.
+    queries = query.shape[-2]
+    block = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    block, keys = min(block, queries), min(_KEYS_BLOCK, key.shape[-2])
+    threads = torch.get_num_threads()
+    if not backward:
+        return 4 * threads * block * (keys + 2 + query.shape[-1])
+    transposed = replace(
+        gradient,
+        shape=tuple(gradient.shape[i] for i in (0, 2, 1, 3)),
+        stride=tuple(gradient.stride[i] for i in (0, 2, 1, 3)),
+    )
+    copied = 0 if contiguous(transposed) or contiguous(gradient) else _bytes(gradient)
+    return copied + 4 * threads * (2 * block * keys + block)
+
+
+def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
+    """The graph whose random operators that may run again have the state in their workspace.
+
+    Args:
+        graph: priced.
+        backend: where the step runs.
+        placed: the operators' results may be in an arena, which is there before they are.
+    """
+    if not backend.on_host:
+        return graph
+    state_bytes = torch.Generator().get_state().nbytes
+
+    def charged(one: Choice, writes: Sequence[int]) -> Choice:
+        results_bytes = 0 if placed else sum(graph.tensors[t].size_bytes for t in writes)
+        return replace(one, workspace_bytes=max(one.workspace_bytes, state_bytes - results_bytes))
+
+    operators = list(graph.operators)
+    for index, one in enumerate(operators):
+        if one.random and one.recomputable:
+            choices = [
+                charged(c, one.writes if c.writes is None else c.writes)
+                for c in one.implementations
+            ]
+            operators[index] = replace(charged(one, one.writes), implementations=tuple(choices))
+    return replace(graph, operators=tuple(operators))

@@ -1,0 +1,140 @@
+"""A captured model: its joint graph, and the callable that runs it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from memopt.step.dependencies import Dependencies
+from memopt.step.inputs import Call
+from memopt.step.joint_graph import (
+    Boxed,
+)
+from memopt.step.model_outputs import NO_OUTPUTS, TracedOutputs
+from memopt.step.side_effects import NO_EFFECTS, SideEffects
+from memopt.torch_private.modules import buffers_of, parameters_of
+from memopt.torch_private.tensors import SHARD
+
+
+@dataclass(frozen=True)
+class Primal:
+    """An input of the joint graph: where its value comes from at run time.
+
+    Attributes:
+        node: the placeholder.
+        kind: "parameter", "buffer" or "input".
+        name: fully qualified name of a parameter or buffer of the user's model; "" for a
+            tensor that the model holds without registering it.
+        index: position among the flat call arguments, for inputs.
+        constant: the tensor itself, when the model does not register it.
+        reader: reads that tensor where the forward does; None if the forward makes it.
+        part: which part of a DTensor it is ("_local_tensor", "device_mesh"); "": it is no DTensor.
+    """
+
+    node: Node
+    kind: str
+    name: str
+    index: int | None = None
+    constant: torch.Tensor | None = None
+    reader: Callable[[nn.Module], Any] | None = None
+    part: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether the model holds it, and `Captured.compiled` is given its `value`: of the parts of
+        a DTensor the first stands for the whole."""
+        return self.kind != "input" and self.part in ("", SHARD)
+
+    def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
+        """Its value at run time, given the model and the call's flat arguments; of a part of a
+        DTensor the whole."""
+        if self.index is not None:
+            return leaves[self.index]
+        if self.reader is not None:
+            return self.reader(model)
+        if self.constant is not None:
+            return self.constant
+        return registered(model, self.name)
+
+
+@dataclass(eq=False)
+class Hooks:
+    """The functions that the compiled callable runs; `owner`, the executor's runtime, sets them."""
+
+    forward: Boxed | None = None
+    backward: Boxed | None = None
+    owner: object = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: its joint graph, and the callable that AOTAutograd made around it.
+
+    Attributes:
+        module: the joint graph, functional ATen operators only.
+        primals: its inputs, in order.
+        tangents: placeholders of the outputs' gradients.
+        forward_outputs: results of the forward part (nodes or constants); the first
+            `len(mutated)` are new values of mutated inputs.
+        gradients: results of the backward part, one per primal (None: no gradient).
+        given: the positions of those that `compiled` takes from the backward, see `Split`.
+        mutated: for each leading forward output, the index of the primal it updates.
+        call: the example call that was captured.
+        device: where its kernels run; None: they are not to be computed (an estimate).
+        dependencies: what the trace read beside the inputs, and relied on.
+        trace: names the forward's graph, as it was traced.
+        compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
+        hooks: the forward and backward callables behind `compiled`.
+        model: weak reference to the user's model.
+        outputs: what is known of the leaves of the output.
+        ends: what the backward half returns beside gradients (whole steps).
+        effects: what the forward leaves behind; with values of the graph's among them `compiled`
+            returns a pair of the model's output and these.
+    """
+
+    module: GraphModule
+    primals: tuple[Primal, ...]
+    tangents: tuple[Node, ...]
+    forward_outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    given: tuple[int, ...]
+    mutated: tuple[int, ...]
+    call: Call
+    compiled: Callable[..., Any]
+    hooks: Hooks
+    model: weakref.ReferenceType[nn.Module]
+    device: torch.device | None = None
+    dependencies: Dependencies = field(default_factory=Dependencies)
+    trace: str = ""
+    outputs: TracedOutputs = NO_OUTPUTS
+    ends: tuple[Any, ...] = ()
+    effects: SideEffects = NO_EFFECTS
+
+    @property
+    def leaves(self) -> tuple[int | None, ...]:
+        """For each forward output, which leaf of the model's output it is; None: none."""
+        mutated = len(self.mutated)
+        return tuple(
+            i - mutated if mutated <= i < mutated + self.outputs.count else None
+            for i in range(len(self.forward_outputs))
+        )
+
+    def sets(self, primal: Primal) -> bool:
+        """Whether the forward sets a parameter or buffer to another tensor (`self.mean = ...`)."""
+        return primal.held and f"model.{primal.name}" in self.effects.shown
+
+
+def registered(model: nn.Module, name: str) -> Any:
+    """A parameter or buffer by its name, as it is registered: an attribute of that name may be
+    something else that is made of it (a sharded parameter, gathered)."""
+    path, _, last = name.rpartition(".")
+    owner = attrgetter(path)(model) if path else model
+    registry = parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)
+    return registry[last]

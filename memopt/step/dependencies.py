@@ -1,0 +1,237 @@
+"""What a captured graph depends on beside its inputs, looked at again at every call.
+
+A graph has the Python values that its trace read as constants: attributes of the model, flags of a
+configuration, globals, default arguments, a closure's variables, the hooks of a module. Dynamo's
+guards name them all; each becomes one look, an expression and what it gave when the graph was
+captured. All looks are one generated function, which reads every object on the way once.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from memopt.step.dynamo_guards import TraceGuards
+from memopt.step.late import is_late, last_name, late_names
+from memopt.step.reader import (
+    GONE,
+    UNREADABLE,
+    Dependency,
+    TraceReader,
+    read,
+    same,
+)
+
+EFFECTS = "side_effects"
+"""Under which key a traced graph has what its forward leaves behind."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dependencies:
+    """All that a captured graph depends on beside its inputs.
+
+    Attributes:
+        items: the things, those that others are found through first.
+        names: what their expressions call.
+        tensors: where a tensor was read that the model does not register, and the tensor.
+        late_names: the names that the backward itself may read in eager; None: any.
+    """
+
+    items: tuple[Dependency, ...] = ()
+    names: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+    late_names: frozenset[str] | None = frozenset()
+
+    @staticmethod
+    def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
+        """The things that the guards of a trace are about, as they are now; not what the forward
+        changes and changes back.
+
+        Args:
+            model: the model that was traced.
+            guards: of its trace.
+        """
+        reader = TraceReader(model, guards)
+        dependencies = tuple(reader.dependencies())
+        return Dependencies(
+            dependencies,
+            tuple(reader.names.items()),
+            reader.unregistered(),
+            late_names(model, guards.code),
+        )
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Whether everything is as it was."""
+        try:
+            return self._all_as_planned(model)
+        except UNREADABLE:
+            return False
+
+    def changed(self, model: nn.Module) -> tuple[Dependency, Any] | None:
+        """The first thing that is not as it was, and what is there now."""
+        names = dict(self.names)
+        for dependency in self.items:
+            try:
+                found = read(dependency.look, model, names)
+            except UNREADABLE:
+                return dependency, GONE
+            if dependency.differs(found):
+                return dependency, found
+        return None
+
+    def late(self, recomputes: bool) -> Dependencies:
+        """Those that eager reads in the backward.
+
+        Args:
+            recomputes: whether a part of the forward runs again there (checkpoints).
+        """
+        names = None if recomputes else self.late_names
+        items = tuple(one for one in self.items if is_late(one, names))
+        return replace(self, items=items, late_names=names)
+
+    def may_read(self, source: str) -> bool:
+        """Whether the backward itself may read what an expression names."""
+        return self.late_names is None or last_name(source) in self.late_names
+
+    def source_of(self, tensor: torch.Tensor) -> str:
+        """Where a tensor was read that the model does not register; "" if nowhere."""
+        return next((source for source, known in self.tensors if known is tensor), "")
+
+    def with_others(self, others: Iterable[Dependency]) -> Dependencies:
+        """These and others; of two looks that are one, these."""
+        every = {dependency.look: dependency for dependency in (*others, *self.items)}
+        return replace(self, items=tuple(every.values()))
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> Dependencies:
+        """Those of a deep copy of the model: the model's own objects are the copy's."""
+        names = dict(self.names)
+
+        def moved(dependency: Dependency) -> Dependency:
+            try:
+                if not dependency.differs(read(dependency.look, model, names)):
+                    return replace(dependency, planned=read(dependency.look, copied, names))
+            except UNREADABLE:
+                pass
+            return dependency
+
+        return replace(self, items=tuple(map(moved, self.items)))
+
+    def reader_of(self, tensor: torch.Tensor) -> Callable[[nn.Module], Any] | None:
+        """Reads a tensor that the model does not register from where the forward does; None if
+        the forward makes it itself."""
+        for source, known in self.tensors:
+            if known is tensor:
+                reader: Callable[[nn.Module], Any] = eval(
+                    f"lambda model: {source}", dict(self.names)
+                )
+                return reader
+        return None
+
+    @cached_property
+    def _all_as_planned(self) -> Callable[[nn.Module], bool]:
+        return _generate(self.items, dict(self.names))
+
+
+def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) -> str:
+    """Names a traced graph of a model: two with one name compute the same."""
+    found = hashlib.sha256()
+    found.update(str(traced.meta.get(EFFECTS, "")).encode())
+    for name, module in traced.named_modules():
+        if isinstance(module, GraphModule):
+            found.update(f"{name}: {module.code}".encode())
+    known = {id(tensor) for _, tensor in dependencies.tensors}
+    known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):
+        if id(tensor) not in known:
+            found.update(f"{name} {tensor.tolist()}".encode())
+    return found.hexdigest()
+
+
+class _Looks:
+    """Source lines that take looks one after the other."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.lines: list[str] = []
+        self._names = names
+        self._known: dict[str, str] = {}
+
+    def take(self, dependency: Dependency) -> None:
+        """Look, and return False if what was planned is not there."""
+        look = ast.parse(dependency.look, mode="eval").body
+        planned = f"planned_{len(self._names)}"
+        self._names[planned] = dependency.planned
+        match look:
+            case ast.Call(func=ast.Name(id="described"), args=[tensor]) if (
+                dependency.planned[0] == "tensor"
+            ):
+                self._take_tensor(self.reduced(tensor), dependency.planned)
+                return
+            case ast.Call(
+                func=ast.Name(id="tuple"),
+                args=[ast.Call(func=ast.Attribute(value=hooks, attr="values"))],
+            ) if not dependency.planned:
+                self._refuse_if(self.reduced(hooks))
+                return
+        found = self.reduced(look)
+        if not found.isidentifier():
+            self.lines.append(f"    found = {found}")
+            found = "found"
+        test = f"{found} is not {planned}"
+        self._refuse_if(test if dependency.identity else f"{test} and not same({found}, {planned})")
+
+    def _take_tensor(self, tensor: str, planned: tuple[Any, ...]) -> None:
+        _, shape, stride, dtype, device, requires_grad = planned
+        at = f"device_{len(self._names)}"
+        self._names[at] = device
+        self._refuse_if(
+            f"{tensor}.requires_grad is not {requires_grad} or {tensor}.dtype is not {dtype} or "
+            f"{tensor}.shape != {shape} or {tensor}.stride() != {stride} or {tensor}.device != {at}"
+        )
+
+    def _refuse_if(self, test: str) -> None:
+        self.lines.append(f"    if {test}: return False")
+
+    def reduced(self, node: ast.expr) -> str:
+        """An expression over variables that hold what it reads."""
+        match node:
+            case ast.Attribute():
+                return self._variable(f"{self.reduced(node.value)}.{node.attr}")
+            case ast.Subscript(slice=ast.Constant()):
+                return self._variable(f"{self.reduced(node.value)}[{ast.unparse(node.slice)}]")
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                return f"{name}({', '.join(map(self.reduced, node.args))})"
+            case ast.Set():
+                return f"{{{', '.join(map(self.reduced, node.elts))}}}"
+            case ast.Compare(ops=[ast.Is() | ast.In()]):
+                word = "is" if isinstance(node.ops[0], ast.Is) else "in"
+                return f"({self.reduced(node.left)} {word} {self.reduced(node.comparators[0])})"
+            case _:
+                return ast.unparse(node)
+
+    def _variable(self, text: str) -> str:
+        if text not in self._known:
+            self._known[text] = f"v{len(self._known)}"
+            self.lines.append(f"    {self._known[text]} = {text}")
+        return self._known[text]
+
+
+def _generate(
+    dependencies: tuple[Dependency, ...], names: dict[str, Any]
+) -> Callable[[nn.Module], bool]:
+    """One function that takes all looks, reading every object on the way once."""
+    names["same"] = same
+    looks = _Looks(names)
+    for dependency in dependencies:
+        looks.take(dependency)
+    source = "\n".join(["def look(model):", *looks.lines, "    return True"])
+    exec(compile(source, "<memopt dependencies>", "exec"), names)
+    look: Callable[[nn.Module], bool] = names["look"]
+    return look

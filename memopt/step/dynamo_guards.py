@@ -1,0 +1,130 @@
+"""Dynamo's guards: what a trace read beside its inputs, and what it changes.
+
+A guard says where something was read (an expression over the traced frame's locals `L` and
+globals `G`) and what about it the trace relied on: a constant's value, an object's type, the
+length of a list, a dict without hooks. `torch.compile` compiles again when one fails; an export,
+which is how memopt captures, collects them and lets them go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memopt.errors import CaptureError
+from memopt.step.changes import Change, changes_heard, expression_of
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
+
+
+@dataclass(frozen=True)
+class DynamoGuard:
+    """One guard.
+
+    Attributes:
+        kind: the name of its kind: "CONSTANT_MATCH", "TYPE_MATCH"...
+        name: the expression that reads what is guarded; "" for torch's global state.
+        detail: what else the kind names: an attribute, a key, another expression.
+    """
+
+    kind: str
+    name: str
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class TraceGuards:
+    """The guards of one trace.
+
+    Attributes:
+        guards: in no order that means anything.
+        names: what the expressions call beside Python's own functions.
+        scope: values of the globals that the expressions read.
+        code: the code objects of all Python functions that were traced.
+        changes: what the forward changes in objects that were there before it.
+        undone: the places that it changes and changes back.
+    """
+
+    guards: tuple[DynamoGuard, ...] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    code: frozenset[types.CodeType] = frozenset()
+    changes: tuple[Change, ...] = ()
+    undone: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
+    """Hear the guards of the traces made inside; what is yielded gives those of the last one.
+
+    Torch compiles them, too, only to see whether they contradict shapes that are declared to vary,
+    and drops them. That takes long, and is done only where a shape varies.
+
+    To be entered by one thread at a time.
+    """
+    captured = private(_CAPTURE)
+    heard, varies = TraceGuards(), True
+
+    @functools.wraps(captured)
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        nonlocal heard, varies
+        result = captured(*args, **kwargs)
+        varies = _has_varying_shapes(result.backend_input)
+        try:
+            heard = _heard(result.graph_capture_output, *changed())
+        except AttributeError as error:
+            raise CaptureError(
+                f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
+                "memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
+            ) from error
+        return result
+
+    with (
+        changes_heard() as changed,
+        patched(_CAPTURE, listening),
+        shapes_compared_if(lambda: varies),
+    ):
+        yield lambda: heard
+
+
+_CAPTURE = "torch._dynamo.functional_export.fullgraph_capture"
+
+
+def _has_varying_shapes(traced: Any) -> bool:
+    """Whether a trace has symbols for sizes: of inputs that are declared to vary, or of shapes that
+    depend on values. Without them no declared shape can be contradicted."""
+    shape_env = getattr(getattr(traced, "fake_mode", None), "shape_env", None)
+    return bool(getattr(shape_env, "var_to_range", True))
+
+
+def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) -> TraceGuards:
+    graph = output.output_graph
+    guards = [
+        DynamoGuard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
+    ]
+    guards += [
+        DynamoGuard("DICT_KEYS_MATCH", expression_of(source)) for source in graph.guard_on_key_order
+    ]
+    # One place is guarded once for each time that it was read.
+    distinct = {(one.kind, one.name, repr(one.detail)): one for one in guards}.values()
+    places = (*(one.name for one in distinct), *(one.source for one in changes))
+    read = {name for place in places for name in re.findall(r"\bG\['([^']+)'\]", place)}
+    scope = {name: graph.global_scope[name] for name in read if name in graph.global_scope}
+    helpers = guard_helpers()
+    code = frozenset(output.traced_code)
+    return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
+
+
+def _detail(create: Any) -> Any:
+    """The one argument of a guard's kind, if it has any; of a source its expression."""
+    if not isinstance(create, functools.partial):
+        return None
+    given = (*create.args, *create.keywords.values())
+    return expression_of(given[0]) if given else None

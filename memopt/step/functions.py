@@ -1,0 +1,233 @@
+"""Functions in dynamo's graph that eager runs in another way than a trace.
+
+The gradient of a product is a quotient where no factor is 0, else it is made of cumulative
+products; eager looks at the data, a trace cannot, and takes the second way always: other last bits.
+These calls are traced with a backward that asks eager's own autograd when the step runs: it repeats
+the forward and hands back the gradient.
+
+`linalg.svdvals` and its kin (norms by singular values, condition numbers, ranks) ask LAPACK for the
+vectors, too, only where a backward will want them; asked for values alone it takes another path,
+with other last bits. A tensor that is traced always looks as if it had a backward.
+
+`torch.bilinear` and `torch.linalg.pinv` are one node each, made of products inside; autocast rounds
+these in eager, while a graph's nodes run without autocast. Under autocast they are traced as
+operators of memopt's, which switch it on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from memopt.step.operators import CallsThrough, Substitute, define
+from memopt.torch_private import pytree
+from memopt.torch_private.modes import autograd_in_kernels
+from memopt.torch_private.operators import aten as _ATEN
+from memopt.torch_private.operators import schema_of
+
+_FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
+"""Functions of one tensor whose backward looks at its values."""
+
+_VECTORS: dict[Any, tuple[int, str]] = {
+    _ATEN._linalg_svd.default: (2, "compute_uv"),
+    _ATEN._linalg_eigh.default: (2, "compute_v"),
+}
+"""Factorisation → position and name of the argument that asks for vectors."""
+
+_COMPOSED = frozenset(
+    {
+        "linalg_svdvals",
+        "linalg_eigvalsh",
+        "linalg_cond",
+        "linalg_matrix_norm",
+        "linalg_matrix_rank",
+        "linalg_norm",
+        "norm",
+    }
+)
+"""Names of the functions that ask for vectors if there is a backward."""
+
+_ROUNDED_INSIDE: dict[str, Any] = {
+    "bilinear": _ATEN._trilinear.default,
+    "linalg_pinv": _ATEN.linalg_pinv.atol_rtol_tensor,
+}
+"""Function → the operator in it that autocast has no rule for, while it has one for its parts."""
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor."""
+
+
+def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    found = _gradient(function, arguments, gradient, given)
+    if found.data_ptr() == gradient.data_ptr():
+        # A gradient that is expanded or handed on would be a view of what another tensor holds.
+        return found.clone()
+    strides = _strides(function, arguments, _layout(gradient), _layout(given))
+    if found.stride() == strides:
+        return found
+    return found.new_empty_strided(found.shape, strides).copy_(found)
+
+
+def _gradient(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
+    """As eager's autograd makes it, in the memory layout that it has there."""
+    args, kwargs, rounded = json.loads(arguments)
+    kind = given.device.type
+    dtype = None if rounded is None else getattr(torch, rounded)
+    autocast = torch.autocast(kind, dtype, enabled=dtype is not None, cache_enabled=False)
+    # Below a dispatch mode autograd is switched off, not only gradients.
+    with autograd_in_kernels(), torch.enable_grad(), autocast:
+        leaf = given.detach().requires_grad_()
+        result = _FUNCTIONS[function](leaf, *args, **kwargs)
+    (found,) = torch.autograd.grad(result, leaf, gradient)
+    return found
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(function: str, arguments: str, gradient: _Layout, given: _Layout) -> tuple[int, ...]:
+    """The result's strides where no factor is 0, for every call: what reads it is traced once.
+    First asked while tracing, when no memory is counted."""
+    gradient_, given_ = (
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
+        for shape, strides, dtype, device in (gradient, given)
+    )
+    return _gradient(function, arguments, gradient_, given_).stride()
+
+
+EAGER_BACKWARD = define(
+    "eager_backward(str function, str arguments, Tensor gradient, Tensor given) -> Tensor",
+    _backward,
+    lambda _function, _arguments, _gradient, given: torch.empty_like(given),
+)
+"""`memopt::eager_backward(function, arguments, gradient, given)`: the gradient of `given`."""
+
+
+def dearest_values(arguments: tuple[Any, ...]) -> None:
+    """Change the operator's stand-in arguments to those for which it needs most time and memory:
+    where a factor is 0, eager takes the longer way."""
+    given = arguments[3]
+    if given.numel():
+        given[(0,) * given.dim()] = 0
+
+
+class _AsEager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, function: str, arguments: str) -> Tensor:
+        ctx.save_for_backward(given)
+        ctx.call = (function, arguments)
+        args, kwargs, _ = json.loads(arguments)
+        result: Tensor = _FUNCTIONS[function](given, *args, **kwargs)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (given,) = ctx.saved_tensors
+        return EAGER_BACKWARD(*ctx.call, gradients[0], given), None, None
+
+
+def _with_eager_backward(
+    function: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call one of `_FUNCTIONS` with eager's backward, whose forward autocast rounds as it does
+    here."""
+    kind = given.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    rounded = None if dtype is None else str(dtype).removeprefix("torch.")
+    arguments = json.dumps((args, kwargs, rounded))
+    result: Tensor = _AsEager.apply(given, function.__name__, arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ValuesAlone(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _VECTORS:
+            position, name = _VECTORS[func]
+            args, kwargs = args[:position], {**kwargs, name: False}
+        return func(*args, **kwargs)
+
+
+def _without_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function so that factorisations in it make no vectors."""
+    with _ValuesAlone():
+        return function(*args, **kwargs)
+
+
+@functools.cache
+def _under_autocast(overload: Any) -> Any:
+    """memopt's operator that runs another one under autocast; made once in a process."""
+
+    def kernel(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(given.device.type, dtype, cache_enabled=False):
+            return overload(given, *args, **kwargs)
+
+    def described(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = overload(given, *args, **kwargs)
+        # Of a pinverse the last product is the result.
+        last = overload is _ROUNDED_INSIDE["linalg_pinv"] and given.numel() > 0
+        return result.to(dtype) if last else result
+
+    name, _, arguments = str(schema_of(overload)).removeprefix("aten::").partition("(")
+    return define(f"{name}(ScalarType dtype, {arguments}", kernel, described)
+
+
+class _RoundedInside(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _ROUNDED_INSIDE.values():
+            return _under_autocast(func)(self._dtype, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _as_autocast(function: Callable[..., Any], given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call one of `_ROUNDED_INSIDE`; autocast, where it is on, rounds inside it."""
+    kind = given.device.type
+    if not torch.is_autocast_enabled(kind):
+        return function(given, *args, **kwargs)
+    with _RoundedInside(torch.get_autocast_dtype(kind)):
+        return function(given, *args, **kwargs)
+
+
+def functions_as_eager(traced: GraphModule) -> None:
+    """Let the calls of a dynamo graph that eager runs in another way be run in that way, those in
+    parts that are checkpointed, too."""
+    for module in traced.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        nodes = module.graph.nodes
+        found = [(node, call) for node in nodes if (call := _eager_call(node)) is not None]
+        for node, call in found:
+            node.target, node.op = call, "call_function"
+        if found:
+            module.recompile()
+
+
+def _eager_call(node: Node) -> Substitute | None:
+    """The call that eager makes in a node's place; None: the node stays as it is."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    method = node.op == "call_method"
+    # A sub-class's own method, such as a DTensor's to_local(), is none of Tensor's.
+    function = getattr(Tensor, str(node.target), None) if method else node.target
+    name = getattr(function, "__name__", "")
+    if name in _ROUNDED_INSIDE:
+        return Substitute(function, _as_autocast)
+    results = pytree.tree_leaves(node.meta.get("example_value"))
+    has_backward = any(isinstance(one, Tensor) and one.requires_grad for one in results)
+    if name in _COMPOSED and not has_backward:
+        return Substitute(function, _without_vectors)
+    plain = all(type(a) in (int, bool) for a in (*node.args[1:], *node.kwargs.values()))
+    if name in _FUNCTIONS and has_backward and plain:
+        return Substitute(_FUNCTIONS[name], _with_eager_backward)
+    return None

@@ -1,0 +1,123 @@
+"""Clipping by the global norm, and a GradScaler's unscaling, in a whole step: norms first, then
+scaled updates.
+
+What `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` do to all gradients together, one
+gradient at a time, by the same kernels in the same order: each gradient's norm as soon as it is
+there, the norm of the norms when all are, and each gradient scaled just before its update, over
+itself where nothing else needs it. A list of one tensor takes the same kernel as torch's list of
+all (`torch._foreach_norm`), which treats each tensor on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from memopt.models.device import in_blocks
+from memopt.models.graph import TensorKind
+from memopt.models.step_rules import StepRules
+from memopt.step.build import Lowering, held_by
+from memopt.step.captured import Captured
+from memopt.step.graph_extension import Extension
+from memopt.torch_private.modules import grouped_by_dtype
+from memopt.torch_private.operators import aten as _aten
+
+
+def with_norms(
+    captured: Captured,
+    lowering: Lowering,
+    positions: Sequence[int],
+    rules: StepRules,
+    block_bytes: int,
+) -> tuple[Captured, Lowering, Node | None]:
+    """A step whose gradients are unscaled and clipped.
+
+    Args:
+        captured, lowering: the step, before its updates.
+        positions: of the primals that are trained, in the order of the model's parameters.
+        rules: what is done to their gradients.
+        block_bytes: the allocator's granularity.
+
+    Returns:
+        The step, its gradients replaced; and, if they are scaled, the node of the largest element
+        of all of them, by magnitude, which is finite if all are. If they are clipped, the last of
+        the step's `ends` is their norm; if scaled, the last of its tangents is the inverse of the
+        scale.
+    """
+    extension = Extension(captured, lowering, block_bytes)
+    gradients, ends, largest = list(captured.gradients), captured.ends, None
+    made: list[Node] = [gradients[i] for i in positions]
+    tangents = captured.tangents
+    if rules.scaled:
+        tangents = (*tangents, _inverse_scale(extension))
+        made, largest = _unscaled(extension, made, tangents[-1])
+    if rules.clip_norm is not None:
+        made, norm = _clipped(extension, made, rules.clip_norm, rules.norm_type)
+        ends = (*ends, norm)
+    for position, gradient in zip(positions, made, strict=True):
+        gradients[position] = gradient
+    captured = replace(captured, gradients=tuple(gradients), ends=ends, tangents=tangents)
+    kept = held_by((*gradients, *ends), extension.storages)
+    given = held_by(tangents, extension.storages)
+    # A scaler holds its scale, and a count of steps.
+    more_bytes = 2 * in_blocks(4, block_bytes) if rules.scaled else 0
+    lowering = extension.finish(kept, more_bytes=more_bytes, tangents=given)
+    return captured, lowering, largest
+
+
+def _inverse_scale(extension: Extension) -> Node:
+    """What gradients are multiplied by, given with the loss's gradient."""
+    like = extension.captured.tangents[-1]
+    with extension.fx_graph.inserting_after(like):
+        node = extension.fx_graph.placeholder("inverse_scale")
+    value = like.meta["val"].new_empty((), dtype=torch.float32)
+    node.meta["val"] = value
+    index = extension.add_tensor(node.name, value, TensorKind.GRADIENT)
+    extension.storages[node], extension.bases[index] = (index,), node
+    return node
+
+
+def _unscaled(
+    extension: Extension, gradients: list[Node], inverse: Node
+) -> tuple[list[Node], Node]:
+    """`GradScaler.unscale_`: the gradients unscaled, and their largest element before that. Its
+    check for infinities and NaN is that of the largest element, which needs no memory."""
+    found, made = [], []
+    for gradient in gradients:
+        if gradient.meta["val"].numel():
+            found.append(extension.call(_aten.linalg_vector_norm.default, gradient, math.inf))
+        call = extension.call
+        made.append(call(_aten.mul.Tensor, gradient, inverse, over=gradient, before=found[-1:]))
+    return made, _norm_of(extension, found, math.inf)
+
+
+def _clipped(
+    extension: Extension, gradients: list[Node], most: float, norm_type: float
+) -> tuple[list[Node], Node]:
+    """`torch.nn.utils.clip_grad_norm_`: the scaled gradients, and their norm before that."""
+    groups = grouped_by_dtype([one.meta["val"] for one in gradients])
+    calls = [
+        extension.call(_aten._foreach_norm.Scalar, [gradient], float(norm_type))
+        for gradient in gradients
+    ]
+    norms = [extension.item(one, 0) for one in calls]
+    total = _norm_of(extension, [norms[i] for group in groups for i in group], norm_type)
+    # clip_grad_norm_'s own arithmetic: most / (total + 1e-6), at most 1.
+    room = extension.call(_aten.add.Tensor, total, 1e-6)
+    inverse = extension.call(_aten.reciprocal.default, room)
+    share = extension.call(_aten.mul.Tensor, inverse, float(most))
+    share = extension.call(_aten.clamp.default, share, None, 1.0)
+    made = [
+        extension.call(_aten.mul.Tensor, gradient, share, over=gradient, before=[one])
+        for gradient, one in zip(gradients, calls, strict=True)
+    ]
+    return made, total
+
+
+def _norm_of(extension: Extension, norms: list[Node], norm_type: float) -> Node:
+    stacked = extension.call(_aten.stack.default, norms)
+    return extension.call(_aten.linalg_vector_norm.default, stacked, float(norm_type))

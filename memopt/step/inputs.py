@@ -1,0 +1,208 @@
+"""The example call of a model, and how later calls are matched to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memopt.step.objects import as_tuples, is_object, objects_in, opened
+from memopt.torch_private import pytree
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model: positional and keyword arguments, and their flat leaves.
+
+    Attributes:
+        args, kwargs: the arguments.
+        whole_masks: whether it is one of the calls whose attention masks mask nothing, and to be
+            captured as such (`memopt.capture.as_eager.masks`).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    whole_masks: bool = False
+
+    @cached_property
+    def opened(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as torch's containers, from which they are unflattened."""
+        args, kwargs = opened((self.args, self.kwargs))
+        return args, kwargs
+
+    @cached_property
+    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with tuples in the places of objects: what the captured graph takes."""
+        if self.opened[1] is self.kwargs:
+            return self.opened
+        args, kwargs = as_tuples(self.opened)
+        return args, kwargs
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """The arguments, and parts of them, that are opened."""
+        return tuple(objects_in((self.args, self.kwargs)))
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The flat values, in the order the captured graph takes them."""
+        return pytree.tree_leaves(self.opened, is_leaf=lambda x: x is None)
+
+    @property
+    def spec(self) -> pytree.TreeSpec:
+        """The structure of the arguments."""
+        return pytree.tree_structure(self.opened, is_leaf=lambda x: x is None)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def detached(self) -> Call:
+        """The same call, but for tensors that were computed with gradients: they come without
+        their history, which a backward would run, and which belongs to the user."""
+        made: dict[int, Tensor] = {}
+
+        def one(leaf: Tensor) -> Tensor:
+            if leaf.is_leaf:
+                return leaf
+            if id(leaf) not in made:
+                reached = torch.empty(0, requires_grad=True)
+                made[id(leaf)] = _WithoutHistory.apply(leaf.detach(), reached)  # type: ignore[no-untyped-call]
+            return made[id(leaf)]
+
+        return self.with_tensors(one)
+
+    def once(self) -> Call:
+        """The same call with lists and dicts of its own: a forward may change what it gets."""
+        return self.with_tensors(lambda tensor: tensor)
+
+    def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with what `made_of` makes of each of its tensors."""
+        args, kwargs = pytree.tree_map_only(Tensor, made_of, self.opened)
+        return replace(self, args=args, kwargs=kwargs)
+
+
+class _WithoutHistory(torch.autograd.Function):
+    """The value itself; its gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _reached: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None
+
+
+def asks_for_gradients(model: nn.Module, call: Call) -> bool:
+    """Whether a parameter of the model, or a tensor that it is called with, requires a gradient."""
+    return any(p.requires_grad for p in model.parameters()) or any(
+        tensor.requires_grad for tensor in call.tensors()
+    )
+
+
+def repeated(leaves: Iterable[Any]) -> dict[int, int]:
+    """Position → earlier position, of the flat arguments that are the same tensor as one before."""
+    first: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            earlier = first.setdefault(id(leaf), position)
+            if earlier < position:
+                found[position] = earlier
+    return found
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    """The one device of the model's parameters, buffers and inputs.
+
+    Raises:
+        ValueError: they are on several devices.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
+    devices = {t.device for t in tensors}
+    accelerators = {d for d in devices if d.type != "cpu"}
+    if len(accelerators) > 1 or (accelerators and any(p.device.type == "cpu" for p in tensors)):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"model and inputs must be on one device, found {names}; move them first")
+    return next(iter(accelerators or devices), torch.device("cpu"))
+
+
+def to_call(inputs: Any) -> Call:
+    """A user's `inputs`: a tensor or an object (a dataclass...), a tuple/list of positional or a
+    mapping of keyword arguments."""
+    if isinstance(inputs, Call):
+        return inputs
+    if isinstance(inputs, Mapping):
+        wrong = [key for key in inputs if not isinstance(key, str)]
+        if wrong:
+            raise ValueError(f"inputs: keyword arguments need names, got the key {wrong[0]!r}")
+        return Call((), dict(inputs))
+    if isinstance(inputs, (tuple, list)):
+        return Call(tuple(inputs), {})
+    if isinstance(inputs, Tensor) or is_object(inputs):
+        return Call((inputs,), {})
+    raise ValueError(
+        "inputs must be a tensor, a tuple of positional arguments or a dict of keyword "
+        f"arguments of the model, got {type(inputs).__name__}"
+    )
+
+
+def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call `model(*args, **kwargs)` in the planned call's form, where the two differ only in
+    passing an argument by position or by name, or in spelling out a default; else the call as
+    it is."""
+    call = Call(args, kwargs)
+    if len(args) == len(planned.args) and kwargs.keys() == planned.kwargs.keys():
+        return Call(args, {name: kwargs[name] for name in planned.kwargs})
+    signature = inspect.signature(model.forward)
+    given = _by_name(signature, call)
+    wanted = _by_name(signature, planned)
+    if given is None or wanted is None:
+        return call
+    defaults = {name: p.default for name, p in signature.parameters.items()}
+    for name in given.keys() - wanted.keys():
+        if not _same_value(given[name], defaults.get(name, inspect.Parameter.empty)):
+            return call
+    absent = inspect.Parameter.empty
+    values = {name: given.get(name, defaults.get(name, absent)) for name in wanted}
+    if any(value is absent for value in values.values()):
+        return call
+    return Call(
+        tuple(values[name] for name in list(wanted)[: len(planned.args)]),
+        {name: values[name] for name in planned.kwargs},
+    )
+
+
+def _by_name(signature: inspect.Signature, call: Call) -> dict[str, Any] | None:
+    """Every argument by its name, positional ones first; None if some have none, or the call
+    does not fit the signature."""
+    try:
+        named = dict(signature.bind(*call.args, **call.kwargs).arguments)
+    except TypeError:
+        return None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and named.get(name):
+            return None
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+    return named
+
+
+def _same_value(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return not isinstance(value, Tensor) and type(value) is type(default) and value == default
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A model's parameters and buffers, one that has several names under each of them."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]

@@ -1,0 +1,78 @@
+"""The loss of a training step, and what of a model's output it can be computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memopt.step.inputs import Call
+from memopt.step.unheard import unheard
+from memopt.torch_private import pytree
+
+
+def as_targets(given: Any) -> tuple[Any, ...]:
+    """A loss's arguments after the output, as a tuple; a single one may come by itself."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The user's loss: `function(output, *targets)`; a single target may stand for its tuple.
+
+    Attributes:
+        function: the loss.
+        targets: what it takes beside the output.
+        alone: outputs that it does not read are not returned.
+    """
+
+    function: Callable[..., torch.Tensor]
+    targets: tuple[Any, ...] = ()
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(
+                f"loss_fn must be callable as loss_fn(output, *targets), got {self.function!r}"
+            )
+        object.__setattr__(self, "targets", as_targets(self.targets))
+
+    def detached(self) -> Loss:
+        """The same loss, with targets that come without their history; see `Call.detached`."""
+        return replace(self, targets=Call(self.targets, {}).detached().args)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The objects that run or are read with it."""
+        return self.function, self.targets
+
+    def value(self, output: Any) -> torch.Tensor:
+        """The loss of an output.
+
+        Raises:
+            ValueError: it is no scalar tensor with a gradient.
+        """
+        with unheard():
+            found = self.function(output, *self.targets)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+            shown = type(found).__name__
+            if isinstance(found, torch.Tensor):
+                gradient = "" if found.requires_grad else " without a gradient"
+                shown = f"a tensor of shape {list(found.shape)}{gradient}"
+            raise ValueError(
+                "loss_fn(output, *targets) must return one number that depends on the output, "
+                f"such as loss.mean(), got {shown}"
+            )
+        return found
+
+
+def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
+    """The tensors of an output pytree that have a backward, each once, by the first of their
+    positions among its leaves, but for the leaves at `unused`."""
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for i, v in enumerate(pytree.tree_leaves(output)):
+        if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused:
+            found.setdefault(id(v), (i, v))
+    return dict(found.values())

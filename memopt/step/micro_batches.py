@@ -1,0 +1,205 @@
+"""A whole step over several micro-batches: forward and backward once for each, in turn, and their
+gradients added up, as autograd adds to `.grad`.
+
+The graph has every operator once for each micro-batch. Its loss boundary is that of the first;
+everything afterwards counts as backward. A buffer that the forward changes is read by the next
+micro-batch as the one before leaves it. Each micro-batch has inputs of its own; the loss's
+gradient, one divided by their number, is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from memopt.models.device import in_blocks
+from memopt.models.graph import Phase, TensorKind
+from memopt.step.build import Lowering, held_by
+from memopt.step.captured import Captured, Primal
+from memopt.step.graph_extension import Extension, in_new_storages
+from memopt.step.inputs import Call
+from memopt.torch_private.tensors import storage_key
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def joined_call(calls: Sequence[Call]) -> Call:
+    """The calls of all micro-batches as one, whose leaves are theirs in turn."""
+    return Call(tuple((one.args, one.kwargs) for one in calls), {})
+
+
+class _Copies:
+    """What the nodes and tensors of the first micro-batch are in a later one."""
+
+    def __init__(self, extension: Extension, number: int) -> None:
+        self.extension = extension
+        self.number = number
+        self.nodes: dict[Node, Node] = {}
+        self.tensors: dict[int, int] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def node(self, one: Any) -> Any:
+        """The node, or what is in its place."""
+        return map_arg(one, lambda n: self.nodes.get(n, n))
+
+    def take_over(self, given: Sequence[Node], values: Sequence[Node]) -> None:
+        """Read buffers as the micro-batch before leaves them."""
+        for node, value in zip(given, values, strict=True):
+            self.nodes[node] = value
+            (tensor,), (held,) = self.extension.storages[node], self.extension.storages[value]
+            if tensor is not None and held is not None:
+                self.tensors[tensor] = held
+
+    def primal(self, one: Primal, leaves: int) -> Primal:
+        """An input of the micro-batch's own."""
+        extension, fx_graph = self.extension, self.extension.fx_graph
+        last = fx_graph.find_nodes(op="placeholder")[-1]
+        with fx_graph.inserting_after(last):
+            node = fx_graph.placeholder(f"{one.node.name}_{self.number}")
+        node.meta = {
+            **one.node.meta,
+            "val": in_new_storages(one.node.meta.get("val"), self._memory),
+        }
+        self.nodes[one.node] = node
+        (tensor,) = extension.storages[one.node]
+        if tensor is not None and tensor not in self.tensors:
+            name = f"{extension.tensors[tensor].name}.{self.number}"
+            self.tensors[tensor] = extension.add_tensor(
+                name, node.meta["val"], extension.tensors[tensor].kind
+            )
+            extension.bases[self.tensors[tensor]] = node
+        extension.storages[node] = (None if tensor is None else self.tensors[tensor],)
+        assert one.index is not None
+        name = f"{one.name} of micro-batch {self.number + 1}"
+        return replace(one, node=node, name=name, index=one.index + self.number * leaves)
+
+    def run(self, calls: Sequence[Node], lowering: Lowering) -> None:
+        """All calls of the first micro-batch again, after all that there are."""
+        for one in calls:
+            self._call(one, lowering)
+        self._operators(lowering)
+
+    def _call(self, one: Node, lowering: Lowering) -> None:
+        """A call of the first micro-batch, a view or a kernel's, again."""
+        extension, fx_graph = self.extension, self.extension.fx_graph
+        with fx_graph.inserting_before(fx_graph.output_node()):
+            node = fx_graph.node_copy(one, self.node)
+        node.meta["val"] = in_new_storages(one.meta.get("val"), self._memory)
+        self.nodes[one] = node
+        held = lowering.storages[one]
+        for tensor in held:
+            if tensor in lowering.graph.producer and tensor not in self.tensors:
+                old = extension.tensors[tensor]
+                name = node.name + old.name.removeprefix(one.name)
+                kind = TensorKind.ACTIVATION if old.kind is TensorKind.OUTPUT else old.kind
+                extension.tensors.append(replace(old, name=name, kind=kind))
+                self.tensors[tensor] = len(extension.tensors) - 1
+        extension.storages[node] = tuple(
+            None if t is None else self.tensors.get(t, t) for t in held
+        )
+        if one in lowering.views:
+            extension.views.add(node)
+        for tensor in held:
+            if tensor in self.tensors and lowering.bases.get(tensor) is one:
+                extension.bases[self.tensors[tensor]] = node
+
+    def _operators(self, lowering: Lowering) -> None:
+        begin = self.extension.length
+        pairs = zip(lowering.graph.operators, lowering.nodes, strict=True)
+        for position, (one, old) in enumerate(pairs):
+            node = self.nodes[old]
+            made = replace(
+                one,
+                name=node.name,
+                reads=held_by(node.all_input_nodes, self.extension.storages),
+                writes=tuple(self.tensors[t] for t in one.writes),
+                in_place=tuple(self.tensors[t] for t in one.in_place),
+                phase=Phase.BACKWARD,
+            )
+            self.extension.add_operator(made, node, begin + position)
+
+
+def repeated(
+    captured: Captured, lowering: Lowering, count: int, block_bytes: int
+) -> tuple[Captured, Lowering]:
+    """A captured whole step, before its updates, over several micro-batches.
+
+    Args:
+        captured, lowering: forward, loss and backward of one.
+        count: how many.
+        block_bytes: the allocator's granularity.
+
+    Returns:
+        The step; its `ends` are the losses of the later micro-batches and, in the order of
+        `captured.mutated`, what buffers are in the end.
+
+    Raises:
+        ValueError: the forward changes an input in place.
+    """
+    changed = [captured.primals[i] for i in captured.mutated]
+    if any(one.kind == "input" for one in changed):
+        raise ValueError(
+            "micro_batches= is for models that leave their inputs as they are; this one changes "
+            "one in place"
+        )
+    assert not lowering.alternatives
+    extension = Extension(captured, lowering, block_bytes)
+    *values, loss = captured.forward_outputs
+    nodes = [n for n in extension.fx_graph.nodes if n in lowering.storages]
+    calls = [n for n in nodes if n.op == "call_function"]
+    losses: list[Any] = []
+    primals, sums = list(captured.primals), list(captured.gradients)
+    of_inputs: list[Any] = []
+    for number in range(1, count):
+        copies = _Copies(extension, number)
+        copies.take_over([one.node for one in changed], values)
+        for primal in captured.primals:
+            if primal.kind == "input":
+                primals.append(copies.primal(primal, len(captured.call.leaves)))
+        copies.run(calls, lowering)
+        losses.append(copies.node(loss))
+        values = [copies.node(one) for one in captured.forward_outputs[:-1]]
+        for position, gradient in enumerate(captured.gradients):
+            made = copies.node(gradient)
+            if captured.primals[position].kind == "input":
+                of_inputs.append(made)
+            elif isinstance(gradient, Node):
+                before, module = sums[position], _module_of(lowering, gradient)
+                sums[position] = extension.call(_ADD, before, made, module=module, over=before)
+    joined = replace(
+        captured,
+        primals=tuple(primals),
+        gradients=(*sums, *of_inputs),
+        forward_outputs=(loss,),
+        mutated=(),
+        ends=(*losses, *values),
+        call=joined_call([captured.call] * count),
+    )
+    kept = held_by((*joined.gradients, *joined.ends), extension.storages)
+    more_bytes = (count - 1) * _unread_bytes(captured, block_bytes)
+    outputs = held_by([loss], lowering.storages)
+    return joined, extension.finish(kept, more_bytes=more_bytes, outputs=outputs)
+
+
+def _module_of(lowering: Lowering, gradient: Node) -> str:
+    """The user's module that a gradient comes from."""
+    (tensor,) = lowering.storages[gradient]
+    producer = lowering.graph.producer.get(-1 if tensor is None else tensor)
+    return "" if producer is None else lowering.graph.operators[producer].module
+
+
+def _unread_bytes(captured: Captured, block_bytes: int) -> int:
+    """Bytes of the inputs that a step never reads."""
+    read = {one.index for one in captured.primals}
+    tensors = [
+        leaf.untyped_storage()
+        for position, leaf in enumerate(captured.call.leaves)
+        if isinstance(leaf, torch.Tensor) and position not in read
+    ]
+    sizes = {int(storage_key(one)): one.nbytes() for one in tensors}
+    return sum(in_blocks(size, block_bytes) for size in sizes.values())

@@ -1,0 +1,380 @@
+"""How a model's outputs are traced: every one with a gradient of its own.
+
+AOTAutograd makes outputs that are views again after the step, from their bases, and their
+gradients meet outside of the backward, where no plan sees them; it copies the gradient of a view
+into the view's own memory layout, gaps included, which loses all but one part of the gradient where
+the view overlaps itself (`unfold`). So a copy of each output is traced in its place: its gradient
+is a tensor without gaps, and what becomes of the gradients of several views is in the graph, in
+eager's order. After tracing the copies go: the step hands out the views themselves.
+
+An output that the user's loss does not use is traced, and handed out, without a gradient: a Hugging
+Face model given `labels` returns its loss and its logits, and autograd would carry a zero gradient
+as large as these through the backward. It still looks as eager's does, and refuses a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from memopt.errors import CaptureError, ExecutionError
+from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.step.dropped_outputs import without
+from memopt.step.memory_layout import is_dense, storage_of
+from memopt.torch_private import pytree
+from memopt.torch_private.aot import descriptor_types
+from memopt.torch_private.tensors import version_of
+
+_COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
+"""Operators that make a copy, and the position of the argument that they copy."""
+
+
+@dataclass(frozen=True)
+class TracedOutputs:
+    """How the leaves of a model's output were traced. Numbers are positions among them.
+
+    Attributes:
+        count: how many there are.
+        values: the (fake) outputs as eager makes them, and what is no tensor; only until the joint
+            graph is traced.
+        copied: outputs of which copies are traced in their places.
+        repeated: (position, earlier position) of outputs that are the same tensor; only the
+            earlier one is traced.
+        beside: (position, bytes) of gradients that autograd takes past the planned backward: of
+            differentiable inputs and parameters that are outputs themselves, and of views of an
+            input that the model updates in place; and of what it holds beside all gradients.
+        given: outputs that are an input or a parameter itself, as it came: handed out as such.
+        shared: differentiable outputs that share elements with another one or with an input:
+            autograd could not tell the other of a change in place.
+        gradients: what was known of the loss when they were traced.
+        makes_zeros: whether the forward calls functions of several results, for whose missing
+            gradients autograd makes zeros: custom ones, and checkpoints that are reentrant.
+        recomputes: whether parts of the forward are checkpoints, which eager runs again.
+    """
+
+    count: int = 0
+    values: tuple[Any, ...] = ()
+    copied: tuple[int, ...] = ()
+    repeated: tuple[tuple[int, int], ...] = ()
+    beside: tuple[tuple[int, int], ...] = ()
+    given: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+    gradients: OutputGradients = ANY_LOSS
+    makes_zeros: bool = False
+    recomputes: bool = False
+
+
+NO_OUTPUTS = TracedOutputs()
+
+
+def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedOutputs:
+    """Let the outputs of a dynamo graph be copies, each with a gradient of its own; in place.
+
+    Args:
+        traced: dynamo's graph.
+        gradients: what the user's loss does with the outputs. Those that it does not use are
+            traced without a gradient, or not returned at all, the others with gradients in the
+            layout that it gives them.
+
+    Raises:
+        CaptureError: the model does not return the same outputs each time it is called.
+    """
+    output: Any = traced.graph.output_node()
+    leaves = list(output.args[0])
+    known = (*gradients.unused, *gradients.dropped, *(i for i, _ in gradients.strides))
+    last = max(known, default=-1)
+    if last >= len(leaves):
+        raise CaptureError(
+            f"the model returned {len(leaves)} values when it was captured and at least "
+            f"{last + 1} when its loss was measured; memopt needs the same in every step"
+        )
+    inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
+    values = [None if i in gradients.dropped else _value(leaf) for i, leaf in enumerate(leaves)]
+    outputs = _outputs(values, [_value(n) for n in inputs], gradients)
+    strides = dict(gradients.strides)
+    earlier = dict(outputs.repeated)
+    with traced.graph.inserting_before(output):
+        for position, leaf in enumerate(leaves):
+            if position in earlier:
+                leaves[position] = None
+                continue
+            if position in gradients.dropped:
+                # Not None, which some outputs leave out with its name.
+                leaves[position] = 0
+                continue
+            if position in gradients.unused and position not in outputs.given:
+                leaf = traced.graph.call_method("detach", (leaf,))
+            if position in outputs.copied:
+                leaf = _copy(traced, leaf, outputs.values[position], strides.get(position))
+            leaves[position] = leaf
+    output.args = (tuple(leaves),)
+    traced.recompile()
+    recomputes = any(_is_checkpoint(node) for node in _all_nodes(traced))
+    return replace(outputs, makes_zeros=_makes_zeros(traced), recomputes=recomputes)
+
+
+def _makes_zeros(traced: GraphModule) -> bool:
+    """See `TracedOutputs.makes_zeros`."""
+    for node in _all_nodes(traced):
+        if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
+            return True
+        results = node.meta.get("example_value")
+        several = isinstance(results, (tuple, list)) and len(results) > 1
+        if several and str(node.target) == "autograd_function_apply":
+            return True
+    return False
+
+
+def _all_nodes(traced: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph and of those inside it."""
+    for module in traced.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _is_checkpoint(node: Node) -> bool:
+    return str(node.target) == "tag_activation_checkpoint"
+
+
+def _copy(
+    traced: GraphModule, leaf: Node, value: torch.Tensor, strides: tuple[int, ...] | None
+) -> Node:
+    """A copy of an output, in the memory layout of its gradient."""
+    graph = traced.graph
+    # A fake output may have other strides than the real one: what is known is always said.
+    if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
+        return graph.call_function(torch.clone, (leaf,))
+    empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
+    return graph.call_method("copy_", (empty, leaf))
+
+
+def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An output's gradient as the planned backward gets it: as it is, or without its gaps."""
+    if is_dense(gradient.shape, gradient.stride()):
+        return gradient
+    strides = dense_strides(value)
+    made = torch.empty_strided(
+        gradient.shape, strides, dtype=gradient.dtype, device=gradient.device
+    )
+    return made.copy_(gradient)
+
+
+def gradients_of(
+    ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
+) -> OutputGradients:
+    """Which leaves of an output a loss gives gradients, and in which layouts.
+
+    Args:
+        ranks: for each leaf, which differentiable output it is.
+        arrived: the differentiable outputs' gradients, where there are any.
+        held_bytes: see `OutputGradients`.
+    """
+    unused, strides = [], []
+    for position, rank in enumerate(ranks):
+        if rank is None:
+            continue
+        if rank not in arrived:
+            unused.append(position)
+            continue
+        gradient = arrived[rank]
+        # Also where they are the output's: those of a fake output may be others.
+        if is_dense(gradient.shape, gradient.stride()):
+            strides.append((position, tuple(gradient.stride())))
+    return OutputGradients(tuple(unused), tuple(strides), held_bytes)
+
+
+def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
+    gradient of several outputs' concatenation, say."""
+    if tangent.untyped_storage().nbytes() <= tangent.nbytes:
+        return tangent
+    return tangent.clone()
+
+
+def _value(leaf: Any) -> Any:
+    if not isinstance(leaf, Node):
+        return leaf
+    return leaf.meta.get("example_value", leaf.meta.get("val"))
+
+
+def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -> TracedOutputs:
+    given_storages: dict[int, torch.Tensor] = {}
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            given_storages.setdefault(storage_of(value), value)
+    first: dict[int, int] = {}
+    repeated, beside, copied = [], [], []
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    given, shared = set(), set()
+    for position, value in enumerate(values):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if id(value) in first:
+            repeated.append((position, first[id(value)]))
+            continue
+        first[id(value)] = position
+        storage = storage_of(value)
+        differentiable = value.requires_grad and position not in gradients.unused
+        source = given_storages.get(storage)
+        if source is not None:
+            own = any(value is one for one in inputs)
+            # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
+            # again from the input itself.
+            if own and not version_of(source):
+                given.add(position)
+            if own or version_of(source) or not differentiable:
+                if differentiable and not (own and version_of(source)):
+                    view = 0 if own else 2 * source.untyped_storage().nbytes()
+                    beside.append((position, value.nbytes + view))
+                continue
+            shared.add(position)
+        copied.append(position)
+        if differentiable:
+            members[storage].append(position)
+    for group in members.values():
+        for i, one in enumerate(group):
+            for other in group[:i]:
+                if not _apart(values[one], values[other]):
+                    shared.update((one, other))
+    if gradients.held_bytes:
+        beside.append((len(values), gradients.held_bytes))
+    return TracedOutputs(
+        count=len(values),
+        values=tuple(values),
+        copied=tuple(copied),
+        repeated=tuple(repeated),
+        beside=tuple(beside),
+        given=frozenset(given),
+        shared=frozenset(shared),
+        gradients=gradients,
+    )
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one storage are known to have no element in common: two boxes of the
+    same grid, such as slices of one tensor."""
+    if 0 in (one.numel(), other.numel()):
+        return True
+    if one.dtype is not other.dtype:
+        return False
+    if one.stride() != other.stride():
+        ends = [v.storage_offset() + _extent(v) for v in (one, other)]
+        return ends[0] <= other.storage_offset() or ends[1] <= one.storage_offset()
+    dimensions = sorted(
+        zip(one.stride(), one.shape, other.shape, strict=True), key=lambda d: d[0], reverse=True
+    )
+    begins = [one.storage_offset(), other.storage_offset()]
+    found, room = False, None
+    for stride, *sizes in dimensions:
+        if stride == 0:
+            continue
+        at = [begin // stride for begin in begins]
+        begins = [begin % stride for begin in begins]
+        ends = [a + size for a, size in zip(at, sizes, strict=True)]
+        if room is not None and max(ends) * stride > room:
+            return False
+        room = stride
+        found = found or ends[0] <= at[1] or ends[1] <= at[0]
+    return found or begins[0] != begins[1]
+
+
+def _extent(value: torch.Tensor) -> int:
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
+    """Let a joint graph return its outputs themselves where it returns copies of them; in place.
+
+    Args:
+        module: the joint graph.
+        outputs: how its outputs were traced.
+
+    Raises:
+        CaptureError: outputs that share memory would not share it any more.
+    """
+    output: Any = module.graph.output_node()
+    results = list(output.args[0])
+    plain = descriptor_types().PlainAOTOutput
+    place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}
+    copies = []
+    for position in outputs.copied:
+        copy = results[place[position]]
+        if not isinstance(copy, Node) or copy.target not in _COPIED:
+            raise CaptureError(
+                f"output {position} of the model is traced as {copy}, which memopt does not know; "
+                "please report this model"
+            )
+        copies.append(copy)
+        results[place[position]] = copy.args[_COPIED[copy.target]]
+    storages: dict[int, int] = {}
+    for position in outputs.copied:
+        found = storage_of(results[place[position]].meta["val"])
+        if storages.setdefault(storage_of(outputs.values[position]), found) != found:
+            raise CaptureError(
+                f"output {position} of the model shares memory with another one, which the traced "
+                "model cannot do; return clone() of it"
+            )
+    output.args = (type(output.args[0])(results),)
+    for copy in copies:
+        module.graph.erase_node(copy)
+        for empty in copy.all_input_nodes:
+            if not empty.users and empty.target is torch.ops.aten.new_empty_strided.default:
+                module.graph.erase_node(empty)
+
+
+def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Strides of an output's gradient, as traced: the output's own, or without its gaps."""
+    return tuple(torch.empty_like(value, device="meta").stride())
+
+
+def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
+    """A traced model's output with the tensors that are in it more than once, and with what stands
+    for those that are not returned."""
+    output = without(output, outputs.gradients.dropped)
+    if not outputs.repeated:
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    for position, earlier in outputs.repeated:
+        leaves[position] = leaves[earlier]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+class _Refusing(torch.autograd.Function):
+    """The value itself, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, _reached: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = torch.ops.aten.alias.default(value)
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise ExecutionError(
+            "this output of the planned model has no gradient: the loss that the plan was made for "
+            "does not use it. Plan again with the loss that you train with (loss_fn= of "
+            "memopt.plan or memopt.wrap), or, with memopt.plan, without loss_fn= for any"
+        )
+
+
+def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
+    """A planned model's output; its leaves at `positions` raise ExecutionError in a backward, but
+    for those that are inputs themselves, whose gradient is theirs."""
+    if not positions or not torch.is_grad_enabled():
+        return output
+    leaves, spec = pytree.tree_flatten(output)
+    made: dict[int, torch.Tensor] = {}
+    for position in positions:
+        value = leaves[position]
+        if value.requires_grad:
+            continue
+        if id(value) not in made:
+            reached = torch.empty(0, requires_grad=True)
+            made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]
+        leaves[position] = made[id(value)]
+    return pytree.tree_unflatten(leaves, spec)

@@ -1,0 +1,79 @@
+"""What the nodes of a captured graph call, and which of the user's modules they come from."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from memopt.step.operators import Substitute
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload
+
+_NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
+"""Tagged as random, like its relatives, but without dropout: it refuses any."""
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers."""
+    target = overload_of(node)
+    return (
+        node.op == "call_function"
+        and isinstance(target, OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+        and str(target) not in _NEVER_DRAWS
+    )
+
+
+def overload_of(node: Node) -> Any:
+    """A node's target; the operator that it stands for, if it is memopt's own form of one."""
+    target = node.target
+    return target.function if isinstance(target, Substitute) else target
+
+
+def tensors_of(*nodes: Node) -> list[torch.Tensor]:
+    """The (fake) tensors that nodes give."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+_ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")
+_SUM = torch.ops.aten.add.Tensor
+_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def _clean(path: str) -> str:
+    """`L['self']._modules['layers'][3]` and its like → `layers.3`."""
+    path = path.replace("_modules", "")
+    path = _ROOT.sub("", path)
+    path = _ITEM.sub(r".\1", path)
+    return re.sub(r"\.{2,}", ".", path).strip(".")
+
+
+def module_paths(module: GraphModule) -> dict[Node, str]:
+    """Node → dotted path of the module it comes from; a backward node takes the path of the
+    forward node with its sequence number, and autograd's own sums of gradients, whose number is
+    that of the last forward node, the path of the gradient that completes them."""
+    paths: dict[Node, str] = {}
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
+    by_sequence: dict[int, str] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        stack = node.meta.get("nn_module_stack")
+        sequence = node.meta.get("seq_nr")
+        if stack:
+            path = _clean(next(reversed(stack.values()))[0])
+            if sequence is not None:
+                by_sequence.setdefault(sequence, path)
+        elif node.meta.get("partitioner_tag") == "is_backward" and node.target is _SUM:
+            latest = max(node.all_input_nodes, key=order.__getitem__)
+            path = paths.get(latest, "")
+        elif node.meta.get("partitioner_tag") == "is_backward":
+            path = by_sequence.get(sequence, "") if sequence is not None else ""
+        else:
+            path = ""
+        paths[node] = path
+    return paths

@@ -1,0 +1,161 @@
+"""Bytes of optimizer state, from an optimizer's instance or its name.
+
+Per parameter of n elements (p: bytes of the parameter's own element):
+
+    sgd                 0
+    sgd-momentum        p·n                      the momentum buffer
+    adam, adamw         2p·n                     torch's: both moments in the parameter's dtype
+    adam-fp32, adamw-fp32
+                        8n, and 4n more where the parameter has fewer than four bytes:
+                        fp32 moments and an fp32 master copy (K = 12 of ZeRO, arXiv:1910.02054 §3.1)
+    adam-8bit, adamw-8bit
+                        2n + 8·⌈n/256⌉           two 8-bit moments, an fp32 scale per block of 256
+                        (Dettmers et al., arXiv:2110.02861; bitsandbytes' present block size);
+                        parameters below 4,096 elements keep fp32 moments, as bitsandbytes does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.models.device import in_blocks
+from memopt.models.optimizer_names import OPTIMIZERS, optimizer_name
+from memopt.step.shards import local_part
+
+_8BIT_BLOCK = 256
+_8BIT_SMALLEST = 4096
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State that an optimizer keeps between steps.
+
+    Attributes:
+        name: the optimizer, for people.
+        bytes_total: over all trainable parameters, in the allocator's blocks.
+        parts: (what, bytes), for the sum that is printed.
+    """
+
+    name: str
+    bytes_total: int
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
+    torch.optim.SGD: lambda group: int(bool(group["momentum"])),
+    torch.optim.Adam: lambda group: 2 + int(group["amsgrad"]),
+    torch.optim.AdamW: lambda group: 2 + int(group["amsgrad"]),
+    torch.optim.RMSprop: lambda group: 1 + int(bool(group["momentum"])) + int(group["centered"]),
+    torch.optim.Adagrad: lambda _group: 1,
+}
+"""Optimizers that treat every parameter on its own, and how many tensors of its size they keep for
+one, by its group's options."""
+
+
+def optimizer_state(
+    optimizer: str | torch.optim.Optimizer | None,
+    parameters: Iterable[torch.Tensor],
+    block_bytes: int = 1,
+) -> OptimizerState:
+    """The state that an optimizer keeps for a model's trainable parameters.
+
+    Args:
+        optimizer: a name (see the module), a `torch.optim` instance, or None (nothing).
+        parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
+        block_bytes: the allocator's granularity.
+
+    Raises:
+        ValueError: an unknown name or class (the message lists the known ones), or an instance
+            that trains none of these parameters.
+    """
+    if optimizer is None:
+        return OptimizerState("none", 0)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in parameters}
+        groups = optimizer.param_groups
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            raise ValueError(
+                f"the {type(optimizer).__name__} trains no parameter of this model: pass the one "
+                "that is made with model.parameters()"
+            )
+        return _of_instance(optimizer, block_bytes)
+    if not isinstance(optimizer, str):
+        raise ValueError(
+            f"optimizer must be a torch.optim instance or a name, got {optimizer!r}; a class must "
+            "be called with the model's parameters: optimizer=torch.optim.AdamW(model.parameters())"
+        )
+    name = optimizer_name(optimizer)
+    trained = [local_part(p) for p in dict.fromkeys(parameters) if p.requires_grad]
+    totals: dict[str, int] = {}
+    for parameter in trained:
+        for what, size in _named(name, parameter.numel(), parameter.element_size()):
+            totals[what] = totals.get(what, 0) + in_blocks(size, block_bytes)
+    parts = tuple(totals.items())
+    return OptimizerState(name, sum(size for _, size in parts), parts)
+
+
+def smaller_states(
+    state: OptimizerState, parameters: Iterable[torch.Tensor], block_bytes: int = 1
+) -> tuple[tuple[str, int], ...]:
+    """(name, bytes saved) of the same optimizer with smaller state, most saved first: "adamw-8bit"
+    for "adamw". Nothing for an optimizer that has no name here. Arguments as of `optimizer_state`.
+    """
+    own = state.name.lower()
+    if own not in OPTIMIZERS:
+        return ()
+    listed = list(parameters)
+    found = [
+        (other, state.bytes_total - optimizer_state(other, listed, block_bytes).bytes_total)
+        for other in OPTIMIZERS
+        if other != own and other.partition("-")[0] == own.partition("-")[0] != "sgd"
+    ]
+    return tuple(sorted((row for row in found if row[1] > 0), key=lambda row: -row[1]))
+
+
+def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]]:
+    if name == "sgd":
+        return []
+    if name == "sgd-momentum":
+        return [("momentum", elements * element_bytes)]
+    if name in ("adam", "adamw"):
+        return [(moment, elements * element_bytes) for moment in ("exp_avg", "exp_avg_sq")]
+    if name.endswith("-fp32") or elements < _8BIT_SMALLEST:
+        state = [("exp_avg (fp32)", 4 * elements), ("exp_avg_sq (fp32)", 4 * elements)]
+        if name.endswith("-fp32") and element_bytes < 4:
+            state.append(("master parameters (fp32)", 4 * elements))
+        return state
+    scales = 4 * -(-elements // _8BIT_BLOCK)
+    return [("exp_avg (8 bit)", elements + scales), ("exp_avg_sq (8 bit)", elements + scales)]
+
+
+def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> OptimizerState:
+    """State that is there already, else what the class will make at its first step."""
+    name = type(optimizer).__name__
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                sizes = state_sizes(optimizer, group, parameter)
+                total += sum(in_blocks(size, block_bytes) for size in sizes)
+    return OptimizerState(name, total, ((f"{name} state", total),) if total else ())
+
+
+def state_sizes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> list[int]:
+    """Bytes of each state tensor of one parameter; step counts, on the CPU, do not count."""
+    held = optimizer.state.get(parameter)
+    if held:
+        tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        return [local_part(v).untyped_storage().nbytes() for v in tensors]
+    kind = type(optimizer)
+    if kind not in PER_PARAMETER:
+        raise ValueError(
+            f"memopt does not know what state {kind.__name__} keeps before its first step; run one "
+            f"step before planning, or name one of {', '.join(OPTIMIZERS)}"
+        )
+    return [local_part(parameter).nbytes] * PER_PARAMETER[kind](group)

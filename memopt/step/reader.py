@@ -1,0 +1,360 @@
+"""The objects that a trace read, as expressions over the model, with their values of that time."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.step.changes import Change
+from memopt.step.dynamo_guards import DynamoGuard, TraceGuards
+from memopt.torch_private.expressions import DEFAULT_DEVICE, GLOBAL_HOOKS, ROOT
+
+HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
+"""An expression that reads the hooks of a module, or of all."""
+
+_DYNAMOS_OWN = ("__init__", "__setstate__")
+"""Functions of nn.Module that dynamo replaces by its own when torch.compile is first used."""
+
+
+class Gone:
+    """Stands for a value that cannot be read any more."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+GONE = Gone()
+
+UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, NameError)
+"""Errors of reading an expression where an object on the way is gone or another."""
+
+_LONGEST = 80
+
+
+def same(found: Any, planned: Any) -> bool:
+    """Whether two values are one to a trace. Signed zeros are two; NaN is NaN."""
+    if found is planned:
+        return True
+    if type(found) is not type(planned):
+        return False
+    if isinstance(found, (float, complex)):
+        return repr(found) == repr(planned)
+    if isinstance(found, tuple):
+        return len(found) == len(planned) and all(map(same, found, planned))
+    return bool(found == planned)
+
+
+@dataclass(frozen=True, eq=False)
+class Dependency:
+    """One thing that the trace read.
+
+    Attributes:
+        shown: where, for people.
+        source: where, as an expression over `model`.
+        look: what about it counts, as an expression over `model`.
+        planned: what the look gave when the graph was captured.
+        identity: whether it must be the same object, not just an equal one.
+        shared: whether it is a global thing, which others change for reasons of their own, or one
+            that the forward changes.
+    """
+
+    shown: str
+    source: str
+    look: str
+    planned: Any
+    identity: bool = False
+    shared: bool = False
+
+    def differs(self, found: Any) -> bool:
+        """Whether what the look gives now is not what was planned."""
+        return found is not self.planned if self.identity else not same(found, self.planned)
+
+    def difference(self, found: Any) -> str:
+        """For people: where, what was planned, and what is there now."""
+        hooks = HOOKS.search(self.source)
+        if hooks is not None and isinstance(found, tuple):
+            return self._other_hooks(hooks[1].replace("_", "-"), found)
+        asked = re.match(r"hasattr\(.*, (.*)\)$|(.*) in |.*( is )", self.look)
+        if asked is None or found is GONE:
+            return f"{self.shown}: planned {self._text(self.planned)}, got {self._text(found)}"
+        if asked[3]:
+            return f"{self.shown}: planned as one object, got two"
+        name = asked[1] or asked[2]
+        if found:
+            return f"{self.shown} has {name}, and was planned without"
+        return f"{self.shown} was planned with {name}, and is without"
+
+    def _other_hooks(self, kind: str, found: tuple[Any, ...]) -> str:
+        module = self.shown.rpartition("._")[0]
+        for hook in found:
+            if not any(hook is one for one in self.planned):
+                return f"{module} has the {kind} hook {_name(hook)}, and was planned without"
+        for hook in self.planned:
+            if not any(hook is one for one in found):
+                return f"{module} was planned with the {kind} hook {_name(hook)}, and is without"
+        return f"{module} has its {kind} hooks in another order than planned"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Gone):
+            return repr(value)
+        if self.look.startswith("described("):
+            return described_text(value)
+        if self.look.startswith("len("):
+            return f"{value} items"
+        if self.look.startswith("tuple("):
+            return f"the keys {list(value)}"
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType)):
+            return _name(value)
+        text = repr(value)
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _name(value: Any) -> str:
+    """A function or class by its name, and its place if it is written in Python."""
+    code = getattr(value, "__code__", value)
+    if isinstance(code, types.CodeType):
+        name = getattr(value, "__qualname__", code.co_qualname)
+        return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def described(value: Any) -> tuple[Any, ...]:
+    """The properties in which two values must agree to be the same to a captured graph."""
+    if isinstance(value, torch.Tensor):
+        return (
+            "tensor",
+            tuple(value.shape),
+            value.stride() if value.layout is torch.strided else str(value.layout),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
+    # NaN is no reason to refuse: it is compared by its text.
+    return ("value", type(value), value if value == value else repr(value))
+
+
+def described_text(description: tuple[Any, ...]) -> str:
+    """A description for people."""
+    if description[0] == "tensor":
+        _, shape, stride, dtype, device, grad = description
+        suffix = ", requires_grad" if grad else ""
+        name = str(dtype).removeprefix("torch.")
+        return f"{name}{list(shape)} stride {stride} on {device}{suffix}"
+    return repr(description[2])
+
+
+_ITSELF = "{x}"
+
+# Kinds of guards that ask for the same object.
+_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH")
+
+# Kind of guard → what is compared; {x} is the guarded thing, {a} the guard's detail. The type, for
+# kinds that are not here.
+_LOOKS = {
+    **dict.fromkeys(_IDENTITY, _ITSELF),
+    **dict.fromkeys(
+        ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "CONSTANT_SUBCLASS_MATCH"),
+        _ITSELF,
+    ),
+    # Closures are made anew all the time; what they close over has guards of its own.
+    "CLOSURE_MATCH": "getattr({x}, '__code__', {x})",
+    "NOT_NONE_MATCH": "{x} is None",
+    "SEQUENCE_LENGTH": "len({x})",
+    "TUPLE_ITERATOR_LEN": "{x}.__length_hint__()",
+    **dict.fromkeys(("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"), "tuple({x})"),
+    **dict.fromkeys(
+        ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"), "{a} in {x}"
+    ),
+    "HASATTR": "hasattr({x}, {a})",
+    "NOT_PRESENT_IN_GENERIC_DICT": "{a} in {x}.__dict__",
+    "DUPLICATE_INPUT": "{x} is {a}",
+    "TENSOR_MATCH": "described({x})",
+}
+
+# Not looked at: what the call gives (the guard compares it), Dynamo's own wrapper around the
+# model, how torch takes trees of arguments apart, and memopt's own code.
+_ELSEWHERE = re.compile(
+    r"L\['flat_args'\]|L\['self'\](?!\._modules\['_export_root'\])|G\['ExportTracerOutput'\]|"
+    r"G\['pytree'\]|G\['__builtins_dict|__import_torch_dot__dynamo|__pytree|_pytree\.|^__import__|"
+    r"G\['__import_memopt_"
+)
+_REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
+
+# How torch itself is set, where that decides what a trace consists of.
+_SETTINGS = (
+    *GLOBAL_HOOKS,
+    "torch.get_default_dtype()",
+    DEFAULT_DEVICE,
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.backends.cuda.flash_sdp_enabled()",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()",
+)
+
+
+def _words(expression: str) -> list[str]:
+    return re.findall(r"\w+", expression)
+
+
+def read(expression: str, model: nn.Module, names: dict[str, Any]) -> Any:
+    """The value of an expression over the model."""
+    return eval(expression, {**names, "model": model})
+
+
+class TraceReader:
+    """Reads what the guards of one trace are about, as it is now.
+
+    Attributes:
+        names: what the expressions of the dependencies call.
+        tensors: expression → tensor that was read there.
+    """
+
+    def __init__(self, model: nn.Module, guards: TraceGuards) -> None:
+        self._model, self._guards = model, guards
+        self._aliases = {name: f"global_{i}" for i, name in enumerate(guards.scope)}
+        self.names: dict[str, Any] = {**guards.names, "torch": torch, "described": described}
+        self.names |= {self._aliases[name]: value for name, value in guards.scope.items()}
+        self._registered = {id(one) for one in (*model.parameters(), *model.buffers())}
+        self._root = getattr(type(model), "in_messages", "model")
+        self.tensors: dict[str, torch.Tensor] = {}
+        places = (place for change in guards.changes for place in change.places)
+        self._changed = (*places, "\0")
+
+    def dependencies(self) -> list[Dependency]:
+        """Everything that was read but what the forward changes and changes back; what other things
+        are found through comes first."""
+        undone = self._guards.undone or ("\0",)
+        told = [
+            guard
+            for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
+            if guard.name
+            and not _ELSEWHERE.search(guard.name)
+            and not guard.name.startswith(undone)
+        ]
+        found = [dependency for guard in told if (dependency := self._watch(guard)) is not None]
+        found += [*self._methods(found), *self._aliased(), *self._settings()]
+        return list({dependency.look: dependency for dependency in reversed(found)}.values())[::-1]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What the forward changes in objects that were there before it."""
+        return self._guards.changes
+
+    def read_later(self, source: str) -> Callable[..., Any]:
+        """What reads one of Dynamo's expressions, given the model (and whatever else)."""
+        look = f"lambda model, *_: {self._expression(source)}"
+        reads: Callable[..., Any] = eval(look, dict(self.names))
+        return reads
+
+    def shown(self, source: str) -> str:
+        """One of Dynamo's expressions, for people."""
+        text = self._shown(self._expression(source).removesuffix(".cell_contents"))
+        return text or self._root
+
+    def unregistered(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """The tensors that the model does not register, and where they were read."""
+        found = self.tensors.items()
+        return tuple((s, t) for s, t in found if id(t) not in self._registered)
+
+    def _watch(self, guard: DynamoGuard) -> Dependency | None:
+        """The dependency of a guard; None if there is nothing to look at, or others do."""
+        source = self._expression(guard.name)
+        template = _LOOKS.get(guard.kind, "type({x})")
+        if HOOKS.search(source):
+            template = "tuple({x}.values())"
+        detail = repr(guard.detail)
+        if guard.kind == "DUPLICATE_INPUT":
+            if "model" not in _words(source) or _ELSEWHERE.search(guard.detail):
+                return None
+            detail = self._expression(guard.detail)
+        elif "{a}" in template and not isinstance(guard.detail, (str, int)):
+            detail = self._bound(guard.detail)
+        identity = guard.kind in _IDENTITY
+        look = template.format(x=source, a=detail)
+        try:
+            value = self._read(source)
+            if guard.kind == "TENSOR_MATCH":
+                self.tensors[source] = value
+                if id(value) in self._registered:
+                    return None
+            if identity and self._read(source) is not value:
+                # Made by every look, such as a bound method.
+                identity, look = False, f"type({source})"
+            planned = self._seen(look, source, value)
+        except UNREADABLE:
+            return None
+        if type(planned) in (list, set, dict):
+            planned = type(planned)(planned)
+        shown = self._shown(source)
+        shared = "model" not in _words(look) or guard.name.startswith(self._changed)
+        if guard.kind == "DUPLICATE_INPUT":
+            shown += f" and {self._shown(detail)}"
+        return Dependency(shown, source, look, planned, identity, shared)
+
+    def _settings(self) -> Iterator[Dependency]:
+        for setting in _SETTINGS:
+            source = setting.removeprefix("tuple(").removesuffix(".values())")
+            yield Dependency(source, source, setting, self._read(setting))
+
+    def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
+        """The traced functions in the classes of what was read: a class may get another one."""
+        classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
+        owners = {base for one in classes for base in one.__mro__ if base is not object}
+        for owner in sorted(owners, key=lambda one: one.__qualname__):
+            for name, value in list(vars(owner).items()):
+                if owner is torch.nn.Module and name in _DYNAMOS_OWN:
+                    continue
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if getattr(function, "__code__", None) in self._guards.code:
+                    source = f"{self._bound(owner)}.__dict__[{name!r}]"
+                    shown = f"{owner.__qualname__}.{name}"
+                    yield Dependency(shown, source, source, value, identity=True)
+
+    def _aliased(self) -> Iterator[Dependency]:
+        """Tensors that were read in several places and were one."""
+        first: dict[int, str] = {}
+        for source, tensor in self.tensors.items():
+            other = first.setdefault(id(tensor), source)
+            if other != source:
+                shown = f"{self._shown(source)} and {self._shown(other)}"
+                yield Dependency(shown, source, f"{source} is {other}", True)
+
+    def _seen(self, look: str, source: str, value: Any) -> Any:
+        """What a look at a value shows; the commonest without reading the value again."""
+        if look == source:
+            return value
+        return type(value) if look == f"type({source})" else self._read(look)
+
+    def _read(self, expression: str) -> Any:
+        return read(expression, self._model, self.names)
+
+    def _bound(self, value: Any) -> str:
+        name = f"bound_{id(value)}"
+        self.names[name] = value
+        return name
+
+    def _expression(self, name: str) -> str:
+        text = name.replace(ROOT, "model")
+        text = re.sub(r"\bG\['([^']+)'\]", lambda m: self._aliases.get(m[1], "absent"), text)
+        # Dynamo copies the dictionaries of classes before it looks into them.
+        return re.sub(r"\bdict\(((?:[^()]|\([^()]*\))*\.__dict__)\)", r"\1", text)
+
+    def _shown(self, source: str) -> str:
+        cell = _CELL.match(source)
+        if cell is not None and cell[1].count("(") == cell[1].count(")"):
+            name = self._read(cell[1]).__code__.co_freevars[int(cell[2])]
+            return f"{self._shown(cell[1])}'s {name}{source[cell.end() :]}"
+        text = _REGISTERED.sub(r".\1", source)
+        text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
+        for alias in self._aliases.values():
+            value = self.names[alias]
+            if alias in text and isinstance(value, types.ModuleType):
+                text = re.sub(rf"\b{alias}\b", value.__name__, text)
+        return re.sub(r"\bmodel\b", self._root, text, count=1).lstrip(".")

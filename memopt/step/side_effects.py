@@ -1,0 +1,336 @@
+"""What a forward leaves behind in Python objects beside its outputs, and how planned steps do, too.
+
+A list of auxiliary losses, a dict of features that a hook fills, `self.last_attention = ...`: a
+graph computes such tensors and returns none of them. So the model is traced once more, with the
+values that it leaves behind as outputs; after each planned forward they are put where the model
+puts them, in its order. They have gradients as all outputs do.
+
+What a trace sees as a constant (a flag that is set) is set anew at each call. A value that is
+another one at each call (a counter) cannot be: such a model is refused, the object named.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import getattr_static
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from memopt.errors import CaptureError
+from memopt.step.changes import (
+    HOOK,
+    REGISTRIES,
+    Array,
+    Change,
+    Constant,
+    Existing,
+)
+from memopt.step.inputs import Call
+from memopt.step.reader import GONE, TraceReader, same
+from memopt.step.traced_arguments import Place, with_arguments
+
+Read: TypeAlias = Callable[[nn.Module, Call], Any]
+"""Reads an object, given the model and the call."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One change that each call makes to one object.
+
+    Attributes:
+        change: what it is. Its kind "replace" gives a list other items from one position on.
+        owner: reads the object from where the forward has it.
+        shown: the object, for people.
+        path: of an argument of the call, the way to the object: a position or name, then indices
+            and keys; of others empty.
+        values: what is set or added: a constant, what reads an object that exists, or None for
+            a value that the call makes.
+    """
+
+    change: Change
+    owner: Read
+    shown: str
+    path: tuple[Any, ...] = ()
+    values: tuple[Constant | Read | None, ...] = ()
+
+    @property
+    def is_made_by_call(self) -> bool:
+        """Whether values of it come from the graph: then all of them do."""
+        return None in self.values
+
+    @property
+    def text(self) -> str:
+        """Tells it from other effects."""
+        values = [repr(v) if isinstance(v, Constant) else v is None for v in self.values]
+        name = "" if self.change.kind == "append" else repr(self.change.name)
+        return f"{self.shown} {self.change.kind} {name} {values}"
+
+    def resolved(self, model: nn.Module, call: Call) -> list[Any]:
+        """The values that are known without the graph."""
+        return [
+            copy.deepcopy(v.value) if isinstance(v, Constant) else v and v(model, call)
+            for v in self.values
+        ]
+
+
+@dataclass(frozen=True)
+class SideEffects:
+    """All that a forward leaves behind.
+
+    Attributes:
+        effects: the changes, in their order.
+    """
+
+    effects: tuple[Effect, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.effects)
+
+    def __str__(self) -> str:
+        """Tells them from others."""
+        return "\n".join(one.text for one in self.effects)
+
+    @property
+    def shown(self) -> list[str]:
+        """The changed objects, for people."""
+        return list(dict.fromkeys(one.shown for one in self.effects))
+
+    @property
+    def made_by_call(self) -> tuple[Effect, ...]:
+        """Those for which the graph returns values."""
+        return tuple(one for one in self.effects if one.is_made_by_call)
+
+    def places(self, model: nn.Module, call: Call) -> list[Place]:
+        """Where the values are left for which the graph returns some."""
+        return [
+            (
+                one.path,
+                None if one.path else one.owner(model, call),
+                one.change.kind,
+                one.change.name,
+            )
+            for one in self.made_by_call
+        ]
+
+    def carry_out(self, model: nn.Module, call: Call, made: Sequence[Any]) -> None:
+        """Change the objects as the forward does.
+
+        Args:
+            model: the user's model.
+            call: the present call.
+            made: the values that the graph has returned, for each of `made_by_call`.
+        """
+        rest = iter(made)
+        steps = [
+            (
+                one.change,
+                one.owner(model, call),
+                list(next(rest)) if one.is_made_by_call else one.resolved(model, call),
+            )
+            for one in self.effects
+        ]
+        for change, owner, values in steps:
+            _make(change, owner, values)
+
+    @contextmanager
+    def constants_set(self, model: nn.Module, call: Call) -> Iterator[None]:
+        """Context in which attributes and items that the forward sets to constants have these
+        values."""
+        steps = [
+            (one.change, one.owner(model, call), one.resolved(model, call))
+            for one in self.effects
+            if one.change.kind in ("attribute", "item") and not one.is_made_by_call
+        ]
+        put_back = [_as_it_is(change, owner) for change, owner, _ in steps]
+        try:
+            for change, owner, values in steps:
+                _make(change, owner, values)
+            yield
+        finally:
+            for one in reversed(put_back):
+                one()
+
+    def set_other_constants(self, model: nn.Module, call: Call) -> bool:
+        """Whether attributes or items get constants that they do not have now."""
+        for one in self.effects:
+            name, owner = one.change.name, one.owner(model, call)
+            if one.is_made_by_call or one.change.kind not in ("attribute", "item"):
+                continue
+            look = _attribute if one.change.kind == "attribute" else _item
+            if not same(look(owner, name), one.resolved(model, call)[0]):
+                return True
+        return False
+
+
+NO_EFFECTS = SideEffects()
+
+
+def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffects:
+    """The side effects of a trace.
+
+    Args:
+        model, call: what was traced.
+        reader: reads what the trace read.
+
+    Raises:
+        CaptureError: a planned step could not do the same; the message names the object.
+    """
+    exchanged = [c for c in reader.changes if c.source.endswith(("._parameters", "._modules"))]
+    if exchanged:
+        # Optimizers know parameters by what they are, not by their names.
+        raise CaptureError(why_not_left_behind([_of_object(c, reader).shown for c in exchanged]))
+    effects = []
+    for change in with_arguments(reader.changes):
+        effect = _of_argument(change) if change.path else _of_object(change, reader)
+        if change.kind == HOOK:
+            raise CaptureError(
+                f"the forward sets a hook on {effect.shown}, which is there before it, and planned "
+                "steps would not: set it once, before planning"
+            )
+        if any(isinstance(value, Array) for value in change.values):
+            raise CaptureError(
+                f"the forward leaves a NumPy array in {effect.shown}, and planned steps would "
+                "leave a tensor there: keep the tensor (h.detach()), and call .numpy() on it "
+                "outside of the model"
+            )
+        if _is_a_setting(change, effect.owner, model, call):
+            raise CaptureError(why_not_set(effect.shown))
+        if not change.known:
+            raise CaptureError(why_not_left_behind([effect.shown]))
+        if change.kind == "append":
+            if getattr(effect.owner(model, call), "maxlen", None) is not None:
+                raise CaptureError(
+                    f"the forward adds to {effect.shown}, a deque with maxlen=, of which a trace "
+                    "does not see what it drops: use a list, and drop items outside of the forward"
+                )
+            if len(effect.owner(model, call)) != change.name:
+                effect = replace(effect, change=replace(change, kind="replace"))
+            elif not change.values:
+                continue  # as long as it was
+        effects.append(effect)
+    return SideEffects(tuple(effects))
+
+
+def why_not_set(setting: str) -> str:
+    """The message on a setting of torch's that the forward changes."""
+    return (
+        f"the forward sets {setting}, which decides how torch computes from then on, and planned "
+        "steps would not: set it before planning, or pass what it decides to the operators "
+        "(dtype=, device=)"
+    )
+
+
+def _is_a_setting(change: Change, owner: Read, model: nn.Module, call: Call) -> bool:
+    """Whether a change is one of torch's settings (`torch.backends.cudnn.benchmark`)."""
+    if change.kind != "attribute" or change.path:
+        return False
+    kind = type(owner(model, call))
+    return kind.__module__.startswith("torch.") and hasattr(
+        getattr_static(kind, change.name, None), "__set__"
+    )
+
+
+def why_not_left_behind(shown: Sequence[str]) -> str:
+    """The message on objects that the forward changes and a planned step could not."""
+    return (
+        f"the forward changes Python state of {', '.join(shown)} in a way that a planned step "
+        "cannot repeat: a count, an iterator, an object of a class of its own. Return such values "
+        "as outputs, count outside of the forward or in a buffer that is updated in place "
+        "(self.count.add_(1)); if this is a cache that the first call builds, call the model once "
+        "before planning"
+    )
+
+
+def _of_object(change: Change, reader: TraceReader) -> Effect:
+    values = tuple(
+        reader.read_later(v.source)
+        if isinstance(v, Existing)
+        else v
+        if isinstance(v, Constant)
+        else None
+        for v in change.values
+    )
+    if None in values:
+        values = (None,) * len(values)
+    shown = reader.shown(change.source)
+    if "item" in change.kind and change.source.endswith(REGISTRIES):
+        shown = f"{shown.rpartition('.')[0]}.{change.name}"
+    elif "attribute" in change.kind and change.name != "cell_contents":
+        shown = f"{shown}.{change.name}"
+    return Effect(change, reader.read_later(change.source), shown, values=values)
+
+
+def _of_argument(change: Change) -> Effect:
+    first, *rest = change.path
+
+    def owner(_model: nn.Module, call: Call) -> Any:
+        given: Any = call.kwargs if isinstance(first, str) else call.args
+        for key in change.path:
+            given = given[key]
+        return given
+
+    name = f"argument {first!r}" + "".join(f"[{key!r}]" for key in rest)
+    return Effect(change, owner, name, change.path, (None,) * len(change.values))
+
+
+def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
+    """Make a change."""
+    match change.kind:
+        case "attribute":
+            _setter(owner)(owner, change.name, values[0])
+        case "deleted attribute":
+            delattr(owner, change.name)
+        case "item":
+            _dict(owner).__setitem__(owner, change.name, values[0])
+        case "deleted item":
+            _dict(owner).__delitem__(owner, change.name)
+        case "clear":
+            _dict(owner).clear(owner)
+        case "append":
+            owner.extend(values)
+        case "replace":
+            while len(owner) > change.name:
+                owner.pop()
+            owner.extend(values)
+        case "add":
+            owner.update(values)
+        case _:
+            owner.difference_update(values)
+
+
+def _as_it_is(change: Change, owner: Any) -> Callable[[], None]:
+    """What puts an attribute or item back to what it is now."""
+    name = change.name
+    if change.kind == "item":
+        value, setter, gone = _item(owner, name), _dict(owner).__setitem__, _dict(owner).__delitem__
+    else:
+        value, setter, gone = _attribute(owner, name), _setter(owner), delattr
+    return lambda: gone(owner, name) if value is GONE else setter(owner, name, value)
+
+
+def _item(owner: Any, name: Any) -> Any:
+    return owner.get(name, GONE)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An object's own attribute; GONE if it has none, whatever its class has."""
+    return getattr(owner, name, GONE) if name in getattr(owner, "__dict__", (name,)) else GONE
+
+
+def _dict(owner: Any) -> Any:
+    """Whose methods change a dict: those of its own class may do more, which was traced."""
+    return OrderedDict if isinstance(owner, OrderedDict) else dict
+
+
+def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
+    """What sets an attribute: the `__setattr__` of a class may do more, which was traced."""
+    if isinstance(owner, nn.Module):
+        return nn.Module.__setattr__
+    is_pythons = inspect.isfunction(type(owner).__setattr__)
+    return object.__setattr__ if is_pythons and not isinstance(owner, type) else setattr

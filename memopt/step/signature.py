@@ -1,0 +1,213 @@
+"""Signatures, by which two kernel calls are one measurement, and stand-in arguments to run one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memopt.step.dearest import make_dearest
+from memopt.torch_private import pytree
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.tensors import conjugated, negated
+
+ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
+"""Kernels that end the process on data that does not fit."""
+
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
+"""Errors of kernels whose arguments do not fit."""
+
+
+_MOST_ANSWERS = 20_000
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor argument by everything that decides its kernel."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+    conjugated: bool = False
+    """Whether it is read as the conjugate of what is in memory: many kernels copy it first."""
+    negated: bool = False
+    """The same of its negative."""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        read = " conjugated" * self.conjugated + " negated" * self.negated
+        return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}{read}"
+
+    def over(self, flat: torch.Tensor) -> torch.Tensor:
+        """A tensor like it over the elements of a storage."""
+        found = flat.as_strided(self.shape, self.stride, self.offset)
+        found = conjugated(found) if self.conjugated else found
+        return negated(found) if self.negated else found
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return pytree.tree_map(_describe, value)
+    if isinstance(value, torch.Tensor):
+        return TensorArgument(
+            tuple(value.shape),
+            tuple(value.stride()),
+            int(value.storage_offset()),
+            value.dtype,
+            value.untyped_storage().nbytes(),
+            value.is_conj(),
+            value.is_neg(),
+        )
+    return value
+
+
+def describe_value(value: Any) -> Any:
+    """A call's arguments or a node's results: tensors and nodes become TensorArguments, in any
+    nest of lists, tuples and dicts."""
+    return pytree.tree_map(_describe, value)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One kernel call with its arguments described; `text` identifies it."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    text: str
+
+
+def signature(node: Node) -> Signature:
+    """The signature of a kernel-call node of a joint graph."""
+    return call_signature(node.target, node.args, node.kwargs)
+
+
+def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
+    """The signature of a call, of tensors or of nodes that have them as values."""
+    args, kwargs = each(_describe, tuple(args)), each(_describe, dict(kwargs))
+    texts = each(_text, args), each(_text, kwargs)
+    return Signature(target, args, kwargs, f"{target}{texts}")
+
+
+_LEAVES = (Node, torch.Tensor, TensorArgument, str, int, float, NoneType, torch.dtype)
+
+
+def each(change: Callable[[Any], Any], arguments: Any) -> Any:
+    """A tuple or dict of arguments with each leaf changed, in any nest. Most are not nested, and
+    done without pytree, which takes ten times as long."""
+    if type(arguments) is tuple and all(isinstance(one, _LEAVES) for one in arguments):
+        return tuple(map(change, arguments))
+    return pytree.tree_map(change, arguments) if arguments else arguments
+
+
+def _text(described: Any) -> Any:
+    # What is described may itself be several: a node of several results.
+    return str(described) if isinstance(described, _LEAVES) else pytree.tree_map(str, described)
+
+
+def values_of(node: Node) -> tuple[Any, ...]:
+    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return (value,)
+
+
+def output_mask(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[bool] | None:
+    """Which results a call's `output_mask` asks for; None: it has none, and all count."""
+    known = isinstance(target, OpOverload)
+    names = [argument.name for argument in schema_of(target).arguments] if known else []
+    if "output_mask" not in names:
+        return None
+    position = names.index("output_mask")
+    mask: Sequence[bool] | None = (
+        args[position] if position < len(args) else kwargs.get("output_mask")
+    )
+    return mask
+
+
+class Answers(dict[Any, Any]):
+    """Answers about calls, found once each; all are forgotten when there are too many."""
+
+    def find(self, key: Any, find: Callable[[], Any]) -> Any:
+        """The answer for a key, found now if it is not known."""
+        if key not in self:
+            if len(self) >= _MOST_ANSWERS:
+                self.clear()
+            self[key] = find()
+        return self[key]
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """The arguments with their tensors copied as they are laid out: `clone` leaves out gaps between
+    elements, and some kernels copy a tensor that has any."""
+    made: Arguments = pytree.tree_map_only(torch.Tensor, _whole_copy, arguments)
+    return made
+
+
+def _whole_copy(value: torch.Tensor) -> torch.Tensor:
+    like: TensorArgument = describe_value(value)
+    stored = negated(value) if like.negated else value
+    stored = conjugated(stored) if like.conjugated else stored
+    size = value.untyped_storage().nbytes() // value.element_size()
+    return like.over(stored.as_strided((size,), (1,), 0).clone())
+
+
+class StandIns:
+    """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step
+    (some kernels clone the whole storage of what they get).
+
+    Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True. They
+    are drawn by a generator of their own: training goes on with the numbers that it would have.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._pools: dict[torch.dtype, torch.Tensor] = {}
+        self._given: dict[str, Arguments] = {}
+
+    def give(self, arguments: Mapping[str, Arguments]) -> None:
+        """Use copies of these arguments for the calls with these texts."""
+        self._given.update(arguments)
+
+    def _pool(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
+        pool = self._pools.get(dtype)
+        if pool is None or pool.numel() < elements:
+            real = dtype if dtype.is_complex else torch.float32
+            draw = self._generator
+            pool = torch.rand(elements, device=self._device, dtype=real, generator=draw).to(dtype)
+            self._pools[dtype] = pool
+        return pool[:elements]
+
+    def _tensor(self, wanted: TensorArgument) -> torch.Tensor:
+        elements = -(-wanted.storage_bytes // wanted.dtype.itemsize)
+        if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
+            flat = torch.empty(elements, device=self._device, dtype=wanted.dtype)
+            flat.copy_(self._pool(wanted.dtype, elements))
+        else:
+            value = wanted.dtype is torch.bool
+            flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
+        return wanted.over(flat)
+
+    def arguments(self, one: Signature) -> Arguments:
+        """Fresh real arguments for a call."""
+        if one.text in self._given:
+            return copied(self._given[one.text])
+        args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
+        make_dearest(one.target, args)
+        return args, kwargs

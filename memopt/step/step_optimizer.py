@@ -1,0 +1,267 @@
+"""One optimizer step, cut into one update per parameter; with its state on the device or the host.
+
+An update narrows the optimizer's `param_groups` to one parameter, with that group's options as
+they are at that moment (so learning-rate schedulers work), and calls `step()`. This is the
+ordinary step, bit for bit, for optimizers that treat every parameter on its own.
+
+State on the host is not from a paper: ZeRO-Offload (arXiv:2101.06840) keeps state there, too, but
+updates there. Here the update is the optimizer's own, on the device. Nothing overlaps: an update
+brings its parameter's state, runs, and writes it back; its time and memory are measured as such.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from memopt.step.backend import backend_of
+from memopt.step.optimizer_state import PER_PARAMETER
+from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
+from memopt.torch_private.tensors import has_gradient_hooks, version_of
+
+Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
+
+
+class Update:
+    """The target of update operators: `update(name, gradient)` updates one parameter;
+    `update(name, gradient, value)` one that the forward has given a value, which it takes first;
+    with `largest`, it is not updated unless that is finite.
+    """
+
+    __name__ = "update"
+    __module__ = "memopt"
+
+    def __init__(self) -> None:
+        self._run: weakref.ref[Run] | None = None
+
+    def begin(self, run: Run) -> None:
+        """A train step begins, which updates by `run`. That is held weakly, so that a step that was
+        interrupted wherever is not thought to be running still."""
+        self._run = weakref.ref(run)
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._run = None
+
+    def run(self) -> Run | None:
+        """What it does; None: no train step is running."""
+        return None if self._run is None else self._run()
+
+    def __call__(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        value: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """Update the parameter of that name in the captured step."""
+        run = self.run()
+        if run is None:
+            raise RuntimeError("memopt: a parameter update outside a train step")
+        run(name, gradient, value, largest)
+
+    def __str__(self) -> str:
+        return "update"
+
+
+def _is_memopts(hook: Any) -> bool:
+    """Whether a hook is memopt's own, which may see each parameter's step (`memopt.wrap`'s)."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("memopt.")
+
+
+def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse what cannot be cut into one update per parameter.
+
+    Raises:
+        ValueError: another optimizer class, hooks on the optimizer or on a gradient, parameters
+            of another model; the message names it and the remedy.
+    """
+    kind = type(optimizer)
+    if kind not in PER_PARAMETER:
+        known = ", ".join(one.__name__ for one in PER_PARAMETER)
+        raise ValueError(
+            f"{kind.__name__} cannot be cut into one update per parameter (closures, norms across "
+            f"parameters, unknown rules); train steps take {known}. Plan without loss_fn=, or give "
+            "the optimizer's name, to plan the module alone"
+        )
+    if has_step_hooks(optimizer):
+        raise ValueError(
+            f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
+        )
+    if not all(map(_is_memopts, hooks_on_all_optimizers())):
+        raise ValueError(
+            "there are step hooks on all optimizers (register_optimizer_step_pre_hook or "
+            "..._post_hook), which would run once per parameter; remove them, or plan the module "
+            "alone (without an optimizer instance)"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError(
+                f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
+                "model its own optimizer, and make a loss that has parameters a part of the model "
+                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
+            )
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
+
+
+def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The group of options that a parameter is in."""
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
+def update_one(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    """Step one parameter, leaving the optimizer's groups as they were."""
+    groups = optimizer.param_groups
+    group = group_of(optimizer, parameter)
+    # What is changed in place keeps the layout of the parameter, as autograd's own .grad would.
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    state = optimizer.state.get(parameter)
+    before = None if state is None else dict(state)
+    touch = Touch(optimizer, parameter)
+    try:
+        parameter.grad = gradient
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        optimizer.step()
+    except BaseException:
+        # State made in part would never be completed.
+        if before is None and not touch.changed():
+            optimizer.state.pop(parameter, None)
+        elif state is not None and before is not None:
+            state.clear()
+            state.update(before)
+        raise
+    finally:
+        optimizer.param_groups = groups
+        parameter.grad = None
+
+
+class Touch:
+    """Tells whether an update that failed has changed its parameter, or state that was there
+    before, in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        state = optimizer.state.get(parameter) or {}
+        held = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        self._versions = [(tensor, version_of(tensor)) for tensor in (parameter, *held)]
+        # Fused kernels do not count versions.
+        self._fused = any(group.get("fused") for group in optimizer.param_groups)
+
+    def changed(self) -> bool:
+        """Whether it has, or could have without a trace."""
+        return self._fused or any(version_of(tensor) != seen for tensor, seen in self._versions)
+
+
+class HostState:
+    """The state of one optimizer, on the host between updates.
+
+    `optimizer.state` holds host tensors meanwhile (pinned for CUDA; for a model on CPU, memory
+    that is not torch's), so `state_dict()` works. Counters without dimensions stay as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._hosted: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of state on the host now."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._hosted.values())
+
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Step one parameter as `update_one` does, its state away before and afterwards."""
+        self.step(parameter, gradient)
+        self.put_away(parameter)
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Bring a parameter's state and step it. If that fails, its state is as before."""
+        states = self._optimizer.state
+        before = states.get(parameter)
+        try:
+            if before is not None:
+                states[parameter] = {
+                    key: self._brought(parameter, key, value) for key, value in before.items()
+                }
+            update_one(self._optimizer, parameter, gradient)
+        except BaseException:
+            # The host's copies have not been touched.
+            if before is None:
+                states.pop(parameter, None)
+            else:
+                states[parameter] = before
+            raise
+
+    def leave(self) -> None:
+        """Move what is on the device to the host: state from before, or just loaded."""
+        for parameter in list(self._optimizer.state):
+            self.put_away(parameter)
+
+    def settle(self) -> None:
+        """Wait until what has been written back can be read."""
+        for device in {parameter.device for parameter, _ in self._hosted}:
+            runtime = backend_of(device).runtime
+            if runtime is not None:
+                runtime.current_stream(device).synchronize()
+
+    def come_back(self) -> None:
+        """Put all state on its parameter's device again, for `optimizer.step()`."""
+        for parameter, state in self._optimizer.state.items():
+            for key in self._movable(state):
+                state[key] = self._brought(parameter, key, state[key])
+        self._hosted.clear()
+
+    def _brought(self, parameter: torch.Tensor, key: str, value: Any) -> Any:
+        """A copy on the device of what is on the host; everything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        away = value.dim() > 0 and value.device != parameter.device
+        if away or value is self._hosted.get((parameter, key)):
+            there = torch.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device=parameter.device
+            )
+            return there.copy_(value, non_blocking=True)
+        # A counter, which an update changes in place: a copy, so that a failure changes nothing.
+        return value.clone() if value.dim() == 0 else value
+
+    def put_away(self, parameter: torch.Tensor) -> None:
+        """Move a parameter's state to the host. What cannot be moved stays on the device."""
+        state = self._optimizer.state[parameter]
+        for key in self._movable(state):
+            value = state[key]
+            host = self._hosted.get((parameter, key))
+            if value is host:
+                continue
+            if host is None or (host.size(), host.dtype) != (value.size(), value.dtype):
+                host = host_like(value, parameter.device)
+                self._hosted[parameter, key] = host
+            # In the compute stream's order, as is the copy that brings it for the next update.
+            host.copy_(value, non_blocking=True)
+            state[key] = host
+
+    def _movable(self, state: dict[str, Any]) -> list[str]:
+        return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0]
+
+
+def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory for a tensor of a device: pinned, or for CPU not of torch's allocator."""
+    if not backend_of(device).on_host:
+        return torch.empty_strided(
+            value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
+        )
+    size_bytes = value.untyped_storage().nbytes()
+    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
+    empty = torch.empty(0, dtype=value.dtype)
+    return empty.set_(storage, 0, value.size(), value.stride())

@@ -1,0 +1,179 @@
+"""The frame that Dynamo traces around a model: it takes the flat arguments, calls the model, and
+also returns what the model leaves behind in Python objects.
+
+Lists and dicts among the arguments are made anew inside of it, so that Dynamo takes no notice of
+what the model does to them: the frame compares them with what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from memopt.step.changes import Change, Constant, Traced
+from memopt.step.inputs import Call
+from memopt.torch_private import pytree
+from memopt.torch_private.dynamo import frame_replaced
+
+_FRAME = "L['self']"
+
+Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
+"""A container among the arguments: path, itself, its indices or keys, its items."""
+Place = tuple[tuple[Any, ...], Any, str, Any]
+"""Where values are left: an argument's path or else the object, kind and name of the change."""
+Found = tuple[tuple[Any, ...], str, Any, int]
+"""A change of an argument: path, kind, name, how many values."""
+
+
+@contextlib.contextmanager
+def arguments_compared(call: Call) -> Iterator[None]:
+    """Trace so that changes of the lists and dicts among the arguments are heard."""
+    if not any(isinstance(one, (list, dict)) for one in _containers((call.args, call.kwargs))):
+        yield
+        return
+    with _frame(_comparing, {"contents": _contents, "compare": _changed, "found": ()}):
+        yield
+
+
+@contextlib.contextmanager
+def values_returned(places: Sequence[Place]) -> Iterator[None]:
+    """Trace so that what the forward leaves in these places is returned, beside the model's own
+    outputs."""
+    # Dynamo takes an empty list inside of a tuple for a constant: each owner is an attribute.
+    owners = {f"owner_{i}": owner for i, (_, owner, _, _) in enumerate(places)}
+    steps = tuple((path, kind, name) for path, _, kind, name in places)
+    with _frame(_returning, {**owners, "steps": steps, "values": _values}):
+        yield
+
+
+def with_arguments(changes: Iterable[Change]) -> Iterator[Change]:
+    """The changes of a trace, with those of arguments as such."""
+    for change in changes:
+        if change.source != _FRAME:
+            yield change
+        elif isinstance(change.values[0], Constant):
+            for path, kind, name, count in change.values[0].value:
+                yield Change("", kind, name, (Traced(),) * count, path)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The containers inside of a container."""
+    for one in value.values() if isinstance(value, dict) else value:
+        if isinstance(one, (list, tuple, dict)):
+            yield one
+            yield from _containers(one)
+
+
+@contextlib.contextmanager
+def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[None]:
+    """Let Dynamo trace another frame around the model, as one of the module's own."""
+
+    def replaced(usual: Any, scope: dict[str, Any]) -> Callable[..., Any]:
+        own = types.FunctionType(forward.__code__, scope, "forward")
+
+        def made(model: Any, spec: Any) -> Any:
+            frame = type("ModuleToTrace", (usual,), {"forward": own})(model, spec)
+            frame.__dict__.update(attributes)
+            return frame
+
+        return made
+
+    with frame_replaced(replaced):
+        yield
+
+
+# The frames themselves, which run with the globals of torch's own.
+
+
+def _returning(self: Any, *flat_args: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
+    res = self._export_root(*args, **kwargs)
+    out_flat, out_spec = pytree.tree_flatten((res, self.values(self, args, kwargs)))
+    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _comparing(self: Any, *flat_args: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
+    before = self.contents(args, kwargs)
+    res = self._export_root(*args, **kwargs)
+    found = self.compare(before)
+    if found:
+        self.found = found
+    out_flat, out_spec = pytree.tree_flatten(res)
+    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _contents(args: Any, kwargs: Any) -> list[Contents]:
+    """What the containers among the arguments hold."""
+    found: list[Contents] = []
+    for i, value in enumerate(args):
+        _look_into(value, (i,), found)
+    for key, value in kwargs.items():
+        _look_into(value, (key,), found)
+    return found
+
+
+def _look_into(value: Any, path: tuple[Any, ...], found: list[Contents]) -> None:
+    if isinstance(value, (list, tuple)):
+        items = list(value)
+        found.append((path, value, list(range(len(items))), items))
+    elif isinstance(value, dict):
+        items = list(value.values())
+        found.append((path, value, list(value.keys()), items))
+    else:
+        return
+    _, _, keys, items = found[-1]
+    for i in range(len(items)):
+        _look_into(items[i], (*path, keys[i]), found)
+
+
+def _changed(before: list[Contents]) -> tuple[Found, ...]:
+    """How the containers are not as they were."""
+    found: list[Found] = []
+    for path, value, keys, items in before:
+        new: list[Any] = []
+        if isinstance(value, list):
+            stay = 0
+            while stay < len(items) and stay < len(value) and value[stay] is items[stay]:
+                stay += 1
+            new = value[stay:]
+            if stay < len(items) or new:
+                found.append((path, "append", stay, len(new)))
+        elif isinstance(value, dict):
+            for i in range(len(keys)):
+                if keys[i] not in value:
+                    found.append((path, "deleted item", keys[i], 0))
+                elif value[keys[i]] is not items[i]:
+                    new.append(value[keys[i]])
+                    found.append((path, "item", keys[i], 1))
+            for key in list(value.keys()):
+                if key not in keys:
+                    new.append(value[key])
+                    found.append((path, "item", key, 1))
+        for one in new:
+            for _, other, _, _ in before:
+                if one is other:  # it would be another one
+                    return ((path, "move of a container", None, 0),)
+    return tuple(found)
+
+
+def _values(frame: Any, args: Any, kwargs: Any) -> list[list[Any]]:
+    """What the objects that the forward has changed hold now."""
+    found = []
+    for i in range(len(frame.steps)):
+        path, kind, name = frame.steps[i]
+        if path:
+            owner = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+            for key in path[1:]:
+                owner = owner[key]
+        else:
+            owner = getattr(frame, f"owner_{i}")
+        if kind == "attribute":
+            found.append([getattr(owner, name)])
+        elif kind == "item":
+            found.append([owner[name]])
+        else:
+            found.append(owner[name:] if isinstance(owner, list) else list(owner)[name:])
+    return found

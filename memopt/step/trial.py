@@ -1,0 +1,143 @@
+"""Whether another way to run a kernel call gives its bits: tried out, on data of the same layout.
+
+An `out=` overload, a kernel that works in place, a form written by hand: any of them may lay its
+result out otherwise, go through it in another order, or resize what it is given, and which of them
+do depends on layouts and dtypes (ATen's loops over vectors round otherwise than those over single
+elements). So none is believed: both ways run once on stand-in data, and one that differs in a bit
+is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.step.backend import autocast_off, random_state_kept
+from memopt.step.memory_layout import same_strides
+from memopt.step.signature import (
+    ENDS_PROCESS,
+    REFUSALS,
+    Answers,
+    Arguments,
+    Signature,
+    StandIns,
+    TensorArgument,
+    copied,
+)
+from memopt.torch_private import pytree
+from memopt.torch_private.tensors import storage_at
+
+POISON = 0xFF
+"""Every byte of memory that nobody has written: NaN as a float, −1 as an integer."""
+
+Other = Callable[[Arguments], Any]
+"""Runs a call another way, with these arguments; it may write over them."""
+
+_known = Answers()
+
+
+class TrialData(StandIns):
+    """Stand-in arguments that tell kernels apart: floats of either sign, masks of both kinds."""
+
+    def _tensor(self, wanted: TensorArgument) -> Tensor:
+        dtype = wanted.dtype
+        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+            return super()._tensor(wanted)
+        elements = -(-wanted.storage_bytes // dtype.itemsize)
+        made = dtype if dtype.is_complex else torch.float32
+        flat = torch.randn(elements, dtype=made, device=self._device, generator=self._generator)
+        flat = flat > 0 if dtype is torch.bool else (2 * flat).to(dtype)
+        return wanted.over(flat)
+
+
+def same_bits(
+    call: Signature, likes: Sequence[Tensor], device: torch.device, way: Any, other: Other
+) -> bool:
+    """Whether `other` gives the results of a call, bit for bit, laid out as planned.
+
+    Args:
+        call: the kernel call.
+        likes: its (fake) results as the plan has them.
+        device: where to try.
+        way: what `other` is, for remembering the answer.
+        other: the other way.
+    """
+    layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in likes)
+    key = (call.target, call.text, layouts, way, device, torch.get_num_threads())
+    return bool(_known.find(key, lambda: _tried(call, likes, device, other)))
+
+
+def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other: Other) -> bool:
+    if call.target in ENDS_PROCESS:
+        return False
+    with torch.no_grad(), autocast_off():
+        # Values of either sign tell more, but not every kernel takes them.
+        for data in (TrialData(device), StandIns(device)):
+            arguments = data.arguments(call)
+            try:
+                expected = _results(call, arguments, device)
+            except REFUSALS:
+                continue
+            if not _as_planned(expected, likes):
+                return False
+            try:
+                with random_state_kept([device]):
+                    found = pytree.tree_leaves(other(copied(arguments)))
+            except REFUSALS:
+                return False
+            if not _as_planned(found, likes):
+                return False
+            # Kernels that sum in any order (CUDA's atomics) do not even give their own bits again.
+            return all(map(equal_bytes, found, expected)) or not all(
+                map(equal_bytes, _results(call, arguments, device), expected)
+            )
+    return False
+
+
+def _results(call: Signature, arguments: Arguments, device: torch.device) -> list[Any]:
+    with random_state_kept([device]):
+        return pytree.tree_leaves(call.target(*arguments[0], **arguments[1]))
+
+
+def poisoned(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors for results that nobody has written, in memory that nothing can resize, like an
+    arena's."""
+    made = []
+    for like in likes:
+        size_bytes = like.untyped_storage().nbytes()
+        memory = torch.full((size_bytes,), POISON, dtype=torch.uint8, device=device)
+        storage = storage_at(memory.data_ptr(), device, size_bytes)
+        empty = torch.empty(0, dtype=like.dtype, device=device)
+        into = empty.set_(storage, 0, like.shape, like.stride())
+        into._memory = memory  # type: ignore[attr-defined]  # lives as long as the tensor
+        made.append(into)
+    return made
+
+
+def _as_planned(values: Sequence[Any], likes: Sequence[Tensor]) -> bool:
+    return len(values) == len(likes) and all(map(_laid_out_like, values, likes))
+
+
+def _laid_out_like(value: Any, like: Tensor) -> bool:
+    """Whether a result has the shape, dtype and strides of a fake one, and its memory alone."""
+    return (
+        isinstance(value, Tensor)
+        and value.shape == like.shape
+        and value.dtype == like.dtype
+        and value.storage_offset() == 0
+        and value.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+        and same_strides(value, like.stride())
+    )
+
+
+def equal_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes, element for element, however they are laid out."""
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(value: Tensor) -> Tensor:
+    # A tensor of one element is contiguous with any stride, but only 1 can be viewed.
+    return value.contiguous().as_strided((value.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,131 @@
+"""Backwards of planning's own: they run nothing of the user's beyond the model and the loss."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
+
+from memopt.step.backend import autocast_off
+from memopt.torch_private.modes import function_of
+from memopt.torch_private.tensors import GRADIENT_HOOKS, held_once
+
+
+@contextmanager
+def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, leaves have no hooks but those that are added there; afterwards those that they
+    had."""
+    leaves = [tensor for tensor in tensors if tensor.is_leaf]
+    kept = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in GRADIENT_HOOKS]
+    try:
+        for leaf, name, hooks in kept:
+            if hooks:
+                setattr(leaf, name, OrderedDict())
+        yield
+    finally:
+        for leaf, name, hooks in kept:
+            if getattr(leaf, name) is not hooks:
+                setattr(leaf, name, OrderedDict())  # torch goes on calling what None replaces
+                setattr(leaf, name, hooks)
+
+
+class OwnBackward:
+    """Backwards that give the user's leaves their gradients and call no hook of theirs.
+
+    Where something else holds on to what accumulates a leaf's gradient (DistributedDataParallel, a
+    hook on that node, a graph whose backward is still to come), or where the graph goes on into
+    one that the user has made, autograd is asked for gradients up to there, which are accumulated
+    here. A reentrant checkpoint refuses that: in a model with one the node's own hooks run.
+
+    Args:
+        tensors: the user's tensors, before a forward runs.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        self._leaves = {id(tensor) for tensor in self._tensors if tensor.is_leaf}
+        self._alone = {id(t) for t in self._tensors if t.is_leaf and held_once(t)}
+        self._made_before = {t.grad_fn for t in self._tensors if t.grad_fn is not None}
+        self._is_plain: bool | None = None
+        self._reentrant = False
+
+    def __call__(
+        self, outputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Run the backward of outputs, outside of autocast; it begins with these tangents, None:
+        with ones."""
+        leaves: list[torch.Tensor] = []
+        edges: list[GradientEdge] = []
+        if not self._is_plain:
+            leaves, edges = self._ends(outputs)
+            # An empty leaf makes a detached input one that was computed.
+            others = any(id(leaf) not in self._alone for leaf in leaves if leaf.numel())
+            self._is_plain = not edges and (not others or self._reentrant)
+        with autocast_off(), gradient_hooks_off(self._tensors):
+            if self._is_plain:
+                torch.autograd.backward(outputs, tangents)
+                return
+            ends: list[Any] = [*leaves, *edges]
+            found = torch.autograd.grad(outputs, ends, tangents, allow_unused=True)
+            for leaf, gradient in zip(leaves, found, strict=False):
+                if gradient is not None and id(leaf) in self._leaves:
+                    _accumulate(leaf, gradient)
+
+    def _ends(
+        self, outputs: Iterable[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[GradientEdge]]:
+        """Where a graph ends: its leaves, and edges into the user's own graphs."""
+        leaves: list[torch.Tensor] = []
+        edges: list[GradientEdge] = []
+        seen: set[Any] = set()
+        waiting: list[tuple[Any, int]] = [
+            (output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is not None
+        ]
+        while waiting:
+            node, number = waiting.pop()
+            if node is None:
+                continue
+            if node in self._made_before:
+                if (node, number) not in seen:
+                    seen.add((node, number))
+                    edges.append(GradientEdge(node, number))
+            elif node not in seen:
+                seen.add(node)
+                if hasattr(node, "variable"):
+                    leaves.append(node.variable)
+                if function_of(node) is CheckpointFunction:
+                    self._reentrant = True
+                waiting += node.next_functions
+        return leaves, edges
+
+
+def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Give a leaf a gradient as the end of a backward does."""
+    with torch.no_grad():
+        if leaf.grad is not None:
+            leaf.grad += gradient
+        elif gradient.layout is not torch.strided or gradient.stride() == leaf.stride():
+            leaf.grad = gradient
+        else:
+            leaf.grad = torch.empty_like(leaf).copy_(gradient)
+
+
+def reaches(value: torch.Tensor, leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward from a value comes to one of these leaves."""
+    wanted = {id(leaf) for leaf in leaves}
+    waiting: list[Any] = [value.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        waiting += [one for one, _ in node.next_functions]
+    return False

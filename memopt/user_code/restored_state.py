@@ -1,0 +1,243 @@
+"""Running a user's model and loss so that they are afterwards what they were before.
+
+Kept are what their functions can reach and change (`memopt.user_code.reached_state`), the values of
+their tensors, gradients and hooks of these, and the states of the random generators. The hooks do
+not run: they are what a user does with gradients, and planning's are none of his.
+
+Values are copied before they are first written to, so that a model that updates few tensors costs
+few copies: a watched run (`StorageCopies.first_run`) finds them. Buffers are copied beforehand,
+for kernels may write to running statistics without saying so.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from memopt.step.backend import random_state_kept
+from memopt.step.inputs import Call
+from memopt.step.unheard import unheard
+from memopt.torch_private.aot import FakeTensor
+from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
+from memopt.torch_private.modules import hooks_on_all_forwards
+from memopt.torch_private.operators import OpOverload, schema_of
+from memopt.torch_private.tensors import storage_key
+from memopt.user_code.own_backward import OwnBackward, gradient_hooks_off
+from memopt.user_code.reached_state import ReachedState
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_WRITTEN_UNSAID = ("running_mean", "running_var")
+
+
+class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies of the storages of a user's tensors, each made before it is first written to.
+
+    Attributes:
+        backward: runs a backward, and no hook of the user's.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        given = list(tensors)
+        self.backward = OwnBackward(given)
+        found = map(_storage, given)
+        self._storages = {int(storage_key(s)): s for s in found if s is not None}
+        self._copies: dict[int, Any] = {}
+
+    def first_run(self) -> StorageCopies:
+        """Context of a run; what it writes to, later runs may write to without being watched."""
+        return self
+
+    def keep(self, tensor: Any) -> None:
+        """Copy a tensor's storage now, unless that has been done or it is none of the user's."""
+        storage = _storage(tensor)
+        key = 0 if storage is None else int(storage_key(storage))
+        if key in self._storages and key not in self._copies:
+            self._copies[key] = _copied(storage)
+
+    def keep_all(self) -> None:
+        """Copy all of them now: compiled code, which runs next, cannot be watched."""
+        for key, storage in self._storages.items():
+            if key not in self._copies:
+                self._copies[key] = _copied(storage)
+
+    def put_back(self) -> None:
+        """Give the storages the sizes and the values that they had."""
+        for key, copy in self._copies.items():
+            storage = self._storages[key]
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        for position, argument in _written(func):
+            value = args[position] if position < len(args) else given.get(argument)
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                self.keep(tensor)
+        return func(*args, **given)
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes to."""
+    if not isinstance(func, OpOverload):
+        return ()
+    return tuple(
+        (position, one.name)
+        for position, one in enumerate(schema_of(func).arguments)
+        if one.name in _WRITTEN_UNSAID or (one.alias_info is not None and one.alias_info.is_write)
+    )
+
+
+def _storage(tensor: Any) -> Any:
+    """A tensor's storage; None where it has none that holds values."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_lazy(tensor):
+        return None
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):  # of the latter the parts have
+        return None
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    return tensor.untyped_storage()
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor's values are; `resize_` changes all but the storage."""
+    return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _copied(storage: Any) -> Any:
+    """A storage's copy on the host."""
+    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
+
+
+class _Tensors:
+    """A user's tensors, and where their values, their gradients and their hooks are."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._flags = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+        self._places = [(t, t.data) for t in tensors if _storage(t) is not None]
+
+    def without_gradients(self) -> None:
+        """No tensor has a gradient, so that none of the user's is added to."""
+        for tensor, *_ in self._flags:
+            tensor.grad = None
+
+    def put_back(self) -> None:
+        """Make the tensors what they were, but for their values."""
+        for tensor, data in self._places:
+            if _place(tensor) != _place(data):
+                tensor.data = data
+        for tensor, requires_grad, gradient in self._flags:
+            if tensor.is_leaf and tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            tensor.grad = gradient
+
+
+@contextmanager
+def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[StorageCopies]:
+    """Put everything back afterwards, whatever happens inside.
+
+    Args:
+        model, call: the user's model, and what it is called with.
+        others: a loss, its targets, an optimizer: whatever else runs or is read.
+
+    Yields:
+        What copies values: the first run inside is to be `first_run()`, or, where compiled code
+        runs, after `keep_all()`. Its `backward` is how a backward is run inside.
+    """
+    parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
+    reached = ReachedState(parts)
+    tensors = _Tensors(reached.tensors)
+    kept = StorageCopies(reached.tensors)
+    owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
+    for buffer in (b for owner in owners for b in owner.buffers()):
+        kept.keep(buffer)
+    devices = dict.fromkeys(t.device for t in reached.tensors)
+    restore = _other_generators()
+    settings = _settings()
+    try:
+        tensors.without_gradients()
+        with gradient_hooks_off(reached.tensors), random_state_kept(devices), torch.enable_grad():
+            yield kept
+    finally:
+
+        def put_back() -> None:
+            settings()
+            restore()
+            reached.put_back()
+            tensors.put_back()
+            kept.put_back()
+
+        try:
+            put_back()
+        except BaseException:
+            # Ctrl-C in the midst of it: again, whole.
+            put_back()
+            raise
+
+
+@contextmanager
+def forward_restored(
+    model: nn.Module, call: Call, way: Callable[..., Any] | None = None
+) -> Iterator[Any]:
+    """Run a forward without gradients; everything is put back at the end of the block.
+
+    Args:
+        model, call: the user's model, and what it is called with.
+        way: what runs for the model; None: itself.
+
+    Yields:
+        What it returns.
+    """
+    with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
+        with unheard():
+            output = (way or model)(*call.args, **call.kwargs)
+        yield output
+
+
+def _settings() -> Callable[[], None]:
+    """Puts back how torch is set: what a forward may set for all."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = torch.get_float32_matmul_precision()
+    attention = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
+
+    def restore() -> None:
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        for name, enabled in attention.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+    return restore
+
+
+def _other_generators() -> Callable[[], None]:
+    """Puts back the random states of Python, and of numpy where it is in use."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+
+    def restore() -> None:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
+
+    return restore
