@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import memopt
+from memopt.profiler.build import build
 from memopt.profiler.capture import Captured, capture
 from memopt.profiler.compiled import choice
 from memopt.profiler.compiled.channels_last import in_channels_last
@@ -114,6 +115,18 @@ def test_families_of_images_can_be_in_either_order(family: Family) -> None:
     model = family.build("tiny")
     step = capture(model, training_call(model, family.inputs("tiny")))
     assert in_channels_last(step) is not None
+
+
+def test_a_view_that_is_bound_to_an_order_is_no_operator() -> None:
+    """It lies in the row-major copy that it reads."""
+    model = Images()
+    step = captured(model, *IMAGE)
+    before = [str(node.target) for node in build(model, step).nodes]
+    put = in_channels_last(step)
+    assert put is not None
+    after = [str(node.target) for node in build(model, put.captured).nodes]
+    assert "aten.view.default" in {str(node.target) for node in step.module.graph.nodes}
+    assert sorted(set(after) - {"aten.clone.default"}) == sorted(set(before))
 
 
 @pytest.mark.parametrize("faster", [True, False])
