@@ -19,6 +19,7 @@ from memopt.capture.training_call import training_call
 from memopt.kernels.compiled import choice
 from memopt.kernels.compiled.channels_last import in_channels_last
 from memopt.kernels.compiled.orders import computes_alike
+from memopt.step.build import build
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.step.memory_layout import same_strides
@@ -115,6 +116,18 @@ def test_families_of_images_can_be_in_either_order(family: Family) -> None:
     model = family.build("tiny")
     step = capture(model, training_call(model, family.inputs("tiny")))
     assert in_channels_last(step) is not None
+
+
+def test_a_view_that_is_bound_to_an_order_is_no_operator() -> None:
+    """It lies in the row-major copy that it reads."""
+    model = Images()
+    step = captured(model, *IMAGE)
+    before = [str(node.target) for node in build(model, step).nodes]
+    put = in_channels_last(step)
+    assert put is not None
+    after = [str(node.target) for node in build(model, put.captured).nodes]
+    assert "aten.view.default" in {str(node.target) for node in step.module.graph.nodes}
+    assert sorted(set(after) - {"aten.clone.default"}) == sorted(set(before))
 
 
 @pytest.mark.parametrize("faster", [True, False])

@@ -28,7 +28,6 @@ from memopt.step.captured import Captured
 from memopt.step.memory_layout import same_strides, storage_of
 from memopt.step.nodes import is_random, tensors_of
 from memopt.step.signature import REFUSALS, call_signature, signature
-from memopt.torch_private.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS: dict[Any, int] = {
@@ -89,6 +88,10 @@ def _reads_image(node: Node) -> bool:
     return all(value.dim() == 4 for value in tensors_of(node.args[0]))  # type: ignore[arg-type]
 
 
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
 @dataclass
 class _Layouts:
     """The values of a graph's nodes as they are laid out now, and the copies that takes.
@@ -132,7 +135,7 @@ class _Layouts:
         target: Any = node.target
         if target is operator.getitem or is_random(node) or target in _EMPTY:
             return True
-        if isinstance(target, OpOverload) and target.is_view:
+        if _is_view(node):
             return True
         before = signature(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda one: self.values[one])
@@ -149,7 +152,8 @@ class _Layouts:
             return self.values[one] if order is None else self._ordered(node, one, order)
 
         args, kwargs = map_arg((node.args, node.kwargs), given)
-        if order is _ROW_MAJOR:
+        # A view lies in what it reads, a copy here; others give what they gave.
+        if order is _ROW_MAJOR and not _is_view(node):
             return node.meta.get("val")
         fake = next((v.fake_mode for v in tensors_of(node)), None)  # type: ignore[attr-defined]
         if fake is None:
