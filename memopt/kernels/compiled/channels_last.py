@@ -89,7 +89,7 @@ def _reads_image(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 @dataclass

@@ -32,8 +32,8 @@ MOST_PARTS, MOST_WHOLE = 16, 12
 """Pieces of a join, and of a stack that is all that lives over its sections, at most."""
 MANY, MANY_IN_SPIRAL = 14, 8
 """Of more pieces over the same sections only pairs are looked at."""
-STACKS, SLOTS = 2048, 512
-"""Stacks of one group that are looked at; lists of stacks by height."""
+STACKS, SLOTS = 2048, 509
+"""Stacks of one group that are looked at; lists of stacks by height (a prime)."""
 SURE_KEY, MOST_KEY, SPIRAL_LESS = 1.0, 7.0, 2.9
 """Keys of a join of all that ends at a boundary with all that begins there, and of many pieces;
 what a spiral's is less."""
@@ -70,7 +70,7 @@ class Scratch(NamedTuple):
     work: Ints
     """One entry: steps so far, of about half a microsecond."""
     pieces: Ints
-    counts: Ints
+    stacks: Ints
     height: Ints
     members: Ints
     """Bits: pieces from position `base` on."""
@@ -158,15 +158,13 @@ def dissolve(forest: Forest, piece: int) -> None:
 
 
 @njit(cache=True)
-def _add(
-    scratch: Scratch, group: int, height: int, base: int, members: int | np.int64, many: int
-) -> None:
+def _add(scratch: Scratch, group: int, height: int, base: int, members: int, many: int) -> None:
     """Add a stack to a group, if there is room."""
-    k = scratch.counts[group]
+    k = scratch.stacks[group]
     if k < STACKS:
         scratch.height[group, k], scratch.base[group, k] = height, base
         scratch.members[group, k], scratch.many[group, k] = members, many
-        scratch.counts[group] = k + 1
+        scratch.stacks[group] = k + 1
 
 
 @njit(cache=True)
@@ -181,18 +179,18 @@ def _add_stacks(
     for a in range(many if most >= 2 else 0):
         for b in range(a + 1, min(many, a + 60)):
             pair = size[pieces[begin + a]] + size[pieces[begin + b]]
-            _add(scratch, group, pair, begin + a, one | one << np.int64(b - a), 2)
+            _add(scratch, group, pair, begin + a, int(one | one << np.int64(b - a)), 2)
     for a in range(many if most >= 3 else 0):
         for b in range(a + 1, many):
             pair = size[pieces[begin + a]] + size[pieces[begin + b]]
             for c in range(b + 1, many):
                 members = one | one << np.int64(b - a) | one << np.int64(c - a)
-                _add(scratch, group, pair + size[pieces[begin + c]], begin + a, members, 3)
+                _add(scratch, group, pair + size[pieces[begin + c]], begin + a, int(members), 3)
     if most < many <= whole:
         total = 0
         for a in range(begin, end):
             total += size[pieces[a]]
-        _add(scratch, group, total, begin, (one << np.int64(many)) - 1, many)
+        _add(scratch, group, total, begin, int((one << np.int64(many)) - 1), many)
 
 
 @njit(cache=True)
@@ -213,15 +211,15 @@ def _gather(
             many += 1
         piece = forest.piece[NEXT + side, piece]
     enough, whole = (MANY, MOST_WHOLE) if only < 0 else (MANY_IN_SPIRAL, 5)
-    scratch.counts[group], begin = 0, 0
+    scratch.stacks[group], begin = 0, 0
     for end in range(1, many + 1):
         if end < many and far[pieces[end]] == far[pieces[begin]]:
             continue
-        before, limit = scratch.counts[group], most if end - begin <= enough else min(most, 2)
+        before, limit = scratch.stacks[group], most if end - begin <= enough else min(most, 2)
         _add_stacks(forest.piece[SIZE], scratch, group, begin, end, limit, whole)
-        scratch.far[group, before : scratch.counts[group]] = far[pieces[begin]]
+        scratch.far[group, before : scratch.stacks[group]] = far[pieces[begin]]
         begin = end
-    scratch.work[0] += 1 + scratch.counts[group] // 16
+    scratch.work[0] += 1 + scratch.stacks[group] // 16
     return many
 
 
@@ -264,14 +262,14 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
     beginning = _gather(forest, scratch, RIGHT, FIRST, boundary, -1, 3)
     scratch.work[0] += 2
     scratch.slot[:] = -1
-    for stack in range(scratch.counts[RIGHT] - 1, -1, -1):
-        slot = scratch.height[RIGHT, stack] * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)
+    for stack in range(scratch.stacks[RIGHT] - 1, -1, -1):
+        slot = scratch.height[RIGHT, stack] % SLOTS
         scratch.same_slot[stack], scratch.slot[slot] = scratch.slot[slot], stack
     scratch.taken[:] = -1
     best = NEVER
-    for left in range(scratch.counts[LEFT]):
+    for left in range(scratch.stacks[LEFT]):
         height = scratch.height[LEFT, left]
-        right = scratch.slot[height * 0x9E3779B97F4A7C1 >> 20 & (SLOTS - 1)]
+        right = scratch.slot[height % SLOTS]
         while right >= 0:
             if scratch.height[RIGHT, right] == height:
                 scratch.work[0] += 1
@@ -290,7 +288,7 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
 @njit(cache=True)
 def _of_height(scratch: Scratch, group: int, height: int) -> int:
     """The stack of a height with the fewest pieces; -1: there is none."""
-    for stack in range(scratch.counts[group]):
+    for stack in range(scratch.stacks[group]):
         if scratch.height[group, stack] == height:
             return stack
     return -1
@@ -300,15 +298,15 @@ def _of_height(scratch: Scratch, group: int, height: int) -> int:
 def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
     """Find the spiral with the least key of the gathered stacks; its key if it is less than the
     best so far."""
-    count, taken, height = scratch.counts, scratch.taken, scratch.height
-    for middle in range(count[MIDDLE]):
-        scratch.work[0] += 1 + count[HIGH] * count[RIGHT] // 64
+    stacks, taken, height = scratch.stacks, scratch.taken, scratch.height
+    for middle in range(stacks[MIDDLE]):
+        scratch.work[0] += 1 + stacks[HIGH] * stacks[RIGHT] // 64
         inside = height[MIDDLE, middle]
-        for high in range(count[HIGH]):
+        for high in range(stacks[HIGH]):
             right = _of_height(scratch, RIGHT, inside + height[HIGH, high])
             if right < 0:
                 continue
-            for low in range(count[LOW]):
+            for low in range(stacks[LOW]):
                 left = _of_height(scratch, LEFT, inside + height[LOW, low])
                 if left < 0:
                     continue

@@ -78,14 +78,11 @@ def find_joined(
         if left <= 0 or stop() or len(layout) > MOST_BUFFERS:
             break
         filled = fillers(layout, capacity, rng if attempt > 1 else None)
-        first, last, size = [
-            np.concatenate((column, np.array(added, dtype=np.int64)))
-            for column, added in zip(
-                (layout.first, layout.last, layout.size),
-                zip(*filled, strict=True) if filled else ((), (), ()),
-                strict=True,
-            )
-        ]
+        added = np.array(filled, dtype=np.int64).reshape(-1, 3)
+        first, last, size = (
+            np.concatenate((column, added[:, k]))
+            for k, column in enumerate((layout.first, layout.last, layout.size))
+        )
         limit = min(left, ROUND_WORK * luby(attempt))
         outcome = _round(layout, capacity, JoinedBuffers(first, last, size, rng), limit, stop)
         nodes, work = nodes + outcome.nodes, work + max(outcome.work, 1)
@@ -271,12 +268,13 @@ def _scratch(most: int, seed: int) -> Scratch:
     def zeros(*shape: int) -> Ints:
         return np.zeros(shape, dtype=np.int64)
 
-    groups, stacks = kernels.GROUPS, kernels.STACKS
+    groups, most_stacks = kernels.GROUPS, kernels.STACKS
     return kernels.Scratch(
         random=np.array([seed], dtype=np.int64), work=zeros(1), pieces=zeros(groups, most),
-        counts=zeros(groups), height=zeros(groups, stacks), members=zeros(groups, stacks),
-        base=zeros(groups, stacks), many=zeros(groups, stacks), far=zeros(groups, stacks),
-        slot=zeros(kernels.SLOTS), same_slot=zeros(stacks), taken=zeros(groups),
+        stacks=zeros(groups), height=zeros(groups, most_stacks), members=zeros(groups, most_stacks),
+        base=zeros(groups, most_stacks), many=zeros(groups, most_stacks),
+        far=zeros(groups, most_stacks),
+        slot=zeros(kernels.SLOTS), same_slot=zeros(most_stacks), taken=zeros(groups),
         parts=zeros(2, kernels.MOST_PARTS), groups=zeros(2, kernels.MOST_PARTS), span=zeros(4),
         forbidden=zeros(1),
     )  # fmt: skip
