@@ -28,6 +28,7 @@ from memopt.step.captured import Captured
 from memopt.step.memory_layout import same_strides, storage_of
 from memopt.step.nodes import is_random, tensors_of
 from memopt.step.signature import REFUSALS, call_signature, signature
+from memopt.torch_private.operators import OpOverload
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS: dict[Any, int] = {

@@ -48,7 +48,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class EqualLayers:
-    """The equal layers of a graph.
+    """The stretches of a graph that repeat.
 
     Attributes:
         graph: the training step.
@@ -140,9 +140,8 @@ class RepeatedLayers:
 
     Attributes:
         graph: the training step.
-        forward, backward: the stretches; what runs `m` repetitions after the backward one's begin
-            belongs to layer `top` - m.
-        top: see there.
+        forward, backward: the stretches; the backward's repetition m belongs to layer `top` - m.
+        top: the layer of the backward's first repetition.
     """
 
     graph: Graph

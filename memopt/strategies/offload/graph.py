@@ -43,7 +43,7 @@ from memopt.strategies.offload.chain_offload import PAPER, linked
 from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph_schedule import schedule
 from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
-from memopt.strategies.shared.timing import TIMINGS, Timing
+from memopt.strategies.shared.timing import TIMINGS
 
 PROVED = 1e-12
 """Gap at which a plan is optimal: sums of floats in another order."""
@@ -190,7 +190,7 @@ class _Candidates:
     host_bytes: float
     deadline: Deadline = field(default_factory=Deadline)
     best: tuple[Program, Timeline, str] | None = None
-    start: tuple[tuple[Absence, ...], Timing] | None = None
+    start: tuple[Absence, ...] | None = None
     start_s: float = math.inf
     least_host_bytes: int = 0
 
@@ -227,12 +227,10 @@ class _Candidates:
         self.least_host_bytes = min(self.least_host_bytes or host_bytes, host_bytes)
         return host_bytes <= self.host_bytes
 
-    def scheduled(
-        self, absences: tuple[Absence, ...], timings: tuple[Timing, ...] = TIMINGS
-    ) -> float:
-        """Schedule a set of absences with several timings; the least time."""
+    def scheduled(self, absences: tuple[Absence, ...]) -> float:
+        """Schedule a set of absences with all timings; the least time."""
         least_s = math.inf
-        for timing in timings:
+        for timing in TIMINGS:
             if self.done or self.late:
                 break
             made = schedule(self.problem, self.budget_bytes, absences, timing)
@@ -242,7 +240,7 @@ class _Candidates:
                 self.offer(made.program(), "gaps")
             least_s = min(least_s, made.time_s)
             if made.time_s < self.start_s:
-                self.start, self.start_s = (made.used, timing), made.time_s
+                self.start, self.start_s = made.used, made.time_s
         return least_s
 
     def chains(self, host_budget_bytes: int | None) -> None:
@@ -272,14 +270,14 @@ class _Candidates:
         """Drop absences, and exchange absences for others, while that is faster."""
         tried = 0
         while self.start is not None and not self.done:
-            absences, timing = self.start
+            absences = self.start
             before_s = self.start_s
             for changed in _neighbours(self.problem, self.budget_bytes, absences):
                 if tried >= moves or self.done or self.late:
                     return
                 tried += 1
                 self.tell(0.5 + 0.5 * tried / moves, "exchanging tensors")
-                if self.scheduled(changed, (timing,)) < before_s:
+                if self.scheduled(changed) < before_s:
                     break
             else:
                 return
