@@ -211,6 +211,7 @@ AOT = (
         "_nn",
         "_dispatch_dump",
         "_dispatch_get_all_op_names",
+        instead=_AGAIN,
     ),
     *rows(
         "see whether kernels are torch's own",
@@ -220,6 +221,7 @@ AOT = (
         "_decomp.decomposition_table",
         "_decomp.global_decomposition_table",
         "_subclasses.fake_impls.op_implementations_dict",
+        instead=_AGAIN,
     ),
 )
 FAKES = (
