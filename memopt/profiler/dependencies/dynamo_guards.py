@@ -82,7 +82,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
-                "memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
+                f"memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
             ) from error
         return result
 
