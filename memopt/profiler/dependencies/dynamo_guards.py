@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.profiler.dependencies.changes import Change, changes_heard, expression_of
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
+from memopt.torch_private.table import SUPPORTED
 
 
 @dataclass(frozen=True)
