@@ -224,11 +224,11 @@ class Runtime:
         outputs, saved = program.forward(primals)
         key = next(_KEYS)
         token = torch.tensor(key, dtype=torch.int64)
-        versions = tuple(version_of(primals[i]) for i in program.watched)
+        versions = tuple(map(version_of, map(primals.__getitem__, program.watched)))
         # Aliases: what autograd attaches to the outputs must not keep the state, which may hold
         # the same tensors, and with it the token, alive.
         watched = [outputs[i].detach() for i in program.watched_outputs]
-        output_versions = [version_of(value) for value in watched]
+        output_versions = [*map(version_of, watched)]
         state = _State(
             key,
             program,

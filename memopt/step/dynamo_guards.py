@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.step.changes import Change, changes_heard, expression_of
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
+from memopt.torch_private.table import SUPPORTED
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
-                "memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
+                f"memopt supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}"
             ) from error
         return result
 

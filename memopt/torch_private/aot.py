@@ -36,6 +36,14 @@ _KEEPING = (
     "torch.fx.experimental._config",
     "torch.fx.node._get_qualified_name",
     "torch._C._get_sdp_priority_order",
+    "torch._C._nn",
+    "torch._C._dispatch_dump",
+    "torch._C._dispatch_get_all_op_names",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._decomp.decomposition_table",
+    "torch._decomp.global_decomposition_table",
+    "torch._subclasses.fake_impls.op_implementations_dict",
 )
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of fake tensors."""

@@ -17,11 +17,12 @@ _NAMES = (
 
 def timeout_of(group: Any) -> timedelta | None:
     """How long a group's collectives wait for a rank; None: torch's own default."""
-    if any(optional(name) is None for name in _NAMES):
+    if group is None or any(optional(name) is None for name in _NAMES):
         return None
     try:
-        options = [group._get_backend(kind).options for kind in group._device_types]
-    except RuntimeError:  # a backend without options, as the fake one's
+        backends = [group._get_backend(kind) for kind in group._device_types]
+    except RuntimeError:  # it has none for a device, as the fake one
         return None
+    options = (getattr(one, "options", None) for one in backends)  # not every backend has some
     known = (getattr(one, "_timeout", None) for one in options)
     return next((found for found in known if found is not None), None)

@@ -211,6 +211,7 @@ AOT = (
         "_nn",
         "_dispatch_dump",
         "_dispatch_get_all_op_names",
+        instead=_AGAIN,
     ),
     *rows(
         "see whether kernels are torch's own",
@@ -218,6 +219,7 @@ AOT = (
         "_dynamo",
         "_inductor",
         "_decomp.decomposition_table",
+        instead=_AGAIN,
     ),
 )
 FAKES = (

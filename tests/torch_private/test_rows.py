@@ -170,12 +170,7 @@ GONE: dict[str, Callable[[], None]] = {
     "torch._dynamo.variables.tensor.get_real_value": _uncopied,
     "torch._functorch._aot_autograd.schemas.AOTConfig.enable_log": _compiled_joint,
     "torch.fx.experimental.proxy_tensor._extract_tensor_metadata": _described,
-    "torch._functorch._aot_autograd.graph_capture._create_graph": _no_tracer,
-    "torch.fx._graph_pickler.GraphPickler": _no_tracer,
-    "torch.fx._graph_pickler.Options": _no_tracer,
-    "torch._C._get_sdp_priority_order": _no_tracer,
-    "torch.fx.experimental._config": _no_tracer,
-    "torch.fx.node._get_qualified_name": _no_tracer,
+    **dict.fromkeys(aot._KEEPING, _no_tracer),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": _called_as_it_is,
 }
 
