@@ -14,7 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -217,8 +218,9 @@ def _measured(
         for case in missing:
             yield case, benchmark.measure(given, *cases[case])
         return
-    with _pool(given.jobs) as pool:
-        yield from zip(missing, pool.map(partial(_one, name, given), missing), strict=True)
+    with ThreadPoolExecutor(given.jobs) as threads:
+        rows = threads.map(partial(apart, _one, name, given), missing)
+        yield from zip(missing, rows, strict=True)
 
 
 def _one(name: str, given: Any, case: str) -> Sequence[Any] | None:
@@ -228,14 +230,10 @@ def _one(name: str, given: Any, case: str) -> Sequence[Any] | None:
     return benchmark.measure(given, *benchmark.all_cases(given)[case])
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Make processes that end after one task."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1)
-
-
 def apart(function: Callable[..., Any], *given: Any, **environment: str) -> Any:
     """Call a function in a process of its own, with more variables in its environment."""
-    with mock.patch.dict(os.environ, environment), _pool(1) as pool:
+    more = mock.patch.dict(os.environ, environment) if environment else nullcontext()
+    with more, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(function, *given).result()
 
 
