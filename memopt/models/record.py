@@ -60,6 +60,15 @@ _Autocast = Annotated[
         lambda row: len(row) == len(AUTOCAST_DEVICES) and set(row) <= set(_HALVES),
     ),
 ]
+_LARGEST_BLOCK_BYTES = 2**30
+"""Larger blocks are no allocator's: sizes counted in them could not be added up."""
+_BlockBytes = Annotated[
+    int,
+    Check(
+        f"a whole number from 1 to {_LARGEST_BLOCK_BYTES}",
+        lambda size: 1 <= size <= _LARGEST_BLOCK_BYTES,
+    ),
+]
 _Kernels = Annotated[str, Check("'aten', 'compiled' or 'auto'", lambda kernels: kernels in KERNELS)]
 _Repeated = Annotated[
     tuple[int, int],
@@ -110,7 +119,7 @@ class ModelRecord:
     tensors: tuple[Annotated[tuple[str, Spec], Row("name", "value")], ...]
     autocast: _Autocast
     torch_version: Line
-    block_bytes: Annotated[int, Check("a whole number, at least 1", lambda value: value >= 1)] = 1
+    block_bytes: _BlockBytes = 1
     fingerprint: str = ""
     output_gradients: OutputGradients = field(default=ANY_LOSS, metadata=FLAT)
     loss_bytes: Natural = 0
