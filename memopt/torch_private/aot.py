@@ -122,19 +122,6 @@ def functorch_set(**settings: Any) -> contextlib.AbstractContextManager[None]:
     return patch
 
 
-def functorch_settings() -> dict[str, Any]:
-    """How AOTAutograd is set."""
-    config: Any = importlib.import_module("torch._functorch.config")
-    settings: dict[str, Any] = config.save_config_portable()
-    return settings
-
-
-def pickles_with_dill() -> bool:
-    """Whether torch pickles graphs with dill: what has written a graph must be there to read it."""
-    pickler = importlib.import_module("torch.fx._graph_pickler")
-    return getattr(pickler, "dill", None) is not None
-
-
 def is_functional(value: Any) -> bool:
     """Whether a value is one of AOTAutograd's tensors, whose updates in place become new values."""
     functional = private_once("torch._subclasses.functional_tensor.FunctionalTensor")
@@ -196,15 +183,3 @@ def code_written_late() -> contextlib.AbstractContextManager[Any]:
         "torch.fx._lazy_graph_module._use_lazy_graph_module"
     )(True)
     return lazy
-
-
-def joint_tracer() -> Any | None:
-    """What traces joint graphs in AOTAutograd; None: this torch has another, or has not all that
-    graphs are kept by."""
-    found = [optional(name) for name in _KEEPING]
-    return None if any(one is None for one in found) else found[0]
-
-
-def joint_tracer_replaced(value: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Context in which `value` traces joint graphs in AOTAutograd."""
-    return patched(_CREATE, value)
