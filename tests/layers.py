@@ -10,148 +10,108 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "memopt"
 
+_FACTS = ("memopt.errors", "memopt.models", "memopt.programs")
+_STEP = (*_FACTS, "memopt.torch_private", "memopt.step", "memopt.user_code")
+_PLANS = (*_FACTS, "memopt.reductions", "memopt.plan_record", "memopt.strategies")
+_EXECUTOR = (*_STEP, "memopt.reductions", "memopt.executor")
+
 # Layer → what its modules may import of memopt, besides their own layer. A new module or folder of
-# memopt must be entered here.
+# memopt must be entered here. The longest name that a module is in counts.
 LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.errors": (),
     "memopt.models": ("memopt.errors",),
     "memopt.programs": ("memopt.errors", "memopt.models"),
-    "memopt.reductions": ("memopt.errors", "memopt.models", "memopt.programs"),
-    "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
-    "memopt.profiler": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.torch_private",
-    ),
-    "memopt.kernels": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.profiler",
-        "memopt.torch_private",
-    ),
-    # How a kernel writes at an address: a step is prepared with it, and runs by it.
-    "memopt.executor.out_variants": (
-        "memopt.errors",
-        "memopt.profiler",
-        "memopt.executor.composed_variants",
-        "memopt.torch_private",
-    ),
-    "memopt.executor.composed_variants": (
-        "memopt.errors",
-        "memopt.profiler",
-        "memopt.torch_private",
-    ),
-    "memopt.stages": (
-        "memopt.torch_private",
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.profiler",
-        "memopt.kernels",
-        "memopt.executor.out_variants",
-    ),
-    "memopt.executor": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.profiler",
-        "memopt.kernels",
-        "memopt.stages",
-        "memopt.torch_private",
-    ),
-    "memopt.distributed": ("memopt.errors", "memopt.profiler", "memopt.torch_private"),
-    "memopt.strategies": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-    ),
-    "memopt.report": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.plan_record",
-        "memopt.comparison_record",
-    ),
-    "memopt.files": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.strategies",
-        "memopt.plan_record",
-    ),
-    "memopt.plan_record": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.strategies",
-    ),
+    "memopt.reductions": _FACTS,
+    "memopt.solvers": ("memopt.models",),
+    "memopt.passes": (*_FACTS, "memopt.solvers"),
+    "memopt.strategies": (*_FACTS, "memopt.reductions", "memopt.solvers", "memopt.passes"),
+    "memopt.plan_record": (*_FACTS, "memopt.strategies"),
     "memopt.comparison_record": (
         "memopt.errors",
         "memopt.models",
         "memopt.plan_record",
         "memopt.strategies",
     ),
-    "memopt.api": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.profiler",
+    "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
+    "memopt.step": (*_FACTS, "memopt.torch_private"),
+    "memopt.user_code": ("memopt.models", "memopt.torch_private", "memopt.step"),
+    "memopt.capture": _STEP,
+    "memopt.pricing": _STEP,
+    "memopt.kernels": (*_STEP, "memopt.capture", "memopt.pricing"),
+    "memopt.profiler": (*_STEP, "memopt.capture", "memopt.pricing", "memopt.kernels"),
+    "memopt.distributed": ("memopt.errors", "memopt.step", "memopt.torch_private"),
+    # How a kernel writes at an address: a step is prepared with it, and runs by it.
+    "memopt.executor.composed_variants": _STEP,
+    "memopt.executor.out_variants": (
+        *_STEP,
+        "memopt.pricing.workspace",
+        "memopt.executor.composed_variants",
+    ),
+    "memopt.stages": (
+        *_STEP,
+        "memopt.capture",
+        "memopt.pricing",
         "memopt.kernels",
+        "memopt.profiler",
+        "memopt.executor.out_variants",
+    ),
+    # Running knows nothing of how a step was captured and priced...
+    "memopt.executor": _EXECUTOR,
+    # ...but where a model's planned call begins,
+    "memopt.executor.module": (*_EXECUTOR, "memopt.capture.training_call"),
+    "memopt.executor.train_step": (*_EXECUTOR, "memopt.capture.training_call"),
+    "memopt.executor.step_checks": (*_EXECUTOR, "memopt.capture.remedies"),
+    # where one is captured again, or anew,
+    "memopt.executor.dependency_check": (*_EXECUTOR, "memopt.capture.trace"),
+    "memopt.executor.apply": (*_EXECUTOR, "memopt.capture.training_call", "memopt.stages"),
+    "memopt.executor.recaptured": (*_EXECUTOR, "memopt.stages"),
+    "memopt.executor.self_planning": (*_EXECUTOR, "memopt.capture"),
+    # and where it is measured.
+    "memopt.executor.check": (*_EXECUTOR, "memopt.stages", "memopt.pricing"),
+    "memopt.executor.surroundings": (*_EXECUTOR, "memopt.pricing"),
+    "memopt.report": (
+        *_FACTS,
+        "memopt.reductions",
+        "memopt.plan_record",
+        "memopt.comparison_record",
+    ),
+    "memopt.files": _PLANS,
+    "memopt.api": (
+        *_PLANS,
+        *_STEP,
+        "memopt.passes",
+        "memopt.capture",
+        "memopt.pricing",
+        "memopt.kernels",
+        "memopt.profiler",
         "memopt.stages",
         "memopt.executor",
         "memopt.distributed",
-        "memopt.strategies",
         "memopt.report",
         "memopt.files",
-        "memopt.plan_record",
         "memopt.comparison_record",
-        "memopt.torch_private",
     ),
     "memopt.integrations": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.profiler",
-        "memopt.plan_record",
+        *_PLANS,
+        *_STEP,
+        "memopt.pricing",
+        "memopt.kernels",
         "memopt.executor",
-        "memopt.strategies",
         "memopt.api",
-        "memopt.torch_private",
     ),
     "memopt.commands": (
+        *_PLANS,
         "memopt",
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.strategies",
+        "memopt.torch_private",
+        "memopt.passes",
         "memopt.report",
         "memopt.files",
-        "memopt.plan_record",
-        "memopt.api",
-        "memopt.torch_private",
-    ),
-    "memopt.testing": (
-        "memopt.errors",
-        "memopt.models",
-        "memopt.programs",
-        "memopt.reductions",
-        "memopt.strategies",
-        "memopt.files",
-        "memopt.plan_record",
         "memopt.api",
     ),
+    "memopt.testing": (*_PLANS, "memopt.files", "memopt.api"),
     "memopt.demo": (
         "memopt.models",
-        "memopt.profiler",
+        "memopt.pricing",
         "memopt.executor",
         "memopt.commands",
         "memopt.api",
@@ -162,7 +122,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.errors",
         "memopt.models",
         "memopt.programs",
-        "memopt.profiler",
+        "memopt.pricing",
         "memopt.strategies",
         "memopt.report",
         "memopt.api",
@@ -173,7 +133,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
 FOR_TYPES: dict[str, tuple[str, ...]] = {
     "memopt.executor": ("memopt.plan_record",),
-    "memopt.plan_record": ("memopt.profiler",),
+    "memopt.plan_record": ("memopt.step",),
     "memopt.stages": ("memopt.plan_record", "memopt.strategies"),
 }
 
@@ -203,6 +163,8 @@ NO_TORCH = (
     "memopt.models",
     "memopt.programs",
     "memopt.reductions",
+    "memopt.solvers",
+    "memopt.passes",
     "memopt.strategies",
 )
 TORCH = ("torch", "torchvision", "transformers", "timm")
@@ -262,6 +224,11 @@ def layer_of(module: str) -> str | None:
         return module
     layers = [layer for layer in LAYERS if layer != "memopt" and is_in(module, layer)]
     return max(layers, key=len, default=None)
+
+
+def types_of(module: str) -> tuple[str, ...]:
+    """What a module may name in annotations, by all layers that it is in."""
+    return tuple(name for layer, may in FOR_TYPES.items() if is_in(module, layer) for name in may)
 
 
 def imports_of(module: str, source: str, is_package: bool) -> list[Import]:

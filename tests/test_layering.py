@@ -11,7 +11,6 @@ import pytest
 
 from tests.layers import (
     COMPOSITES,
-    FOR_TYPES,
     LAYERS,
     NO_TORCH,
     PACKAGE,
@@ -25,6 +24,7 @@ from tests.layers import (
     is_in,
     layer_of,
     modules,
+    types_of,
 )
 
 MODULES = modules()
@@ -43,7 +43,7 @@ def wrong_layer(module: str, imported: Import) -> bool:
     assert layer is not None
     if not is_in(imported.module, "memopt"):
         return False
-    may = (layer, *LAYERS[layer], *(FOR_TYPES.get(layer, ()) if imported.for_types else ()))
+    may = (layer, *LAYERS[layer], *(types_of(module) if imported.for_types else ()))
     # The package itself is what users see of it, not all that is in it.
     return not any(
         imported.module == allowed if allowed == "memopt" else is_in(imported.module, allowed)
@@ -200,7 +200,7 @@ def test_a_wrong_import_is_found(module: str, source: str, broken: Rule) -> None
             "memopt.executor.x",
             "if TYPE_CHECKING:\n    from memopt.plan_record import PlanRecord",
         ),
-        ("memopt.executor.x", "import torch\nfrom memopt.profiler import capture"),
+        ("memopt.executor.x", "import torch\nfrom memopt.step import captured"),
     ],
 )
 def test_a_right_import_is_not(module: str, source: str) -> None:

@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
-from memopt.capture.joined_collectives import buckets_of, join_collectives
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.taken import check_dense, check_objects_kept, check_taken
 from memopt.capture.trace import effects_of, trace_of
@@ -35,6 +34,7 @@ from memopt.models.record import OutputGradients
 from memopt.step.captured import Captured, Hooks, Primal
 from memopt.step.dependencies import Dependencies, digest
 from memopt.step.inputs import Call, asks_for_gradients, named_tensors
+from memopt.step.joined_collectives import buckets_of, join_collectives
 from memopt.step.joint_graph import (
     compiler,
     described,

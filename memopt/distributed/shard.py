@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from memopt.capture.joined_collectives import BUCKETS
 from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
+from memopt.step.joined_collectives import BUCKETS
 from memopt.step.ranks import ranks_in
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, parameters_of

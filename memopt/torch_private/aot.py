@@ -27,24 +27,7 @@ with required("torch._subclasses.fake_tensor.FakeTensorMode"):
 
 _AOT = "torch._functorch._aot_autograd"
 _FUNCTIONAL = "torch._subclasses.functional_tensor.FunctionalTensor"
-_CREATE = f"{_AOT}.graph_capture._create_graph"
 _METADATA = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
-_KEEPING = (
-    _CREATE,
-    "torch.fx._graph_pickler.GraphPickler",
-    "torch.fx._graph_pickler.Options",
-    "torch.fx.experimental._config",
-    "torch.fx.node._get_qualified_name",
-    "torch._C._get_sdp_priority_order",
-    "torch._C._nn",
-    "torch._C._dispatch_dump",
-    "torch._C._dispatch_get_all_op_names",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch._decomp.decomposition_table",
-    "torch._decomp.global_decomposition_table",
-    "torch._subclasses.fake_impls.op_implementations_dict",
-)
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of fake tensors."""
 

@@ -10,7 +10,6 @@ _EXPORT = "torch._dynamo.functional_export"
 _VARIABLES = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd"
 _FUNCTIONS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable"
-_AGAIN = "a joint graph that is known is traced again, which takes longer"
 
 DYNAMO = (
     *rows("capture a model as one graph", _EXPORT, "_dynamo_graph_capture_for_export"),
@@ -193,33 +192,6 @@ AOT = (
         "torch.fx._lazy_graph_module",
         "_use_lazy_graph_module",
         "_make_graph_module",
-    ),
-    *rows("trace joint graphs once", f"{_AOT}.graph_capture", "_create_graph", instead=_AGAIN),
-    *rows(
-        "trace joint graphs once",
-        "torch.fx._graph_pickler",
-        "GraphPickler",
-        "Options",
-        instead=_AGAIN,
-    ),
-    *rows("trace joint graphs once", "torch._C", "_get_sdp_priority_order", instead=_AGAIN),
-    *rows("trace joint graphs once", "torch.fx.experimental", "_config", instead=_AGAIN),
-    *rows("trace joint graphs once", "torch.fx.node", "_get_qualified_name", instead=_AGAIN),
-    *rows(
-        "see whether kernels are torch's own",
-        "torch._C",
-        "_nn",
-        "_dispatch_dump",
-        "_dispatch_get_all_op_names",
-        instead=_AGAIN,
-    ),
-    *rows(
-        "see whether kernels are torch's own",
-        "torch",
-        "_dynamo",
-        "_inductor",
-        "_decomp.decomposition_table",
-        instead=_AGAIN,
     ),
 )
 FAKES = (

@@ -147,10 +147,6 @@ def _compared() -> None:
         pass
 
 
-def _no_tracer() -> None:
-    assert aot.joint_tracer() is None
-
-
 def _late_tangents() -> None:
     assert not modes.backward_owns_tangents()
 
@@ -170,7 +166,6 @@ GONE: dict[str, Callable[[], None]] = {
     "torch._dynamo.variables.tensor.get_real_value": _uncopied,
     "torch._functorch._aot_autograd.schemas.AOTConfig.enable_log": _compiled_joint,
     "torch.fx.experimental.proxy_tensor._extract_tensor_metadata": _described,
-    **dict.fromkeys(aot._KEEPING, _no_tracer),
     "torch._inductor.output_code.CompiledFxGraph.current_callable": _called_as_it_is,
 }
 
