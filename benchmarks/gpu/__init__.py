@@ -1,1 +1,1 @@
-"""Benchmarks that need a GPU; `python -m benchmarks.gpu` runs them all."""
+"""Benchmarks that need a GPU; `python -m benchmarks gpu` runs them all."""
