@@ -39,7 +39,7 @@ _MISSING = "the demo needs {name}; install it with: pip install 'memopt[dev]' to
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """A model, an endless stream of batches, and its loss: `loss(model, batch)`."""
 
     name: str
@@ -48,7 +48,7 @@ class Task:
     loss: Callable[[Any, Tensor], Tensor]
 
 
-def resnet50(batch: int = 8, size: int = 128) -> Task:
+def resnet50(batch: int = 8, size: int = 128) -> DemoTask:
     """torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
     try:
         # Neither package has type information.
@@ -68,7 +68,7 @@ def resnet50(batch: int = 8, size: int = 128) -> Task:
             small = images[chosen, None].expand(-1, 3, -1, -1)
             yield functional.interpolate(small, size=(size, size)), labels[chosen]
 
-    return Task(
+    return DemoTask(
         f"ResNet-50, {batch} images of {size} x {size}",
         models.resnet50(num_classes=10),
         batches,
@@ -76,7 +76,7 @@ def resnet50(batch: int = 8, size: int = 128) -> Task:
     )
 
 
-def gpt2(batch: int = 4, length: int = 128) -> Task:
+def gpt2(batch: int = 4, length: int = 128) -> DemoTask:
     """Hugging Face's GPT-2, 12 layers, d = 256, on the bytes of Python's documentation."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -105,7 +105,7 @@ def gpt2(batch: int = 4, length: int = 128) -> Task:
             rows = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])
             yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    return Task(
+    return DemoTask(
         f"GPT-2, 12 layers, d=256, {batch} x {length} bytes of text",
         GPT2LMHeadModel(config),
         batches,
@@ -117,7 +117,9 @@ def _token_loss(output: Any, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
-def _steps(task: Task, module: nn.Module, count: int) -> tuple[list[dict[str, Tensor]], float, int]:
+def _steps(
+    task: DemoTask, module: nn.Module, count: int
+) -> tuple[list[dict[str, Tensor]], float, int]:
     """Train a few steps from the task's first weights: (gradients, last loss, peak bytes)."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     gradients, peak_bytes, value = [], 0, 0.0
@@ -143,7 +145,7 @@ def _steps(task: Task, module: nn.Module, count: int) -> tuple[list[dict[str, Te
     return gradients, value, peak_bytes
 
 
-def _times(task: Task, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
+def _times(task: DemoTask, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
     """Seconds of a step of each module, one of each in turn."""
     inputs, target = next(task.batches())
     times: dict[str, list[float]] = {name: [] for name in modules}
@@ -156,7 +158,7 @@ def _times(task: Task, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
     return times
 
 
-def first_plan(task: Task) -> Plan:
+def first_plan(task: DemoTask) -> Plan:
     """A plan of the estimated step, which is there before a kernel has been measured."""
     inputs, target = next(task.batches())
     return make_plan(
@@ -170,7 +172,7 @@ def first_plan(task: Task) -> Plan:
     )
 
 
-def plans_of(task: Task, made_one: Callable[[str, Plan], None]) -> dict[str, Plan]:
+def plans_of(task: DemoTask, made_one: Callable[[str, Plan], None]) -> dict[str, Plan]:
     """Store-all, and Rotor at floor + {0.6, 0.3, 0}·(baseline − floor); each is reported."""
     inputs, target = next(task.batches())
     whole = make_plan(
@@ -188,7 +190,7 @@ def plans_of(task: Task, made_one: Callable[[str, Plan], None]) -> dict[str, Pla
     return plans
 
 
-def compare(task: Task, plans: dict[str, Plan]) -> Table:
+def compare(task: DemoTask, plans: dict[str, Plan]) -> Table:
     """Train eagerly and under each plan from the same weights; what was measured, as a table."""
     from rich import box
     from rich.table import Table

@@ -18,7 +18,7 @@ from memopt.commands import options
 from memopt.commands.output import ExitCode, say, say_json, table
 from memopt.models.budget import format_bytes
 from memopt.models.folders import default_directory
-from memopt.torch_private.report import Finding, State, findings
+from memopt.torch_private.report import Finding, RowState, findings
 from memopt.torch_private.table import SUPPORTED
 
 _PACKAGES = (
@@ -51,7 +51,7 @@ def doctor(as_json: options.Json = False) -> None:
 
 def _verdict(found: list[Finding], broken: list[Finding]) -> str:
     counts = Counter(one.state for one in found)
-    said = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    said = ", ".join(f"{counts[state]} {state}" for state in RowState if counts[state])
     known = f"memopt supports torch {', '.join(SUPPORTED)}"
     if not broken:
         return f"{len(found)} names of torch: {said}; {known}"

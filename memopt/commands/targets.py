@@ -35,7 +35,7 @@ class TargetError(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class NamedModel:
     """A model with its example inputs and, if known, its loss."""
 
     model: nn.Module
@@ -60,7 +60,7 @@ class Sizes:
     dtype: str | None = None
 
 
-def load_target(name: str, sizes: Sizes | None = None) -> Target:
+def load_target(name: str, sizes: Sizes | None = None) -> NamedModel:
     """Make the model of a name; the user's folder is searched for modules first.
 
     Raises:
@@ -117,7 +117,7 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _called(name: str, factory: Callable[..., Any]) -> Target:
+def _called(name: str, factory: Callable[..., Any]) -> NamedModel:
     try:
         made = factory()
     except Exception as error:  # a user's factory may raise anything
@@ -135,10 +135,10 @@ def _called(name: str, factory: Callable[..., Any]) -> Target:
             f"{name}() returned {shown}; it must return (model, inputs) or "
             "(model, inputs, loss_fn), the model an nn.Module"
         )
-    return Target(*made)
+    return NamedModel(*made)
 
 
-def _in_dtype(target: Target, name: str) -> Target:
+def _in_dtype(target: NamedModel, name: str) -> NamedModel:
     """The model and its inputs, those of their tensors that hold real numbers in this dtype."""
     import torch
 
@@ -150,7 +150,7 @@ def _in_dtype(target: Target, name: str) -> Target:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     inputs = pytree.tree_map_only(torch.Tensor, cast, target.inputs)
-    return Target(target.model.to(dtype), inputs, target.loss_fn)
+    return NamedModel(target.model.to(dtype), inputs, target.loss_fn)
 
 
 def _last_line(error: BaseException) -> str:
@@ -167,7 +167,7 @@ def _last_line(error: BaseException) -> str:
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
-def load_config(name: str, sizes: Sizes) -> Target:
+def load_config(name: str, sizes: Sizes) -> NamedModel:
     """The model of a config.json (or of a folder that holds one), with random weights.
 
     Its class is the first of the configuration's `architectures`, else a causal language model; its
@@ -182,7 +182,7 @@ def load_config(name: str, sizes: Sizes) -> Target:
         return _loaded(name, sizes, fault)
 
 
-def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
+def _loaded(name: str, sizes: Sizes, fault: str | None) -> NamedModel:
     try:
         import torch
         import transformers
@@ -209,7 +209,7 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
             model = _build(transformers, config)
     except Exception as error:  # whatever a model class makes of a wrong configuration
         raise TargetError(not_built(path, error, fault)) from error
-    return Target(model.train(), _inputs(model, config, sizes), _own_loss)
+    return NamedModel(model.train(), _inputs(model, config, sizes), _own_loss)
 
 
 def _dtype(named: Any) -> torch.dtype:

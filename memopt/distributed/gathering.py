@@ -23,7 +23,7 @@ _OPS = collectives()
 
 
 @dataclass
-class Running:
+class WholeForward:
     """Whether a sharded model's forward runs, in which its parameters are read whole.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sharding:
     mesh: DeviceMesh
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    running: Running = field(default_factory=Running)
+    running: WholeForward = field(default_factory=WholeForward)
 
     @property
     def ranks(self) -> int:

@@ -16,7 +16,7 @@ NEUTRAL = -0.0
 
 
 @dataclass(frozen=True)
-class Absence:
+class Uncomputed:
     """What a backward does not compute.
 
     Attributes:
@@ -46,7 +46,7 @@ class Absence:
         return Result(likes, isinstance(node.meta["val"], (tuple, list)))
 
 
-NOTHING_ABSENT = Absence()
+NOTHING_ABSENT = Uncomputed()
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def why_not(
     return None
 
 
-class _Step:
+class _ReplayedForward:
     """A replayed forward whose backward may come; what the step's state holds of it."""
 
 
@@ -121,7 +121,7 @@ class GraphedProgram:
         self._gradients: list[Any] = []
         self._replay_forward: Callable[[], object] | None = None
         self._replay_backward: Callable[[], object] | None = None
-        self._under_way: Callable[[], _Step | None] = lambda: None
+        self._under_way: Callable[[], _ReplayedForward | None] = lambda: None
 
     def installed(self) -> Installed:
         """The program as what a planned module runs."""
@@ -160,7 +160,7 @@ class GraphedProgram:
         for i in self._inputs:
             _fill(self._primals[i], primals[i], self._program.names[i])
         self._replay_forward()
-        step = _Step()
+        step = _ReplayedForward()
         self._under_way = weakref.ref(step)
         return [_copy(value) for value in self._forward_results[0]], [step]
 
@@ -172,7 +172,7 @@ class GraphedProgram:
         Raises:
             ExecutionError: other gradients arrive than when the step was captured.
         """
-        if not (saved and isinstance(saved[0], _Step)):
+        if not (saved and isinstance(saved[0], _ReplayedForward)):
             return self._program.backward(primals, arguments, saved)
         if self._replay_backward is None:
             self._arguments = [_copy(value) for value in arguments]
@@ -227,7 +227,7 @@ class GraphedProgram:
                 )
 
     def _no_fork(self, saved: list[Any]) -> list[Any]:
-        if saved and isinstance(saved[0], _Step):
+        if saved and isinstance(saved[0], _ReplayedForward):
             raise ExecutionError(
                 "retain_graph=True needs a step's memory for a second backward, and a captured "
                 "step has it once: apply the plan without cuda_graph=True"

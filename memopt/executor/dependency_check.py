@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_STATES = 8
 
 
-class _State:
+class _KnownState:
     """A state of everything that a trace read, of which its graph is known to be right.
 
     Args:
@@ -55,13 +55,13 @@ class DependencyCheck:
     ) -> None:
         self._captured, self._structure = captured, structure
         # That of the last call first.
-        self._states: list[_State] = []
+        self._states: list[_KnownState] = []
         self._add(dependencies)
         self._refused: tuple[Dependency, Any] | None = None
         self._traces = 0
 
     def _add(self, dependencies: Dependencies) -> None:
-        state = _State(dependencies, self._structure, self._captured.outputs.recomputes)
+        state = _KnownState(dependencies, self._structure, self._captured.outputs.recomputes)
         self._states = [state, *self._states][:_MOST_STATES]
 
     def unchanged(self, model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from memopt.executor.absence import Absence
+from memopt.executor.absence import Uncomputed
 from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
@@ -71,7 +71,7 @@ def install(
         forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
         order = HandoverOrder.of(halves, mover, random, recorder, arenas)
 
-    def without(absence: Absence) -> Backward:
+    def without(absence: Uncomputed) -> Backward:
         part = replace(halves, absence=absence)
         if interpreted:
             _, made = interpret(part, mover, random, homes)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from memopt.executor.absence import NEUTRAL, Absence
+from memopt.executor.absence import NEUTRAL, Uncomputed
 from memopt.programs.instructions import Program
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
@@ -71,7 +71,7 @@ def partial_backward(
     lowering: Lowering,
     program: Program,
     missing: frozenset[int],
-    make: Callable[[Absence], Backward],
+    make: Callable[[Uncomputed], Backward],
 ) -> PartialBackward | None:
     """A program's backward without some tangents; None: what autograd would compute is not known.
 
@@ -94,7 +94,9 @@ def partial_backward(
     return PartialBackward(numbers, make(absence) if idle else None)
 
 
-def absence_of(captured: Captured, lowering: Lowering, missing: frozenset[int]) -> Absence | None:
+def absence_of(
+    captured: Captured, lowering: Lowering, missing: frozenset[int]
+) -> Uncomputed | None:
     """What the backward does not compute without some tangents; None: it is not known."""
     walk = _Walk({tangent: i in missing for i, tangent in enumerate(captured.tangents)})
     for node in captured.module.graph.nodes:
@@ -110,10 +112,10 @@ def absence_of(captured: Captured, lowering: Lowering, missing: frozenset[int]) 
     # Of a collective the other ranks would have to know.
     if any(operator.collective is not None and node in nodes for node, operator in pairs):
         return None
-    return Absence(nodes, fills)
+    return Uncomputed(nodes, fills)
 
 
-def _is_replaced(lowering: Lowering, program: Program, absence: Absence) -> bool:
+def _is_replaced(lowering: Lowering, program: Program, absence: Uncomputed) -> bool:
     """Whether something else computes an operator that reads what is absent and what is there."""
     return any(
         run.implementation is not None

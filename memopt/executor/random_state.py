@@ -24,13 +24,13 @@ from memopt.step.backend import backend_of
 _lock = threading.RLock()
 
 
-class _Here(threading.local):
+class _PutBack(threading.local):
     """Of each thread: the generator that it has put back in time, and where to put it again."""
 
     moved: tuple[torch.Generator, torch.Tensor] | None = None
 
 
-_HERE = _Here()
+_HERE = _PutBack()
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -110,7 +110,7 @@ class _Call:
     moves: list[tuple[Any, Any]] | None = None
 
 
-class _Here(threading.local):
+class _ThreadCall(threading.local):
     """Of each thread: the call that it makes. Weakly, so that nothing stays of one that was
     interrupted wherever."""
 
@@ -127,7 +127,7 @@ class Runtime:
         self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
-        self._local = _Here()
+        self._local = _ThreadCall()
         self._states: set[TiedValue[_State]] = set()
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward

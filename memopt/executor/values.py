@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from memopt.executor.absence import NOTHING_ABSENT, Absence
+from memopt.executor.absence import NOTHING_ABSENT, Uncomputed
 from memopt.executor.host_pool import HostPlacement, place_host_copies
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
@@ -36,7 +36,7 @@ class Halves:
     captured: Captured
     lowering: Lowering
     program: Program
-    absence: Absence = NOTHING_ABSENT
+    absence: Uncomputed = NOTHING_ABSENT
 
     @property
     def gradients(self) -> tuple[Any, ...]:

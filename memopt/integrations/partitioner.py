@@ -69,7 +69,7 @@ asked: a plan that makes values again more than once may take more where that is
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _SavedChoice:
     """A choice of what is saved, compiled, and the peak of a real step."""
 
     one: Partitioner
@@ -266,7 +266,7 @@ class Partitioner(CustomPartitionerFn):
 
     def _planned(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
-    ) -> tuple[list[_Choice], int, InfeasibleBudgetError | None]:
+    ) -> tuple[list[_SavedChoice], int, InfeasibleBudgetError | None]:
         """A plan that keeps the budget, planned within less until it does, if there is one; how
         many were measured; why there is none."""
         within, rounds, peak = budget, 0, 0
@@ -288,10 +288,10 @@ class Partitioner(CustomPartitionerFn):
 
     def _torchs(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
-    ) -> tuple[list[_Choice], int]:
+    ) -> tuple[list[_SavedChoice], int]:
         """Torch's own choices that keep the budget, from the largest `activation_memory_budget`
         down until there are two, since its peaks do not fall steadily; how many were measured."""
-        found: list[_Choice] = []
+        found: list[_SavedChoice] = []
         tried = 0
         for share in _TORCHS:
             if len(found) < _TAKEN:
@@ -301,7 +301,7 @@ class Partitioner(CustomPartitionerFn):
                 tried += 1
         return found, tried
 
-    def _tell(self, choice: _Choice, budget: int, rounds: int) -> None:
+    def _tell(self, choice: _SavedChoice, budget: int, rounds: int) -> None:
         one = choice.one
         within = parse_budget(one.budget, budget)
         self.report = PartitionReport(
@@ -324,10 +324,10 @@ def _device(device: Any) -> Device:
     return measure_device()
 
 
-def _measured(step: RealStep, one: Partitioner, run: Any) -> _Choice:
+def _measured(step: RealStep, one: Partitioner, run: Any) -> _SavedChoice:
     """A choice, compiled, and the peak of a step of it."""
     try:
-        return _Choice(one, run, step.peak_bytes(run))
+        return _SavedChoice(one, run, step.peak_bytes(run))
     except Exception:
         if one.failure is not None:
             raise one.failure from None

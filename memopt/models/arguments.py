@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from memopt.errors import PlanFileError
-from memopt.models.codec import Check, Codec, Line, Row, codec
+from memopt.models.codec import Check, Codec, Columns, Line, codec
 from memopt.models.reader import Reader
 
 DEEPEST_ARGUMENT = 32
@@ -66,7 +66,7 @@ Argument: TypeAlias = TensorSpec | Plain | Nest | Opaque
 
 Spec: TypeAlias = Annotated[
     TensorSpec,
-    Row("dtype", "shape", "strides", "device", "requires_grad"),
+    Columns("dtype", "shape", "strides", "device", "requires_grad"),
     Check(
         "a shape and as many strides, at least 0",
         lambda spec: (

@@ -2,7 +2,7 @@
 
 Enumerations are written as their values, tuples as lists, dataclasses as objects of their fields,
 -0.0 as 0.0, which it equals; `object` is anything, as it stands. `Annotated` says more of a type:
-a `Row` has a fixed tuple or a dataclass written as a list, `TaggedRows` write a union of
+a `Columns` has a fixed tuple or a dataclass written as a list, `TaggedRows` write a union of
 dataclasses as lists that begin with a word, a `Check` refuses what was read, and a `Codec` writes
 and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
 something of its module belongs into an alias outside.)
@@ -55,7 +55,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Row:
+class Columns:
     """Names of the elements of a list of fixed length."""
 
     names: tuple[str, ...]
@@ -142,7 +142,7 @@ def _annotated(kind: Any, *notes: object) -> Codec[Any]:
         return note
     if isinstance(note, TaggedRows):
         return _tagged(note)
-    if isinstance(note, Row):
+    if isinstance(note, Columns):
         return _row(note, kind)
     assert isinstance(note, Check)
     return _checked(_annotated(kind, *inner) if inner else codec(kind), note)
@@ -169,7 +169,7 @@ def _list(inner: Codec[Any]) -> Codec[Any]:
     return Codec(lambda values: [*map(inner.encode, values)], items)
 
 
-def _row(row: Row, kind: Any) -> Codec[Any]:
+def _row(row: Columns, kind: Any) -> Codec[Any]:
     if dataclasses.is_dataclass(kind):
         found = _DataclassRow(kind, row.names)
         return Codec(found.encode, lambda reader: found.read(reader, reader.items(), str(row)))

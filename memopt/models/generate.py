@@ -133,13 +133,13 @@ def random_graph(
             gradient, which is no result then.
         inference: leave out the backward.
     """
-    return _Builder(rng, max_bytes, max_time_s, implementations).step(
+    return _RandomStep(rng, max_bytes, max_time_s, implementations).step(
         forward_operators, updates, inference
     )
 
 
 @dataclass
-class _Builder:
+class _RandomStep:
     """Tensors and operators of a random training step under construction."""
 
     rng: Random

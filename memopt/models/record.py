@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest, Plain, Spec
-from memopt.models.codec import FLAT, NAME, SPARSE, Check, Line, Natural, Row
+from memopt.models.codec import FLAT, NAME, SPARSE, Check, Columns, Line, Natural
 from memopt.models.step_rules import PLAIN, StepRules
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -35,8 +35,8 @@ class OutputGradients:
     """
 
     unused: tuple[Natural, ...] = field(default=(), metadata={NAME: "unused_outputs"})
-    strides: tuple[Annotated[tuple[int, tuple[int, ...]], Row("position", "strides")], ...] = field(
-        default=(), metadata={NAME: "gradient_strides"}
+    strides: tuple[Annotated[tuple[int, tuple[int, ...]], Columns("position", "strides")], ...] = (
+        field(default=(), metadata={NAME: "gradient_strides"})
     )
     held_bytes: Natural = field(default=0, metadata={NAME: "held_gradient_bytes"})
     dropped: tuple[Natural, ...] = field(
@@ -72,7 +72,7 @@ _BlockBytes = Annotated[
 _Kernels = Annotated[str, Check("'aten', 'compiled' or 'auto'", lambda kernels: kernels in KERNELS)]
 _Repeated = Annotated[
     tuple[int, int],
-    Row("position", "earlier position"),
+    Columns("position", "earlier position"),
     Check(
         "the positions of an argument and of an earlier one", lambda pair: 0 <= pair[1] < pair[0]
     ),
@@ -115,8 +115,8 @@ class ModelRecord:
     device: str
     args: Arguments
     kwargs: KeywordArguments
-    training: tuple[Annotated[tuple[str, bool], Row("name", "value")], ...]
-    tensors: tuple[Annotated[tuple[str, Spec], Row("name", "value")], ...]
+    training: tuple[Annotated[tuple[str, bool], Columns("name", "value")], ...]
+    tensors: tuple[Annotated[tuple[str, Spec], Columns("name", "value")], ...]
     autocast: _Autocast
     torch_version: Line
     block_bytes: _BlockBytes = 1
@@ -124,7 +124,7 @@ class ModelRecord:
     output_gradients: OutputGradients = field(default=ANY_LOSS, metadata=FLAT)
     loss_bytes: Natural = 0
     repeated: tuple[_Repeated, ...] = ()
-    resized: tuple[Annotated[tuple[Natural, Natural], Row("tensor", "bytes")], ...] = field(
+    resized: tuple[Annotated[tuple[Natural, Natural], Columns("tensor", "bytes")], ...] = field(
         default=(), metadata=SPARSE
     )
     library_bytes: Natural = field(default=0, metadata=SPARSE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 
-from memopt.models.codec import Row
+from memopt.models.codec import Columns
 
 
 class Move(StrEnum):
@@ -54,5 +54,5 @@ def has_transfers(steps: Iterable[ChainStep]) -> bool:
     return any(step.move in TRANSFER_MOVES for step in steps)
 
 
-Steps: TypeAlias = tuple[Annotated[ChainStep, Row("move", "stage")], ...]
+Steps: TypeAlias = tuple[Annotated[ChainStep, Columns("move", "stage")], ...]
 """A chain schedule; in files, a list of [move, stage]."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, NamedTuple, TypeAlias
 
-from memopt.models.codec import NAME, SPARSE, Row, TaggedRows
+from memopt.models.codec import NAME, SPARSE, Columns, TaggedRows
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
 
@@ -164,9 +164,10 @@ class Program:
 
     instructions: tuple[Annotated[Instruction, INSTRUCTIONS], ...]
     offsets: (
-        tuple[Annotated[tuple[int, int, int], Row("instruction", "tensor", "offset")], ...] | None
+        tuple[Annotated[tuple[int, int, int], Columns("instruction", "tensor", "offset")], ...]
+        | None
     ) = None
-    unplaced: tuple[Annotated[tuple[int, int], Row("instruction", "tensor")], ...] = field(
+    unplaced: tuple[Annotated[tuple[int, int], Columns("instruction", "tensor")], ...] = field(
         default=(), metadata={**SPARSE, NAME: "apart"}
     )
 

@@ -94,7 +94,7 @@ def chain_to_graph(chain: Chain) -> ChainGraph:
     """
     for index, stage in enumerate(chain.stages, 1):
         _check_overheads(index, stage)
-    names = _Tensors(len(chain))
+    names = _ChainTensors(len(chain))
     tensors = [Tensor(f"a^{k}", chain.activation_bytes(k)) for k in range(len(chain) + 1)]
     tensors += [Tensor(f"ā^{k}", stage.saved_bytes) for k, stage in enumerate(chain.stages, 1)]
     tensors += [
@@ -134,7 +134,7 @@ def _check_overheads(index: int, stage: Stage) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
+class _ChainTensors:
     """The indices of a chain's values in its graph; `length` is the number of stages."""
 
     length: int
@@ -160,7 +160,7 @@ class _Tensors:
         return 4 * self.length + 1 + k
 
 
-def _forward(names: _Tensors, k: int, stage: Stage, module: str) -> Operator:
+def _forward(names: _ChainTensors, k: int, stage: Stage, module: str) -> Operator:
     def choice(name: str | None, from_checkpoint: bool, saves: bool) -> Implementation:
         return Implementation(
             str(name),
@@ -186,7 +186,7 @@ def _forward(names: _Tensors, k: int, stage: Stage, module: str) -> Operator:
     )
 
 
-def _backward(names: _Tensors, k: int, chain: Chain, module: str) -> Iterator[Operator]:
+def _backward(names: _ChainTensors, k: int, chain: Chain, module: str) -> Iterator[Operator]:
     stage = chain.stages[k - 1]
     results = (names.gradient(k - 1), names.parameter(k))
     made: tuple[int, ...] = results
@@ -235,7 +235,7 @@ class _ChainLowering:
 
     def __init__(self, chain: Chain, late_gradient: bool) -> None:
         self.chain = chain
-        self.names = _Tensors(len(chain))
+        self.names = _ChainTensors(len(chain))
         self.late_gradient = late_gradient
         self.checkpoints: set[int] = set()
         self.saved = {0}

@@ -37,7 +37,7 @@ Term = tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Constraint:
     """Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if given."""
 
     terms: tuple[Term, ...]
@@ -62,7 +62,7 @@ class BinaryProgram:
     """A 0-1 program that minimises Σ costs under rows, or the peak of its memory rows."""
 
     costs: dict[int, float] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Constraint] = field(default_factory=list)
     fixed: dict[int, bool] = field(default_factory=dict)
     hints: dict[int, bool] = field(default_factory=dict)
     """Values to start from; they need not be all, nor feasible."""
@@ -87,7 +87,7 @@ class BinaryProgram:
 
     def add(self, terms: Iterable[Term], bound: float) -> None:
         """Require Σ terms ≤ bound."""
-        self.rows.append(Row(tuple(terms), bound))
+        self.rows.append(Constraint(tuple(terms), bound))
 
     def at_most_one(self, variables: Iterable[int]) -> None:
         """Require Σ variables ≤ 1."""
@@ -108,9 +108,9 @@ class BinaryProgram:
 
     def memory(self, constant: int, terms: Iterable[Term], when: int | None = None) -> None:
         """Require constant + Σ terms ≤ peak, only where `when` holds."""
-        self.rows.append(Row(tuple(t for t in terms if t[0]), -constant, True, when))
+        self.rows.append(Constraint(tuple(t for t in terms if t[0]), -constant, True, when))
 
-    def largest_excess(self, row: Row) -> float:
+    def largest_excess(self, row: Constraint) -> float:
         """The most that the left side of a memory row can exceed its bound."""
         return sum(c * self.most.get(v, 1) for c, v in row.terms if c > 0) - row.bound
 

@@ -13,7 +13,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A tensor that goes into a region or comes out of it: all that its kernel depends on."""
 
     shape: tuple[int, ...]
@@ -23,10 +23,12 @@ class Layout:
     offset: int = 0
 
     @staticmethod
-    def of(value: torch.Tensor) -> Layout:
+    def of(value: torch.Tensor) -> TensorLayout:
         """The layout of a tensor; of its offset what matters to alignment."""
         offset = int(value.storage_offset()) % max(1, _ALIGNED // value.dtype.itemsize)
-        return Layout(tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset)
+        return TensorLayout(
+            tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset
+        )
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -56,8 +58,8 @@ class Subgraph:
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     values: tuple[torch.Tensor, ...]
-    layouts: tuple[Layout, ...]
-    results: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
+    results: tuple[TensorLayout, ...]
     dropouts: tuple[Node, ...]
     key: str
     again: frozenset[Node] = frozenset()

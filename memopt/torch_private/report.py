@@ -11,7 +11,7 @@ from memopt.torch_private.rows import ROWS
 from memopt.torch_private.table import Row
 
 
-class State(StrEnum):
+class RowState(StrEnum):
     """Whether the installed torch has what a row names."""
 
     OK = "ok"
@@ -25,12 +25,12 @@ class Finding:
     """A row, and whether the installed torch has what it names."""
 
     row: Row
-    state: State
+    state: RowState
 
     @property
     def breaks(self) -> bool:
         """Whether memopt cannot work here."""
-        return self.state is State.MISSING and self.row.required
+        return self.state is RowState.MISSING and self.row.required
 
 
 def findings() -> Iterator[Finding]:
@@ -43,6 +43,6 @@ def findings() -> Iterator[Finding]:
         try:
             found(row)
         except (ImportError, AttributeError):
-            yield Finding(row, State.MISSING if expected(row) else State.OTHER)
+            yield Finding(row, RowState.MISSING if expected(row) else RowState.OTHER)
         else:
-            yield Finding(row, State.OK)
+            yield Finding(row, RowState.OK)

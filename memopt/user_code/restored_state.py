@@ -123,7 +123,7 @@ def _copied(storage: Any) -> Any:
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
-class _Tensors:
+class _UserTensors:
     """A user's tensors, and where their values, their gradients and their hooks are."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -160,7 +160,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     """
     parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
     reached = ReachedState(parts)
-    tensors = _Tensors(reached.tensors)
+    tensors = _UserTensors(reached.tensors)
     kept = StorageCopies(reached.tensors)
     owners = [one for one in (model, *others) if isinstance(one, nn.Module)]
     for buffer in (b for owner in owners for b in owner.buffers()):

@@ -11,7 +11,7 @@ from torch.nn import functional
 from memopt import demo
 
 
-def _task() -> demo.Task:
+def _task() -> demo.DemoTask:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(24, 24), nn.GELU()) for _ in range(6)]
 
@@ -19,7 +19,7 @@ def _task() -> demo.Task:
         while True:
             yield torch.ones(64, 24), torch.zeros(64, dtype=torch.long)
 
-    return demo.Task("six layers", nn.Sequential(*layers), batches, functional.cross_entropy)
+    return demo.DemoTask("six layers", nn.Sequential(*layers), batches, functional.cross_entropy)
 
 
 def test_median_and_spread() -> None:

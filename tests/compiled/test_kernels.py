@@ -14,7 +14,7 @@ from benchmarks.same_masks import dropouts_in_kernels, same_masks
 from memopt.kernels.compiled.inductor import compiled
 from memopt.profiler import profile_model
 from memopt.step.kernel import PREFIX
-from memopt.step.region_graph import Layout, Subgraph
+from memopt.step.region_graph import Subgraph, TensorLayout
 from tests.compiled.steps import WIDTH, Block, inputs, loss_of, network, peak_bytes, step, store_all
 
 
@@ -197,8 +197,8 @@ def laid_out(strides: tuple[int, ...], more: float) -> Subgraph:
     given = graph.placeholder("in0")
     turned = graph.call_function(torch.ops.aten.transpose.int, (given, 1, 2))
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (turned, more)),))
-    result = Layout((2, 4, 16), strides, torch.float32, x.device)
-    return Subgraph(graph, (), (), (), (Layout.of(x),), (result,), (), str(strides))
+    result = TensorLayout((2, 4, 16), strides, torch.float32, x.device)
+    return Subgraph(graph, (), (), (), (TensorLayout.of(x),), (result,), (), str(strides))
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from memopt.models.codec import (
     SPARSE,
     Check,
     Codec,
+    Columns,
     Natural,
     Rate,
-    Row,
     TaggedRows,
     codec,
     encode,
@@ -52,7 +52,7 @@ class Outer:
     whole: int
     rate: Rate
     colour: Colour | None
-    pairs: tuple[Annotated[tuple[str, bool], Row("name", "value")], ...]
+    pairs: tuple[Annotated[tuple[str, bool], Columns("name", "value")], ...]
     rates: dict[str, Rate]
     moves: tuple[Annotated[Go | Stop, TaggedRows("a move", {"go": Go, "stop": Stop})], ...]
     address: Annotated[int, HEX]

@@ -32,7 +32,7 @@ from memopt.step.captured import Captured
 from memopt.step.fused import Fused
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import storage_of
-from memopt.step.region_graph import Layout, Subgraph
+from memopt.step.region_graph import Subgraph, TensorLayout
 
 Found = list[tuple[Region, Subgraph]]
 
@@ -180,8 +180,12 @@ def _wrong(one: Subgraph, run: Run, device: torch.device) -> str | None:
     for result, layout in zip(results, one.results, strict=True):
         if not isinstance(result, torch.Tensor):
             return "a result is no tensor"
-        found = Layout(tuple(result.shape), tuple(result.stride()), result.dtype, layout.device)
-        if str(found) != str(Layout(layout.shape, layout.strides, layout.dtype, layout.device)):
+        found = TensorLayout(
+            tuple(result.shape), tuple(result.stride()), result.dtype, layout.device
+        )
+        if str(found) != str(
+            TensorLayout(layout.shape, layout.strides, layout.dtype, layout.device)
+        ):
             return f"a result is laid out as {found}, not as {layout}"
     storages = [storage_of(result) for result in results]
     if len({*storages, *given}) < len(storages) + len(given):
@@ -189,7 +193,7 @@ def _wrong(one: Subgraph, run: Run, device: torch.device) -> str | None:
     return None
 
 
-def _stand_in(layout: Layout, device: torch.device) -> torch.Tensor:
+def _stand_in(layout: TensorLayout, device: torch.device) -> torch.Tensor:
     spans = zip(layout.shape, layout.strides, strict=True)
     count = layout.offset + 1 + sum((size - 1) * stride for size, stride in spans)
     flat = torch.zeros(count, dtype=layout.dtype, device=device)

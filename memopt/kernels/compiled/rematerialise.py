@@ -67,7 +67,7 @@ def rematerialised(
         regions: of both halves of the step.
         again: operators that may be part of a region.
     """
-    step = _Step.of(lowering, regions, again)
+    step = _DividedStep.of(lowering, regions, again)
     for_products = step.read_by_products()
     while True:
         read = step.read_by_regions() | for_products
@@ -85,7 +85,7 @@ def rematerialised(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _DividedStep:
     """A step divided into regions.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Step:
     reads: dict[int, tuple[int, ...]]
 
     @staticmethod
-    def of(lowering: Lowering, regions: Sequence[Region], again: Iterable[int]) -> _Step:
+    def of(lowering: Lowering, regions: Sequence[Region], again: Iterable[int]) -> _DividedStep:
         graph, nodes = lowering.graph, lowering.nodes
         inside = {op: region for region in regions for op in region.operators}
         made_of = {}
@@ -120,7 +120,7 @@ class _Step:
                 made_of[one.writes[0]] = statistics
         backward = (r for r in regions if graph.operators[r.operators[0]].phase is Phase.BACKWARD)
         reads = {op: held_by(read_by(nodes[op]), lowering.storages) for op in inside}
-        return _Step(graph, tuple(backward), inside, made_of, reads)
+        return _DividedStep(graph, tuple(backward), inside, made_of, reads)
 
     def is_backward(self, op: int) -> bool:
         return self.graph.operators[op].phase is Phase.BACKWARD
@@ -234,7 +234,7 @@ class _Order:
 
 
 def _on_the_sinks_side(
-    step: _Step, widths: dict[int, int], read: set[int], for_products: set[int]
+    step: _DividedStep, widths: dict[int, int], read: set[int], for_products: set[int]
 ) -> set[int]:
     """What a minimum cut leaves to be made again. Of several minimum cuts it is the one nearest to
     the sink, so that as little as possible is."""

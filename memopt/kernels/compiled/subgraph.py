@@ -29,7 +29,7 @@ from memopt.kernels.compiled.pooling import (
 from memopt.kernels.compiled.rematerialise import Rematerialised
 from memopt.models.graph import Phase
 from memopt.step.build import Lowering
-from memopt.step.region_graph import Layout, Subgraph
+from memopt.step.region_graph import Subgraph, TensorLayout
 from memopt.step.signature import each
 
 _FORM = "3"
@@ -113,9 +113,9 @@ class _Taken:
         results = [self.copy(node) for node in outputs]
         self.graph.output(tuple(results))
         given = self.graph.find_nodes(op="placeholder")
-        layouts = tuple(Layout.of(node.meta["val"]) for node in given)
+        layouts = tuple(TensorLayout.of(node.meta["val"]) for node in given)
         values = tuple(map(self._value, outputs))
-        written = tuple(map(Layout.of, values))
+        written = tuple(map(TensorLayout.of, values))
         key = _key(self.graph, layouts, written)
         boundary = tuple(inputs), outputs, values, layouts, written, tuple(dropouts)
         return Subgraph(self.graph, *boundary, key, frozenset(self.again))
@@ -275,7 +275,7 @@ def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
-def _key(graph: FxGraph, layouts: Iterable[Layout], results: Iterable[Layout]) -> str:
+def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[TensorLayout]) -> str:
     numbers = {node: position for position, node in enumerate(graph.nodes)}
 
     def named(value: Any) -> Any:

@@ -76,7 +76,7 @@ def order_tasks(
         max_states: of the exact window searches in all.
         on_improvement: called with (seconds, peak, bound) whenever either improves.
     """
-    run = _Run(tasks, good_enough, time_limit_s, on_improvement)
+    run = _OrderSearch(tasks, good_enough, time_limit_s, on_improvement)
     try:
         run.bound_by_cuts()
         run.follow_cuts()
@@ -90,7 +90,7 @@ def order_tasks(
     return run.result()
 
 
-class _Run(TimedSearch):
+class _OrderSearch(TimedSearch):
     """One call of `order_tasks`, on the problem without free tasks."""
 
     def __init__(

@@ -63,7 +63,7 @@ def place(
     Raises:
         ValueError: two buffers have the same id.
     """
-    run = _Run(tuple(buffers), capacity, time_limit_s, on_improvement)
+    run = _PlacementSearch(tuple(buffers), capacity, time_limit_s, on_improvement)
     try:
         if work_limit is None:
             work_limit = DEFAULT_WORK_LIMIT if time_limit_s is None else WITHOUT_LIMIT
@@ -86,7 +86,7 @@ SEARCHES: dict[str, Callable[..., Outcome]] = {
 """Each looks for a placement within a capacity; only the first can prove that there is none."""
 
 
-class _Run(TimedSearch):
+class _PlacementSearch(TimedSearch):
     """One call of `place`: the incumbent and the bound, kept outside the solvers."""
 
     def __init__(

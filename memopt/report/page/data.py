@@ -29,7 +29,7 @@ from memopt.report.style import memory_unit, time_unit
 
 
 @dataclass(frozen=True)
-class Saving:
+class OtherSaving:
     """Another way to less memory, beside the plan's: what would change, and the bytes it frees."""
 
     change: str
@@ -57,7 +57,7 @@ class Subject:
     opened: PlanRecord
     texts: Mapping[int, str] = field(default_factory=dict)
     optimizer_parts: tuple[tuple[str, int], ...] = ()
-    savings: tuple[Saving, ...] = ()
+    savings: tuple[OtherSaving, ...] = ()
     measured: StepLanes | None = None
     check: StepCheck | None = None
     notes: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from memopt.models.status import Status
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.shared.members import Outcome, fitting, for_forward
+from memopt.strategies.shared.members import MemberOutcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -87,8 +87,8 @@ class Auto(Strategy):
             members, without = for_forward(members)
             refused += without
         least_s = time_lower_bound(cost_model)
-        outcomes: list[Outcome] = []
-        at_once: list[Outcome] = []
+        outcomes: list[MemberOutcome] = []
+        at_once: list[MemberOutcome] = []
         for index, member in enumerate(members):
             report = _part(progress, index, len(members), member.strategy.name)
             deadline = Deadline(end_s, report)
@@ -127,7 +127,7 @@ def _part(progress: Progress | None, index: int, count: int, name: str) -> Progr
     return lambda fraction, what: told((index + fraction) / count, f"{name}: {what}")
 
 
-def _without_plan(outcomes: list[Outcome], left: bool, stats: dict[str, object]) -> Solution:
+def _without_plan(outcomes: list[MemberOutcome], left: bool, stats: dict[str, object]) -> Solution:
     found = [outcome.solution for outcome in outcomes]
     known = [x for x in found if x.smallest is not None and x.smallest_budget_bytes is not None]
     least = min(known, key=lambda x: x.smallest_budget_bytes or 0, default=None)
@@ -141,8 +141,8 @@ def _without_plan(outcomes: list[Outcome], left: bool, stats: dict[str, object])
 
 
 def _with_plan(
-    best: Outcome,
-    outcomes: list[Outcome],
+    best: MemberOutcome,
+    outcomes: list[MemberOutcome],
     left: bool,
     least_s: float,
     stats: dict[str, object],

@@ -20,7 +20,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import computes, with_frees
 from memopt.solvers.running import Deadline
 from memopt.strategies.monet.forward_bound import ForwardBound
-from memopt.strategies.monet.forward_kernels import PERIOD, Arrays, Ints, annealed, memory
+from memopt.strategies.monet.forward_kernels import PERIOD, GraphArrays, Ints, annealed, memory
 from memopt.strategies.shared.incumbent import SAME, Incumbent
 
 PART, STEPS, WORK = 10_000, 40, 12_000_000
@@ -53,7 +53,7 @@ class ForwardSearch:
         return tuple(sorted(needed_operators(self.graph)))
 
     @cached_property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> GraphArrays:
         """The graph for the compiled code: operators by their place in `order`."""
         graph, operators = self.graph, [self.graph.operators[i] for i in self.order]
         tensors = [t for operator in operators for t in operator.writes]
@@ -67,7 +67,7 @@ class ForwardSearch:
         def whole(values: list[int]) -> Ints:
             return np.array(values, np.int64)
 
-        return Arrays(
+        return GraphArrays(
             starts(reads), whole([t for row in reads for t in row]),
             starts(writes), whole([t for row in writes for t in row]),
             whole([i for i, row in enumerate(writes) for _ in row]),

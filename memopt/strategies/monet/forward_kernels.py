@@ -37,7 +37,7 @@ REACH = 20.0
 """Standard deviation of a move, in positions."""
 
 
-class Arrays(NamedTuple):
+class GraphArrays(NamedTuple):
     """A graph as arrays: operators by place in the order, computed tensors by number.
 
     Attributes:
@@ -64,7 +64,7 @@ class Arrays(NamedTuple):
 
 
 @njit(cache=True)
-def memory(sequence: Ints, graph: Arrays) -> Ints:
+def memory(sequence: Ints, graph: GraphArrays) -> Ints:
     """Bytes at every run of a sequence."""
     length, tensors = sequence.size, graph.size.size
     found = np.zeros(length + 1, np.int64)
@@ -109,7 +109,7 @@ def excess(need: Ints, budget: int) -> float:
 
 
 @njit(cache=True)
-def time_of(sequence: Ints, graph: Arrays) -> float:
+def time_of(sequence: Ints, graph: GraphArrays) -> float:
     """Seconds of a sequence."""
     total = 0.0
     for position in range(sequence.size):
@@ -118,7 +118,7 @@ def time_of(sequence: Ints, graph: Arrays) -> float:
 
 
 @njit(cache=True)
-def without_useless(sequence: Ints, graph: Arrays) -> Ints:
+def without_useless(sequence: Ints, graph: GraphArrays) -> Ints:
     """The sequence without repeated runs that nothing reads from."""
     needed = np.zeros(graph.size.size, np.bool_)
     again = repeated(sequence, graph)
@@ -138,7 +138,7 @@ def without_useless(sequence: Ints, graph: Arrays) -> Ints:
 
 
 @njit(cache=True)
-def repeated(sequence: Ints, graph: Arrays) -> npt.NDArray[np.bool_]:
+def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
     """For every position, whether its operator ran before."""
     seen = np.zeros(graph.again.size, np.bool_)
     found = np.zeros(sequence.size, np.bool_)
@@ -149,7 +149,7 @@ def repeated(sequence: Ints, graph: Arrays) -> npt.NDArray[np.bool_]:
 
 
 @njit(cache=True)
-def next_reads(sequence: Ints, at: int, graph: Arrays) -> Ints:
+def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
     """For every tensor, the first position from `at` on that reads its copy in memory before `at`;
     the sequence's length for results; NOTHING where there is no such copy, or no reader."""
     found = np.full(graph.size.size, NOTHING, np.int64)
@@ -183,7 +183,7 @@ def some_position(need: Ints, budget: int) -> int:
 
 
 @njit(cache=True)
-def some_tensor(at: int, i: int, ahead: Ints, graph: Arrays) -> int:
+def some_tensor(at: int, i: int, ahead: Ints, graph: GraphArrays) -> int:
     """A tensor that need not be in memory at a position, at random, large ones that are read late
     more often; NOTHING if there is none.
 
@@ -208,7 +208,7 @@ def some_tensor(at: int, i: int, ahead: Ints, graph: Arrays) -> int:
 
 
 @njit(cache=True)
-def with_runs(sequence: Ints, at: int, first: int, share: float, graph: Arrays) -> Ints:
+def with_runs(sequence: Ints, at: int, first: int, share: float, graph: GraphArrays) -> Ints:
     """The sequence with operator `first` run again at a position, and before it a random share of
     those that make what it reads, and so on, where that is not in memory anyway."""
     ahead = next_reads(sequence, at, graph)
@@ -225,7 +225,7 @@ def with_runs(sequence: Ints, at: int, first: int, share: float, graph: Arrays) 
 
 
 @njit(cache=True)
-def with_more(sequence: Ints, need: Ints, budget: int, graph: Arrays) -> Ints:
+def with_more(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
     """Split the lifetime of a tensor: an operator runs again before the tensor's next reader."""
     at = some_position(need, budget)
     ahead = next_reads(sequence, at + 1, graph)
@@ -262,7 +262,7 @@ def with_moved(sequence: Ints, at: int) -> Ints:
 
 
 @njit(cache=True)
-def changed(sequence: Ints, need: Ints, budget: int, graph: Arrays) -> Ints:
+def changed(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
     """A neighbour of a sequence, at random."""
     again = repeated(sequence, graph)
     positions = np.nonzero(again)[0]
@@ -278,7 +278,7 @@ def changed(sequence: Ints, need: Ints, budget: int, graph: Arrays) -> Ints:
 @njit(cache=True)
 def annealed(
     sequence: Ints,
-    graph: Arrays,
+    graph: GraphArrays,
     budget: int,
     steps: int,
     warmth: tuple[float, float],

@@ -48,7 +48,7 @@ def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
 
 
 @dataclass
-class _Choice:
+class _HostedUpdate:
     """An update that the host may run.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Needed:
     compute_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     read: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     changed: set[int] = field(default_factory=set)
-    choices: list[_Choice] = field(default_factory=list)
+    choices: list[_HostedUpdate] = field(default_factory=list)
 
     def bytes(self, tensors: set[int]) -> int:
         """The sum of their sizes."""
@@ -110,7 +110,7 @@ def _needed(graph: Graph, device: Device) -> _Needed:
         own = {t for t in operator.reads if users[t] == 1}
         choices = choices_of(operator)
         need.choices.append(
-            _Choice(
+            _HostedUpdate(
                 min((c.time_s for c in choices if not c.on_host), default=0.0),
                 min(c.time_s for c in choices if c.on_host),
                 need.bytes(own & movable - need.read[1]),

@@ -29,7 +29,7 @@ from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import solution_of
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import possible, shares, without_host_updates
-from memopt.strategies.moving.stays import CHOICES, Choice, MovedBase
+from memopt.strategies.moving.stays import CHOICES, MovedBase, RoomChoice
 
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
@@ -165,7 +165,7 @@ class _Search:
         if self.graph.repeated:
             self._thorough(found, _leaving(rest), source)
 
-    def _thorough(self, rows: list[Tried], choices: Sequence[Choice], source: str) -> None:
+    def _thorough(self, rows: list[Tried], choices: Sequence[RoomChoice], source: str) -> None:
         """Offer more programs of the best of some bases, the first of them, and of that without
         updates on the host if it is close."""
         for time_s, _, base in rows:
@@ -174,7 +174,7 @@ class _Search:
             if base is rows[0][-1] or (not base.hosted and time_s <= CLOSE * rows[0][0]):
                 self._tried(base, choices, source)
 
-    def _tried(self, base: MovedBase, choices: Sequence[Choice], source: str) -> float:
+    def _tried(self, base: MovedBase, choices: Sequence[RoomChoice], source: str) -> float:
         """Offer a base's programs; the least time of those within the budgets. Where host memory is
         limited, gradients may leave it at once, too."""
         name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
@@ -239,7 +239,7 @@ class _Search:
         return solution_of(program, timeline, bound_s, PROVED, stats)
 
 
-def _leaving(choices: Iterable[Choice]) -> list[Choice]:
+def _leaving(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
     """The choices, each with some share of the room left to what stays until the next step."""
     return [replace(one, carried=share) for one in choices for share in CARRIED]
 

@@ -44,7 +44,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoomChoice:
     """How the room is spent.
 
     Attributes:
@@ -66,7 +66,7 @@ class Choice:
 
 
 CHOICES = tuple(
-    Choice(whole, reserve, share)
+    RoomChoice(whole, reserve, share)
     for reserve in RESERVES
     for share in ((0.0, 0.5) if reserve else (0.0,))
     for whole in (True, False)
@@ -143,7 +143,7 @@ class MovedBase:
         return self.graph.tensors[tensor].size_bytes
 
     def candidates(
-        self, budget_bytes: int, choices: Iterable[Choice] = CHOICES
+        self, budget_bytes: int, choices: Iterable[RoomChoice] = CHOICES
     ) -> Iterator[Program]:
         """Programs within a budget of at least `floor_bytes`: one base, several choices."""
         for choice in choices:
@@ -163,7 +163,7 @@ class _Room:
 
     base: MovedBase
     budget_bytes: int
-    choice: Choice
+    choice: RoomChoice
     stays: dict[int, list[Stay]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.autoswap_scores import SCORES, Candidates
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, OffloadChoice
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
@@ -50,7 +50,7 @@ class AutoSwap(ChainOffload):
             return "autoswap needs optuna: pip install 'memopt[autoswap]'"
         return super().why_not(cost_model)
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         import optuna
 
         candidates = Candidates(problem)
@@ -81,7 +81,7 @@ class AutoSwap(ChainOffload):
             smallest = min(int(problem.sizes[list(offloaded)].sum()) for offloaded in results)
             self.refuse_host(problem, smallest)
         best = min(allowed, key=lambda offloaded: (allowed[offloaded], offloaded))
-        return Choice(
+        return OffloadChoice(
             ordered_transfers(best),
             stats={"trials": len(study.trials), "sets_tried": len(results)},
         )

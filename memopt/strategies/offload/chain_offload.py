@@ -46,7 +46,7 @@ def linked(strategy: Strategy, device: Device | None) -> Device:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OffloadChoice:
     """What a strategy decides to move.
 
     Attributes:
@@ -84,16 +84,16 @@ class ChainOffload(Strategy):
             check_bytes(type(self).__name__, host_budget_bytes=self.host_budget_bytes)
 
     @abstractmethod
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         """What to move, for a problem with an excess and at least the smallest capacity."""
 
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
         return problem.floor_bytes
 
-    def least_choice(self, problem: OffloadProblem) -> Choice:
+    def least_choice(self, problem: OffloadProblem) -> OffloadChoice:
         """What to move at the smallest capacity, at once: Greedy's set."""
-        return Choice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
+        return OffloadChoice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
 
     def solve(
         self,
@@ -119,7 +119,7 @@ class ChainOffload(Strategy):
         if not self.within_host(problem.excess_bytes):
             self.refuse_host(problem, problem.excess_bytes)
         if problem.excess_bytes == 0:
-            choice = Choice(Transfers((), ()))
+            choice = OffloadChoice(Transfers((), ()))
         else:
             choice = self.choose(problem, time_limit_s)
         return _solution(problem, choice, started)
@@ -157,7 +157,7 @@ class ChainOffload(Strategy):
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
 
 
-def _solution(problem: OffloadProblem, choice: Choice, started: float) -> Solution:
+def _solution(problem: OffloadProblem, choice: OffloadChoice, started: float) -> Solution:
     built = best_schedule(problem, choice.transfers)
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")

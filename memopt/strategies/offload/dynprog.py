@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.strategies.offload.chain_offload import ChainOffload, Choice
+from memopt.strategies.offload.chain_offload import ChainOffload, OffloadChoice
 from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.ordered import greedy_amounts, searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem
@@ -36,7 +36,7 @@ class DynProg(ChainOffload):
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"DynProg: slots must be at least 1 or None, got {self.slots}")
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
         amounts = result.amounts
         # The rounded problem may have no schedule where the real one has.
@@ -49,7 +49,7 @@ class DynProg(ChainOffload):
         planned = np.flatnonzero(amounts).tolist()
         if self.refine:
             amounts, _ = searched_amounts(problem, amounts, self.host_budget_bytes)
-        return Choice(
+        return OffloadChoice(
             ordered_transfers(np.flatnonzero(amounts).tolist()),
             stats={
                 "dynprog_set": tuple(planned),
@@ -71,9 +71,9 @@ class Greedy(ChainOffload):
 
     name: ClassVar[str] = "greedy"
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         amounts = greedy_amounts(problem)
         size = int(amounts.sum())
         if not self.within_host(size):
             self.refuse_host(problem, size)
-        return Choice(ordered_transfers(np.flatnonzero(amounts).tolist()))
+        return OffloadChoice(ordered_transfers(np.flatnonzero(amounts).tolist()))

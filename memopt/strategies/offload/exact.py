@@ -10,7 +10,7 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.solvers.running import SolverOptions
 from memopt.strategies.base import CostModel
-from memopt.strategies.offload.chain_offload import ChainOffload, Choice
+from memopt.strategies.offload.chain_offload import ChainOffload, OffloadChoice
 from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
 from memopt.strategies.offload.ordered import searched_amounts
@@ -60,7 +60,7 @@ class OffloadExact(ChainOffload):
             )
         return super().why_not(cost_model)
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         planned = solve_dynprog(problem, 500, self.host_budget_bytes).amounts
         amounts, horizon_s = searched_amounts(problem, planned, self.host_budget_bytes)
         if not np.isfinite(horizon_s):
@@ -86,9 +86,9 @@ class OffloadExact(ChainOffload):
             self.refuse_host(problem, problem.excess_bytes + 1)
         stats: dict[str, object] = {"proved": found is not None and found.proved}
         if found is None:
-            return Choice(transfers, stats=stats)
+            return OffloadChoice(transfers, stats=stats)
         stats["exact_time_s"] = found.time_s
-        return Choice(
+        return OffloadChoice(
             transfers,
             lower_bound_s=found.lower_bound_s,
             optimum_s=found.time_s if found.proved else None,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from memopt.strategies.offload.problem import Arrays
+from memopt.strategies.offload.problem import ProblemArrays
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -110,7 +110,7 @@ def room_time(
 
 
 @njit(cache=True)
-def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Floats, float]:
+def replay(data: ProblemArrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Floats, float]:
     """Start of each operation, (start, end) of each offload and prefetch, and the makespan.
 
     Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
@@ -154,13 +154,15 @@ def replay(data: Arrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Fl
 
 
 @njit(cache=True)
-def makespan(data: Arrays, amounts: Ints, whole: bool) -> float:
+def makespan(data: ProblemArrays, amounts: Ints, whole: bool) -> float:
     """The makespan alone; infinite if the schedule does not fit."""
     return replay(data, amounts, whole)[3]
 
 
 @njit(cache=True)
-def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple[Bools, float]:
+def improve(
+    data: ProblemArrays, chosen: Bools, host: float, evaluations: int
+) -> tuple[Bools, float]:
     """Flip one activation, or exchange two, while that makes whole transfers faster.
 
     At equal times the set that moves less is preferred. Stops after so many evaluations.
@@ -196,7 +198,7 @@ def improve(data: Arrays, chosen: Bools, host: float, evaluations: int) -> tuple
 
 @njit(cache=True)
 def tflms_backward(
-    data: Arrays, chosen: Ints, distance: int, made: Floats, out_end: Floats
+    data: ProblemArrays, chosen: Ints, distance: int, made: Floats, out_end: Floats
 ) -> tuple[Floats, Floats, float]:
     """Start of every operation, start of every prefetch, and the makespan.
 
@@ -224,7 +226,7 @@ def tflms_backward(
 
 
 @njit(cache=True)
-def tflms_peak_and_time(data: Arrays, chosen: Ints, distance: int) -> tuple[int, float]:
+def tflms_peak_and_time(data: ProblemArrays, chosen: Ints, distance: int) -> tuple[int, float]:
     """Peak memory and makespan with these activations offloaded."""
     durations, used, sizes = data.durations_s, data.used, data.sizes
     n = len(sizes) - 1
@@ -248,7 +250,7 @@ def tflms_peak_and_time(data: Arrays, chosen: Ints, distance: int) -> tuple[int,
 
 
 @njit(cache=True)
-def tflms_table(data: Arrays) -> tuple[Ints, Floats]:
+def tflms_table(data: ProblemArrays) -> tuple[Ints, Floats]:
     """(peak, time) for every number of tensors and every prefetch distance."""
     n = len(data.sizes) - 1
     movable = np.flatnonzero(data.movable)

@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 
-class Arrays(NamedTuple):
+class ProblemArrays(NamedTuple):
     """A problem for compiled code: durations of the operations, bytes that each uses and lacks,
     sizes of x_0..x_n and whether they may move, and the link."""
 
@@ -84,9 +84,9 @@ class OffloadProblem:
         return self.used_bytes - self.capacity_bytes
 
     @cached_property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> ProblemArrays:
         """The problem for compiled code."""
-        return Arrays(
+        return ProblemArrays(
             self.durations_s,
             self.used_bytes,
             self.need_bytes,

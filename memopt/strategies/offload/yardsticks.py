@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, Choice
+from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, OffloadChoice
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
@@ -27,7 +27,7 @@ class Vdnn(ChainOffload):
         "Dynamic memory management for GPU-based training of DNNs (vDNN++, 2019)",
     )
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         candidates = [(one, problem.amounts(one)) for one in _thresholds(problem)]
         timed = [
             (makespan_s(problem, amounts), offloaded)
@@ -38,7 +38,7 @@ class Vdnn(ChainOffload):
         if not np.isfinite(time_s):
             # Everything fits the budget (its floor was checked), so the host is what is short.
             self.refuse_host(problem, problem.excess_bytes + 1)
-        return Choice(ordered_transfers(best), stats={"candidates": len(candidates)})
+        return OffloadChoice(ordered_transfers(best), stats={"candidates": len(candidates)})
 
 
 def _thresholds(problem: OffloadProblem) -> Iterator[list[int]]:
@@ -71,10 +71,10 @@ class Tflms(ChainOffload):
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         return max(problem.floor_bytes, int(self._table(problem)[0].min()))
 
-    def least_choice(self, problem: OffloadProblem) -> Choice:
+    def least_choice(self, problem: OffloadProblem) -> OffloadChoice:
         return self.choose(problem, None)
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> Choice:
+    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
         peaks, times = self._table(problem)
         times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
         count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))
@@ -82,7 +82,7 @@ class Tflms(ChainOffload):
         n = problem.stages
         # B_{j + distance}, or the first backward operation.
         not_before = {j: max(n, 2 * n - 1 - (j + distance)) for j in chosen}
-        return Choice(
+        return OffloadChoice(
             ordered_transfers(chosen, not_before),
             stats={
                 "tensors": count,

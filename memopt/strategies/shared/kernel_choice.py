@@ -44,7 +44,7 @@ def fastest_kernels(graph: Graph, program: Program, budget_bytes: int | None) ->
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OperatorRun:
     """One run of an operator in a program.
 
     Attributes:
@@ -95,7 +95,7 @@ def smaller_implementations(
     return with_in_place(graph, Program(with_frees(graph, steps))) if changed else program
 
 
-def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _Run:
+def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _OperatorRun:
     instruction = program.instructions[position]
     assert isinstance(instruction, Compute)
     operator = graph.operators[instruction.op]
@@ -109,7 +109,7 @@ def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _Run:
     if instruction.in_place is not None:
         dying.add(instruction.in_place)
         before_bytes += graph.tensors[instruction.in_place].size_bytes
-    return _Run(
+    return _OperatorRun(
         operator,
         frozenset(instruction.outputs),
         frozenset(chosen.reads),
@@ -118,7 +118,7 @@ def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _Run:
     )
 
 
-def _ways(graph: Graph, run: _Run, allowed: Allowed | None) -> Iterator[tuple[Choice, ...]]:
+def _ways(graph: Graph, run: _OperatorRun, allowed: Allowed | None) -> Iterator[tuple[Choice, ...]]:
     """One implementation, or two after each other, that give what is kept of the run."""
     known = [
         choice
@@ -135,7 +135,7 @@ def _ways(graph: Graph, run: _Run, allowed: Allowed | None) -> Iterator[tuple[Ch
             yield first, second
 
 
-def _need_bytes(graph: Graph, run: _Run, way: tuple[Choice, ...]) -> int:
+def _need_bytes(graph: Graph, run: _OperatorRun, way: tuple[Choice, ...]) -> int:
     """The most memory that the runs of a way take."""
     live, most = run.before_bytes, 0
     for place, (_, choice) in enumerate(way):

@@ -19,7 +19,7 @@ from memopt.strategies.target import Target
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MemberOutcome:
     """What one member did.
 
     Attributes:
@@ -71,7 +71,7 @@ class Member:
         device: Device,
         share_s: float,
         progress: Progress | None,
-    ) -> Outcome:
+    ) -> MemberOutcome:
         """Solve within `share_s` seconds, as far as the strategy can stop, and check the plan."""
         begin = time.monotonic()
 
@@ -93,7 +93,7 @@ class Member:
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
             solution, note = Solution(Status.UNKNOWN), str(error)
-        return Outcome(self.strategy.name, time.monotonic() - begin, solution, note)
+        return MemberOutcome(self.strategy.name, time.monotonic() - begin, solution, note)
 
     @property
     def quick(self) -> bool:
@@ -113,7 +113,7 @@ class Member:
     def _checked(
         self, solution: Solution, budget_bytes: int | None, device: Device
     ) -> tuple[Solution, str]:
-        """(the solution as an `Outcome` has it, why its plan is not valid)."""
+        """(the solution as an `MemberOutcome` has it, why its plan is not valid)."""
         program = self.target.program(solution, budget_bytes, device)
         linearized = self.target.linearized is not None
         if program is None:
