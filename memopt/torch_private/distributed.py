@@ -16,7 +16,7 @@ _NAMES = (
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long a group's collectives wait for a rank; None: torch's own default."""
+    """Return how long a group's collectives wait for a rank; None: torch's own default."""
     if group is None or any(optional(name) is None for name in _NAMES):
         return None
     try:
