@@ -86,8 +86,8 @@ def _points(
 
 
 def bounds(comparison: ComparisonRecord[CellRecord]) -> list[tuple[int, float]]:
-    """Return (budget in bytes, seconds), sorted by budget: within the budget no plan of the compared
-    strategies is faster."""
+    """Return (budget in bytes, seconds) by budget: no plan of the compared strategies within the
+    budget is faster."""
     found: dict[int, float] = {}
     for cell in comparison.cells:
         if cell.budget_bytes is not None and cell.lower_bound_s is not None:
