@@ -70,9 +70,9 @@ def compare(
 ) -> Comparison:
     """Plan one model with several strategies at several budgets. It is profiled once.
 
-    Ctrl-C ends the comparison and returns what is done (`complete` is False then). A solver that
-    is under way may take it as its own limit and give its best plan first. Finished cells are
-    kept on disk: the same comparison later plans only what is missing.
+    Ctrl-C ends the comparison and returns the cells that are done (`complete` is False then). A
+    running solver may treat it as its time limit and return its best plan first. Finished cells
+    are kept on disk: the same comparison later plans only the missing ones.
 
     Args:
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
@@ -89,7 +89,7 @@ def compare(
         workers: how many cells are planned at a time, in threads; None: as many as there are
             usable cores, at most four. Plans do not depend on it unless a time limit cuts them
             short; planning times do. Real steps always run alone.
-        cache: keep kernels' costs and finished cells on disk, and take what is there.
+        cache: keep kernels' costs and finished cells on disk, and reuse those that are there.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -148,7 +148,7 @@ def default_strategies(
 
 
 class _Table:
-    """A comparison in the making: what its cells share."""
+    """A comparison under construction, with the state that its cells share."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class Comparison(ComparisonRecord[Cell]):
     """Strategies × budgets; `print` and notebooks show a table."""
 
     def to_dataframe(self) -> DataFrame:
-        """Return one row per cell, columns as Cell's attributes (without the plan).
+        """Return a data frame: a row per cell, columns as Cell's attributes (without the plan).
 
         Raises:
             ImportError: pandas is missing; names the extra to install.

@@ -58,7 +58,7 @@ class Fits:
     Attributes:
         device: for which the answer holds.
         budget_bytes: total device memory allowed.
-        batch: the batch that `rows` are for; None if the inputs were no function of it.
+        batch: the batch that `rows` are for; None if `inputs` was no function of it.
         standing: (what, bytes) that no plan can free.
         rows: one per strategy, in the order asked.
         notes: what to know about the figures.

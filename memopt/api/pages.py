@@ -39,7 +39,7 @@ def page_of_plan(
     measured: StepLanes | None = None,
     check: StepCheck | None = None,
 ) -> Page:
-    """Make a plan's page, see `Plan.report`; `measured` and `check` are a recorded step's.
+    """Make a plan's page (see `Plan.report`); `measured` and `check` are a recorded step's.
 
     Raises:
         ValueError: `points` is 1 or negative.
@@ -58,7 +58,7 @@ def page_of_plan(
 def page_of_comparison(
     comparison: ComparisonRecord[CellRecord], opened: PlanRecord | None, title: str | None = None
 ) -> Page:
-    """Make a comparison's page, see `Comparison.report`.
+    """Make a comparison's page (see `Comparison.report`).
 
     Raises:
         ValueError: the comparison has no plan.

@@ -183,12 +183,12 @@ class Plan(PlanRecord):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file that `memopt.load` reads, in this or another process.
 
-        The file appears whole or not at all. It is JSON: figures, graph, program and what the
-        plan is for, never the model's weights.
+        The file appears whole or not at all. It is JSON: figures, graph, program and a
+        description of the model and its inputs, never the model's weights.
 
         Raises:
-            PlanFileError: the example inputs contain something a file cannot hold, or there is
-                something at `path` that is no regular file.
+            PlanFileError: the example inputs contain something that a file cannot hold, or `path`
+                exists and is no regular file.
             OSError: the file cannot be written.
         """
         from memopt.files import save
@@ -200,7 +200,7 @@ class Plan(PlanRecord):
 
         Args:
             kind: "memory" (over the step, the plan stacked by kind and the baseline),
-                "schedule" (what runs when, and again) or "timeline" (compute and transfers).
+                "schedule" (runs and recomputations) or "timeline" (compute and transfers).
             ax: where to draw; None: a new figure.
 
         Returns:

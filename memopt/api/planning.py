@@ -78,8 +78,8 @@ def plan(
         whole_step: plan the parameters' updates, too, each as early as it can be, for
             `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
             a strategy for chains, "auto", or one for graphs that recomputes nothing ("olla",
-            "store-all", "offload-graph"). None: True for these last ones, if a loss and an
-            optimizer instance are passed, costs are measured and `accumulate` is False.
+            "store-all", "offload-graph"). None: True for these strategies for graphs, if a
+            loss and an optimizer instance are passed, costs are measured, and `accumulate` is off.
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.
         movable: the tensors of a whole step that may live on the host between their uses:
@@ -109,8 +109,8 @@ def plan(
         mesh: with mode="estimate", the ranks of a cluster that need not exist; one of them is
             planned. `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
-            rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
-        cache: whether measured costs and the traced backward are kept on disk (MEMOPT_CACHE_DIR).
+            rank's. `Plan.stats` has the network's seconds, the hidden share and tokens per second.
+        cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:

@@ -60,12 +60,12 @@ def planned_within(
 def within_reserved(
     solve_for: Callable[[int], PlanRecord], budget: object, beside_bytes: int = 0
 ) -> PlanRecord:
-    """Find a plan for which the allocator reserves at most the budget; the fastest one found.
+    """Find plans for which the allocator reserves at most the budget, and return the fastest.
 
     Args:
         solve_for: plans within so many allocated bytes.
         budget: on reserved bytes: a number of them, or a string with a unit.
-        beside_bytes: reserved beside the step.
+        beside_bytes: bytes reserved for tensors outside of the step.
 
     Raises:
         InfeasibleBudgetError: no plan was found that keeps the budget.

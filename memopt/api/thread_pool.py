@@ -17,7 +17,7 @@ from memopt.models.progress import Progress
 
 T = TypeVar("T")
 Task = Callable[[Progress], T]
-"""A task reports its progress, which raises KeyboardInterrupt when it is to stop."""
+"""A function of a progress callback, which raises KeyboardInterrupt to stop the task."""
 
 MOST_WORKERS = 4
 """Threads by default at most, since every solve may hold tables of its own."""
@@ -57,7 +57,7 @@ def run_all(tasks: Sequence[Task[T]], workers: int, progress: Progress) -> Finis
     """Run tasks in order, `workers` at a time; `progress` is called in the calling thread.
 
     Ctrl-C, or a KeyboardInterrupt that `progress` raises, stops the tasks at their next report
-    and returns what is done. What a task returns although it was interrupted counts as done.
+    and returns what is done. A result that a task returns despite the interrupt counts as done.
 
     Raises:
         Whatever a task raises, after the others have stopped.

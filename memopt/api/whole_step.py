@@ -11,9 +11,9 @@ from memopt.strategies.base import Strategy
 def takes_whole_step(strategy: Strategy, wanted: PlanRequest) -> bool:
     """Say whether a request is for a whole step, whose updates are captured.
 
-    `whole_step`, or an option that only whole steps have, decides it. Otherwise it is if a loss
-    and an optimizer instance are passed, costs are measured, the strategy plans graphs and
-    recomputes nothing, and gradients do not stay from step to step (`accumulate`).
+    `whole_step`, or an option that only whole steps have, decides it. Otherwise the step is
+    whole if a loss and an optimizer instance are passed, costs are measured, the strategy plans
+    graphs and recomputes nothing, and gradients do not stay from step to step (`accumulate`).
 
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
@@ -72,7 +72,7 @@ def check_rules(wanted: PlanRequest, strategy: Strategy) -> None:
 
     Raises:
         ValueError: the request is not for a whole step, or has several micro-batches for a
-            strategy that computes again.
+            strategy that recomputes.
     """
     rules = wanted.step.rules
     if rules and wanted.step.whole_step is False:

@@ -146,7 +146,7 @@ def unwrap(model: M) -> M:
 
 
 def running(model: nn.Module) -> SelfPlanning | Running:
-    """How a wrapped model or a planned module runs, whatever names it uses itself.
+    """Return how a wrapped model or a planned module runs, whatever its own attributes' names.
 
     Returns:
         Of a wrapped model: `.calls`, how many calls ran in which way, and `.plans`, those that are
@@ -303,7 +303,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:
-        return None  # an argument that no file holds
+        return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)

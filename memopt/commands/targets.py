@@ -207,7 +207,7 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> Target:
         dtype = _dtype(sizes.dtype or getattr(config, "dtype", None))
         with torch.device("meta" if sizes.meta else "cpu"), default_dtype(dtype):
             model = _build(transformers, config)
-    except Exception as error:  # whatever a model class makes of a wrong configuration
+    except Exception as error:  # a model class may raise anything for a wrong configuration
         raise TargetError(not_built(path, error, fault)) from error
     return Target(model.train(), _inputs(model, config, sizes), _own_loss)
 

@@ -64,6 +64,7 @@ class Sharding:
 
     def reader(self, name: str, rows: int | None) -> Callable[[Any], Any]:
         """Return the reader of a parameter: whole while the model runs, else as registered.
+
         Args:
             name: of the parameter in its module.
             rows: its size along the first dimension; None: it has no dimensions and is replicated.

@@ -71,7 +71,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     link stays a link, and its target is written.
 
     Raises:
-        PlanFileError: the path is no regular file; it is left unchanged.
+        PlanFileError: the path exists and is no regular file; it is left unchanged.
         OSError: the folder does not exist or cannot be written.
     """
     target = Path(os.path.realpath(path))

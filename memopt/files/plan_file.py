@@ -184,7 +184,7 @@ def _of_chain(
 
 def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
     """Check that the graph has the record's fingerprint, which `apply` compares with the model's,
-    and that the bytes in the record fit into what is resident."""
+    and that the record's sizes fit into the resident bytes."""
     try:
         found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Progress on a terminal: one bar that goes away, or the user's own callback."""
+"""Progress on a terminal: one bar that disappears at the end, or the user's own callback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reporting(progress: bool | Progress) -> Iterator[Progress]:
 @contextmanager
 def ending_at_ctrl_c(report: Progress) -> Iterator[Progress]:
     """Yield a report that raises KeyboardInterrupt once Ctrl-C was pressed, so that a solver ends
-    with its best plan instead of anywhere in its work. A second Ctrl-C raises at once.
+    with its best plan instead of being cut off. A second Ctrl-C raises at once.
 
     Changes nothing outside the main thread, or if somebody else handles the signal.
     """

@@ -87,6 +87,7 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
 
 def _hosted_bytes(step: Recapture, graph: Graph, state: OptimizerState, stays_bytes: int) -> int:
     """Return the bytes of optimizer state that updates bring from the host, where they stay.
+
     Raises:
         PlanFileError: the plan is for another amount of state than the optimizer keeps.
     """

@@ -1,4 +1,4 @@
-"""The stages between a model and its plan."""
+"""The stages between a model and its plan. "Again" is a stage's work on a step captured again."""
 
 from __future__ import annotations
 
