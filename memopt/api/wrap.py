@@ -179,13 +179,13 @@ class _Planner:
     """Whether calls with `labels` compute their own loss."""
 
     def charges_loss(self, call: Call) -> bool:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Whether a plan for the call charges its loss."""
         from memopt.capture.training_call import has_own_loss
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
     def promises(self) -> bool:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Whether the user named a budget, other than the smallest."""
         return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
@@ -196,7 +196,7 @@ class _Planner:
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Plan a call; return the model under its plan, and the plan."""
         from memopt.capture.training_call import NoLossError
 
         request = self._request(call, asked)
