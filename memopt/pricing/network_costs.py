@@ -1,8 +1,7 @@
 """Measures costs of collectives: every rank of the group takes part, in the same order.
 
 A collective runs a fixed number of times, never until it is precise, and is never cached: a rank
-    that stopped earlier, or knew the cost, would leave the others waiting.
-rank that stopped earlier than the others, or knew the answer, would leave them waiting.
+that stopped earlier, or knew the cost, would leave the others waiting.
 """
 
 from __future__ import annotations

@@ -171,7 +171,6 @@ def measured_again_if_busy(
     """Measure kernels and the unplanned step, again if the kernels take far longer than the step.
 
     Such costs are from a busy moment, perhaps cached: they are renewed, in the cache too. If that
-        does not help, the note says so.
     does not help, the note says so.
     """
     graph, step = measured(options)

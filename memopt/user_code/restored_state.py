@@ -157,7 +157,6 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     Yields:
         The StorageCopies. The first run inside goes in its `first_run()`, or, if it is compiled
         code, after its `keep_all()`. Its `backward` runs backwards inside.
-        runs, after `keep_all()`. Its `backward` is how a backward is run inside.
     """
     parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
     reached = ReachedState(parts)
