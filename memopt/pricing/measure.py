@@ -115,7 +115,7 @@ def costs_of(
     timed: bool = True,
 ) -> list[Cost]:
     """Return the measured cost of each kernel call; see `measure`. If not `timed`, each call that
-    is not in the cache only runs twice, for its workspace and result sizes."""
+    is not in the cache runs just twice, for its workspace and result sizes."""
     distinct = {s.text: s for s in signatures if not is_collective(s.target)}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}

@@ -71,7 +71,7 @@ _ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
 
 
 class _Running(threading.local):
-    """The meter of the loss that runs in each thread."""
+    """Keeps, per thread, the meter of the loss that runs there."""
 
     meter: weakref.ref[LossMeter] | None = None
 

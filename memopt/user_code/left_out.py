@@ -1,6 +1,6 @@
 """Drops what a forward prints, logs or warns while it is captured: a planned step stays silent.
 
-Such output changes no result, so it is no reason to refuse a model; but a user who waits for a line
+Such text changes no result, so it is no reason to refuse a model; but a user who waits for a line
 must know why none comes. Dynamo drops such calls where it is told to, and those of loggers always,
 silently.
 """
@@ -39,7 +39,7 @@ _TOLD: set[str] = set()
 
 @contextlib.contextmanager
 def leaving_out_words() -> Iterator[None]:
-    """Capture inside without the forward's output, and warn once for each place that makes some."""
+    """Capture inside without the forward's prints, logs and warnings; tell of each place once."""
     found: dict[str, str] = {}
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
