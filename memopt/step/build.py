@@ -82,7 +82,7 @@ class Lowering:
 
     @cached_property
     def signatures(self) -> tuple[Signature, ...]:
-        """Signatures of the nodes."""
+        """Return the signatures of the nodes."""
         return tuple(map(signature, self.nodes))
 
 

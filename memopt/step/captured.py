@@ -119,7 +119,7 @@ class Captured:
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
-        """For each forward output, its position among the model's output leaves; None: no leaf."""
+        """Return each forward output's position among the model's output leaves; None: no leaf."""
         mutated = len(self.mutated)
         return tuple(
             i - mutated if mutated <= i < mutated + self.outputs.count else None

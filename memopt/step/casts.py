@@ -26,8 +26,7 @@ _ONE_AT_A_TIME = ForkedLock()
 def casts_as_eager() -> Iterator[None]:
     """Trace a joint graph with eager's casts.
 
-    Autocast keeps only the casts of leaves, and a trace's tensors, which stand for leaves, are
-    none.
+    Autocast caches casts of leaves alone; a trace's tensors stand for leaves without being any.
     """
     with _ONE_AT_A_TIME, leaves_cast_once():
         try:

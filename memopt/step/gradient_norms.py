@@ -70,7 +70,7 @@ def with_norms(
 
 
 def _inverse_scale(extension: Extension) -> Node:
-    """Add the factor of the gradients, an input that comes with the loss's gradient."""
+    """Add the factor that gradients are multiplied by, an input given with the loss's gradient."""
     like = extension.captured.tangents[-1]
     with extension.fx_graph.inserting_after(like):
         node = extension.fx_graph.placeholder("inverse_scale")

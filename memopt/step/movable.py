@@ -109,7 +109,7 @@ def with_movable(
 def with_host_updates(
     profiled: Profiled | None, optimizer: torch.optim.Optimizer, device: Device
 ) -> ProfiledStep:
-    """Let the host run the updates of tensors that may be there between steps.
+    """Let the host run the updates of tensors that may be on the host between steps.
 
     Args:
         profiled: a whole step, see `with_movable`.

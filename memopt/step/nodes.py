@@ -13,7 +13,7 @@ from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
-"""Tagged as random, like its relatives, but refuses any dropout."""
+"""Operators tagged as random, like their relatives, that refuse any dropout."""
 
 
 def is_random(node: Node) -> bool:

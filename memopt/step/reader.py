@@ -244,7 +244,7 @@ class TraceReader:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The forward's changes to objects that existed before it."""
+        """Return the forward's changes to objects that existed before it."""
         return self._guards.changes
 
     def read_later(self, source: str) -> Callable[..., Any]:

@@ -164,6 +164,6 @@ def _zeros(spec: TensorSpec) -> torch.Tensor:
         example = storage.as_strided(spec.shape, spec.strides)
         return example.requires_grad_(spec.requires_grad)
     except (RuntimeError, AssertionError, TypeError) as error:
-        # # AssertionError: torch without CUDA.
+        # AssertionError: torch without CUDA.
         reason = str(error).partition("\n")[0]
         raise PlanFileError(f"the plan's input {spec} cannot be made here: {reason}") from error

@@ -1,9 +1,9 @@
 """Repeats a forward's side effects on Python objects in planned steps.
 
-For a list of auxiliary losses, a dict of features that a hook fills, or `self.last_attention =
-...`, a graph computes the tensors and returns none of them. So the model is traced once more, with
-these values as outputs; after each planned forward they are put where the model puts them, in its
-order. They have gradients as all outputs do.
+A forward may leave tensors in a list of losses, a dict of features or `self.last_attention`; its
+graph computes them and returns none. So the model is traced once more with these values as outputs.
+After each planned forward they are put where the model puts them, in its order. They have gradients
+as all outputs do.
 
 A value that the trace sees as a constant (a flag that is set) is set anew at each call. A value
 that differs at each call (a counter) cannot be: such a model is refused, and the object named.

@@ -161,7 +161,7 @@ class Touch:
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
     def changed(self) -> bool:
-        """Return whether it has, or could have without a trace."""
+        """Return whether the update has changed them, or could have unnoticed."""
         return self._fused or any(version_of(tensor) != seen for tensor, seen in self._versions)
 
 

@@ -57,7 +57,7 @@ class UpdateSite:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments of the update's call."""
+        """Return the arguments of the update's call."""
         given = (self.name, self.gradient)
         return given if self.value is None else (*given, self.value)
 
