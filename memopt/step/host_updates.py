@@ -27,7 +27,7 @@ def host_updates(
     state may live on the host, and the gradient is one tensor that nothing keeps.
 
     An update is priced by the bytes that it reads and writes, at the host's measured rate; without
-    a rate there is none. Its bits are the device's only where the device is the host itself.
+    a rate none is returned. Its bits are the device's only where the device is the host itself.
     """
     rate = device.host_update_bytes_per_s
     if rate is None:

@@ -4,7 +4,7 @@ These are elementwise kernels, which read each element before they write it, by 
 same order, and softmax's, which read a row before they write it: the result is the same bit for
 bit. Some have a twin that works in place, the others an overload that takes the tensor to write to,
 which may be their first argument.
-A kernel of memopt's own names its twin in its attribute `over` (`implementations/kernel.py`).
+A kernel of memopt's own names its twin in its attribute `over` (`kernels/kernel.py`).
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """See `TracedOutputs.makes_zeros`."""
+    """Return `TracedOutputs.makes_zeros` of a dynamo graph."""
     for node in _all_nodes(traced):
         if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True

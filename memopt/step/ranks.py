@@ -52,7 +52,7 @@ class Ranks:
         """Exchange values; return each rank's, in the order of ranks.
 
         Args:
-            value: picklable.
+            value: this rank's, picklable.
             doing: the present activity, for messages.
 
         Raises:

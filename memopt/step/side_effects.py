@@ -279,7 +279,7 @@ def _of_argument(change: Change) -> Effect:
 
 
 def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
-    """Make a change."""
+    """Make a change to its owner, with these values."""
     match change.kind:
         case "attribute":
             _setter(owner)(owner, change.name, values[0])
