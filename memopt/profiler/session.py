@@ -195,7 +195,7 @@ def _baseline(
     lowering: Lowering,
     options: MeasureOptions,
 ) -> Baseline:
-    """Measure the unplanned step, or read it from the cache; its peak is above resident bytes."""
+    """Measure the unplanned step, or read it from the cache; its peak omits resident bytes."""
     key = _baseline_key(lowering, device, loss)
     cache = options.cache
     if cache is not None and key is not None and not options.renew:

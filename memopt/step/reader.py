@@ -306,7 +306,7 @@ class TraceReader:
             yield Dependency(source, source, setting, self._read(setting))
 
     def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
-        """Yield the traced functions in the read values' classes: a class may get another one."""
+        """Yield dependencies on traced functions in the read values' classes, which may change."""
         classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):
@@ -320,7 +320,7 @@ class TraceReader:
                     yield Dependency(shown, source, source, value, identity=True)
 
     def _aliased(self) -> Iterator[Dependency]:
-        """Yield tensors that were read in several places and were the same."""
+        """Yield a dependency for each further place of a tensor that was read in several."""
         first: dict[int, str] = {}
         for source, tensor in self.tensors.items():
             other = first.setdefault(id(tensor), source)
