@@ -44,8 +44,7 @@ class AddedLater:
         }
 
     def look(self, primals: Sequence[Any]) -> None:
-        """Warn, once, if the running backward has already summed another gradient of one of the
-        values.
+        """Warn, once, if the running backward has already summed a gradient of one of them.
 
         Args:
             primals: the values of the joint graph's inputs.

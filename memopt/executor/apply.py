@@ -201,9 +201,8 @@ def _spare_bytes(plan: PlanRecord) -> int | None:
 
 
 def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
-    """Return a context with the plan's autocast, unless the caller has set one.
-
-    Plans are applied outside of the `with torch.autocast` that the steps will run in."""
+    """Return a context with the plan's autocast, unless the caller has set one: plans are applied
+    outside of the `with torch.autocast` that the steps will run in."""
     if plan.record is None or any(autocast_state()):
         return nullcontext()
     return autocast_as(plan.record.autocast)

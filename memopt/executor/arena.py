@@ -117,9 +117,8 @@ def _like(
     out_variants: Mapping[Node, OutVariant],
     tensor: int,
 ) -> Tensor | None:
-    """Return the fake tensor of a lifetime if its kernel can write at an address, else None.
-
-    The lifetime begins with `run`, or with a swap-in if that is None."""
+    """Return the fake tensor of a lifetime if its kernel can write at an address, else None. The
+    lifetime begins with `run`; with a swap-in if that is None."""
     if run is None:
         base = lowering.bases.get(tensor)
         value: Any = base.meta.get("val") if base is not None else None
@@ -168,9 +167,8 @@ class ArenaFamily:
         self._outside_bytes = 0
 
     def admit(self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None) -> bool:
-        """Let a program share the arena, which grows if it must.
-
-        Return False if, with an arena that large, one of the programs would exceed the budget.
+        """Let a program share the arena, which grows if it must; return False if that would make
+        one of the programs exceed its budget.
 
         Args:
             extent_bytes: size of the program's own arena.
@@ -199,8 +197,7 @@ class ArenaFamily:
         return None if self.extent_bytes > most_bytes else most_bytes + outside_bytes
 
     def _room(self, outside_bytes: int, budget_bytes: int | None) -> tuple[int | None, int | None]:
-        """Return the limit with one more program, and the most that the arena may take, where None
-        means no limit."""
+        """Return the limit with one more program, and the arena's largest size; None: no limit."""
         if self.limit_bytes is None or budget_bytes is None:
             return None, None
         limit_bytes = max(self.limit_bytes, budget_bytes)

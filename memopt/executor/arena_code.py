@@ -31,8 +31,7 @@ class Writer(Protocol):
 
 class ArenaWriter:
     """Writes the calls whose results have slots and, with `checked`, the lines that
-    `memopt.executor.arena_check` needs. One serves both halves, since it tracks the slots in
-    use."""
+    `memopt.executor.arena_check` needs. Shared by both halves, as it tracks the slots in use."""
 
     def __init__(self, layout: ArenaLayout, checked: bool) -> None:
         self.layout = layout

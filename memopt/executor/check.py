@@ -131,8 +131,7 @@ def measure_step(
     targets: tuple[Any, ...] = (),
     last: LastCapture | None = None,
 ) -> Measured:
-    """Return the peak and time of a step under the plan; see `Plan.check`, and `apply_plan` for
-    `last`."""
+    """Return the peak and time of a planned step; see `Plan.check`, and `apply_plan` for `last`."""
     steps = _steps(plan, model, inputs, loss_fn, targets)
     planned = apply_plan(plan, model, inputs, last=last)
     with together(ranks_of(model)), steps.restored() as kept:
@@ -229,8 +228,7 @@ class _Sum(torch.autograd.Function):
 
 
 def loss_of(output: Any, loss_fn: Any, targets: Any, gradients: OutputGradients) -> Any:
-    """Return the scalar that a measured step's backward starts from: the user's loss, or the sum of
-    the outputs."""
+    """Return the root of a measured step's backward: the user's loss, or the sum of the outputs."""
     return summed(output, gradients) if loss_fn is None else loss_fn(output, *as_targets(targets))
 
 

@@ -1,5 +1,4 @@
-"""Writes one half of a step as lines of Python: one per kernel or view, `del` where the plan
-frees."""
+"""Writes one half of a step as Python: a line per kernel or view, `del` where the plan frees."""
 
 from __future__ import annotations
 
@@ -292,8 +291,7 @@ class Writer:
     def into_arena(
         self, op: int, node: Node, outputs: tuple[int, ...], reads: Iterable[int]
     ) -> str | None:
-        """Return the call that writes an operator's results at their addresses; None: they have
-        none."""
+        """Return the call that writes results at their addresses; None: they have none."""
         if self.arena is None:
             return None
         absent = self.absent(op, node)
@@ -325,8 +323,7 @@ class Writer:
             (self.laid_out.add if certain else self.laid_out.discard)(result)
 
     def waited_at_once(self, text: str, tensors: Iterable[int]) -> str:
-        """Return the text of a collective's call that returns only when its results have
-        arrived."""
+        """Return the text of a collective's call that returns once its results have arrived."""
         self.globals["waited"] = waited
         self.landed(tensors)
         return self.waiting(f"waited({text})")
@@ -356,8 +353,7 @@ class Writer:
             self.arena.free(self, tensor)
 
     def primals(self) -> None:
-        """Bind the step's arguments, except parameters and state that are swapped in from the
-        host."""
+        """Bind the step's arguments, but for parameters and state that are swapped in."""
         homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
         nodes = [p.node for p in self.halves.captured.primals]
         self.unpack([None if node in homes else node for node in nodes], "primals")

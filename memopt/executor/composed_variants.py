@@ -1,5 +1,4 @@
-"""Out variants for kernels without a native `out=` overload, composed of kernels that have one or
-work in place.
+"""Out variants of kernels without a native `out=` overload, composed of other kernels.
 
 Each follows torch's own implementation of the operator (ATen/native, 2.11 to 2.13) step by step,
 with given tensors where that allocates: results are the same bit for bit.

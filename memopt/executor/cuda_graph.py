@@ -37,14 +37,12 @@ class Capturer(Protocol):
     """Captures the kernels that a function launches."""
 
     def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        """Return what `run` returned, and a function that repeats its launches into the same
-        tensors."""
+        """Return the results of `run`, and a function that repeats its launches into them."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs of one device in one memory pool, so that a backward finds its forward's
-    results."""
+    """CUDA graphs of one device in one memory pool, which a forward and its backward share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -212,8 +210,7 @@ class GraphedProgram:
         return found
 
     def _where(self, primals: Sequence[Any]) -> list[int | None]:
-        """Return the addresses of tensors that are read in place; None for inputs and
-        non-tensors."""
+        """Return the addresses of tensors that are read in place; None for the others."""
         return [
             value.data_ptr() if isinstance(value, torch.Tensor) and i not in self._inputs else None
             for i, value in enumerate(primals)

@@ -53,8 +53,7 @@ def _call_text(call: Call) -> str:
 
 
 def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Return the settings that torch's own modules declare (`__constants__`): a dropout's p, a
-    norm's eps."""
+    """Return the settings that torch's modules declare (`__constants__`): a dropout's p, say."""
     names: Iterable[str] = getattr(type(module), "__constants__", ())
     pairs = ((name, getattr(module, name, None)) for name in names)
     return tuple((name, value) for name, value in pairs if isinstance(value, _PLAIN))
@@ -96,8 +95,7 @@ def _structure(modules: dict[str, nn.Module]) -> list[Dependency]:
 
 
 def _ties(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Map each parameter or buffer that is the same tensor as an earlier one: name → earlier
-    name."""
+    """Map each parameter or buffer that is an earlier one's tensor to the earlier name."""
     first: dict[int, str] = {}
     earlier = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     return {name: other for name, other in earlier.items() if other != name}
@@ -149,8 +147,7 @@ class Guard:
         dependencies: Dependencies | None = None,
         updated: Iterable[str] = (),
     ) -> Guard:
-        """Make the guard of a model and its example call: their present state, except what the
-        trace read.
+        """Make the guard of a model and its example call in their present state.
 
         Args:
             model: the user's model.

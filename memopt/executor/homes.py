@@ -87,9 +87,8 @@ class Homes:
         return sum(view.untyped_storage().nbytes() for view in self._views.values())
 
     def leave(self, *, carried: bool = False) -> None:
-        """Copy to the host all moved tensors that are not there: before the first step, and those
-        loaded or replaced since. With `carried` also those that the step begins with on the
-        device."""
+        """Copy moved tensors to the host that are not there: before the first step, and after they
+        were loaded or replaced. With `carried`, also those that begin a step on the device."""
         for tensor in (*self.parameters, *self.states):
             if carried or tensor not in self.carried:
                 self._leave(tensor)
@@ -106,8 +105,7 @@ class Homes:
         self._host.begin(run)
 
     def update(self, op: int, stored: StoredTensor) -> None:
-        """Let the host run an update, which reads the host copy of its gradient when that
-        arrives."""
+        """Let the host run an update once the host copy of its gradient is complete."""
         assert self._begun is not None
         self._begun()
         name, node, gradient = gradient_of(self._lowering, op)

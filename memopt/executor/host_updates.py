@@ -142,8 +142,7 @@ def update_there(
     gradient: torch.Tensor,
     step: Step,
 ) -> None:
-    """Step a parameter on the host, as the update thread of a train step does, and note the
-    change."""
+    """Step a parameter on the host, in the update thread of a train step, and note the change."""
     parameter = parameters[name]
     if undo is not None:
         undo.keep_update(parameter)

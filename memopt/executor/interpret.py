@@ -18,8 +18,7 @@ from memopt.step.in_place import in_place_call
 
 
 class _Machine:
-    """The state of an interpreted step: device values by node, host copies by tensor, generator
-    states by operator."""
+    """The state of a step: device values by node, host copies by tensor, generator states."""
 
     def __init__(self, halves: Halves, swap: Any, random: Any, homes: Any) -> None:
         self.halves = halves
@@ -54,8 +53,7 @@ class _Machine:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def given(self, primals: list[Any]) -> None:
-        """Take the step's arguments, except parameters and state that are swapped in from the
-        host."""
+        """Take the step's arguments, but for parameters and state that are swapped in."""
         homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
         for primal, value in zip(self.halves.captured.primals, primals, strict=True):
             if primal.node not in homes:

@@ -114,8 +114,7 @@ def absence_of(captured: Captured, lowering: Lowering, missing: frozenset[int]) 
 
 
 def _is_replaced(lowering: Lowering, program: Program, absence: Absence) -> bool:
-    """Return whether an alternative implementation computes an operator that reads both skipped and
-    computed values."""
+    """Return whether an alternative implementation reads both skipped and computed values."""
     return any(
         run.implementation is not None
         and lowering.nodes[run.op] not in absence.nodes

@@ -73,8 +73,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Record the block as a wait of the compute stream; the instruction begins again after
-        it."""
+        """Record the block as a wait of the compute stream; the instruction begins after it."""
         begin = self.clock.now()
         try:
             yield
@@ -105,8 +104,7 @@ class Recorder:
         return run
 
     def take(self) -> tuple[Recorded, ...]:
-        """Return everything recorded since the last `take`; times count from its first
-        instruction."""
+        """Return everything recorded since the last `take`; times count from the first span."""
         spans, self._spans = self._spans, []
         if not spans:
             return ()

@@ -252,8 +252,7 @@ class SelfPlanning:
         return output
 
     def _seen(self, call: Call) -> Call:
-        """Return a call with what eager would see in its masks, if it can have a plan of its
-        own."""
+        """Return a call, with its masks as eager sees them if it can have its own plan."""
         seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 

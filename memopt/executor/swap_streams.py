@@ -159,8 +159,7 @@ class StreamSwap:
         self._free: list[tuple[torch.Tensor, Any]] = []
 
     def lease(self) -> PoolLease:
-        """Lease a pool for one step; a second one exists only if two steps are under way at
-        once."""
+        """Lease a pool for one step; a second pool is made only for two steps at once."""
         home = self._streams.here()
         try:
             # Of two steps at once only one gets the idle pool: pop is atomic.

@@ -16,8 +16,7 @@ def runs_unplanned() -> bool:
 
 @contextlib.contextmanager
 def unplanned() -> Iterator[None]:
-    """Run wrapped models without a plan in the block, for example within a planned call of
-    another."""
+    """Run wrapped models without a plan in the block, as within a planned call of another."""
     before = runs_unplanned()
     _HERE.running = True
     try:

@@ -90,11 +90,9 @@ class Halves:
 
     @cached_property
     def complete_gradients(self) -> dict[int, tuple[int, ...]]:
-        """Position in the program → the gradients, by their position, that are complete after it.
-
-        That instruction of the backward half is the last to use the gradient's tensor or the value
-        whose gradient it is (whoever gets the gradient may update that). Gradients that are
-        complete only at the end are left out."""
+        """Position in the program → the gradients, by their position, that are complete after it:
+        it is the last use of the gradient's tensor and of the value whose gradient it is (whoever
+        gets the gradient may update that). Gradients complete only at the end are left out."""
         last: dict[int, int] = {}
         for position, instruction in enumerate(self.backward, self.boundary + 1):
             last.update(dict.fromkeys(instruction.effects(self.lowering.graph).touches, position))
