@@ -150,8 +150,7 @@ def _has_values(given: Node | torch.Tensor) -> bool:
 
 
 def _estimated_s(node: Node, device: Device) -> float:
-    """Return an alternative's roofline time, seconds: that of similar calls, or of its own
-    bytes."""
+    """Return an alternative's roofline time, seconds: that of similar calls or of its bytes."""
     like = node.meta["memopt_like"] or ((node, 1.0),)
     scratch_s: float = node.meta["memopt_moved_bytes"] / (
         device.memory_bytes_per_s * device.memory_fraction
@@ -168,10 +167,9 @@ def _priced(
     figures: dict[tuple[int, str], dict[str, Any]],
     pruned: bool,
 ) -> Graph:
-    """Return the priced graph with the lowering's extra tensors and alternatives.
-
-    `figures` are by (operator, name). `pruned` leaves out dominated alternatives; measured ones
-    all stay, since near ties would change from run to run."""
+    """Return the priced graph with the lowering's extra tensors and alternatives. `figures` are by
+    (operator, name). `pruned` leaves out dominated alternatives; measured ones all stay, since
+    near ties would change from run to run."""
     extras: tuple[Tensor, ...] = lowering.graph.tensors[len(graph.tensors) :]
     operators = []
     for i, (old, new) in enumerate(zip(graph.operators, lowering.graph.operators, strict=True)):

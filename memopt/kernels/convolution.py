@@ -29,8 +29,7 @@ SPLITS = (2, PARTS)
 
 
 def wanted(backward: Node) -> tuple[bool, bool, bool]:
-    """Return whether a convolution's backward gives gradients of the input, the weight and the
-    bias."""
+    """Return whether a convolution's backward gives gradients of input, weight and bias."""
     mask: Any = backward.args[-1]
     return tuple(mask)
 

@@ -1,5 +1,4 @@
-"""Kernels of convolutions: in parts of the batch, one gradient alone, and libraries' other
-algorithms.
+"""Kernels of convolutions: in parts of the batch, one gradient alone, a library's other algorithms.
 
 A library may choose another algorithm for another batch size, so split kernels are not declared
 exact. ATen computes the two gradients separately in any case: each alone has the same bits (tested

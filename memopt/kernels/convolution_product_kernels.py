@@ -59,8 +59,8 @@ def _with_bias(by_weight: Tensor, g: Tensor, bias: bool) -> tuple[Tensor, ...]:
 
 
 def columns_bytes(x: Any, weight: Any, y: Any, _: Steps) -> tuple[int, int]:
-    """Return the bytes of one image's columns (a row per weight of a filter, a column per output
-    position), and the bytes moved."""
+    """Return the bytes of one image's columns (weights of a filter × positions), and those
+    moved."""
     columns = int(weight[0].numel() * y[0, 0].numel() * y.element_size())
     return columns, 2 * columns * x.shape[0]
 
@@ -108,8 +108,7 @@ def spectra_weight(bias: bool, g: Tensor, x: Tensor, shape: Any, steps: Steps) -
 
 
 def spectra_fit(x: Any, weight: Any, steps: Steps) -> bool:
-    """Return whether stride and dilation are 1, the precision single or double, the window
-    large."""
+    """Return whether stride and dilation are 1, the window large, in single or double precision."""
     stride, _, dilation = steps
     known = x.dtype in (torch.float32, torch.float64)
     return {*stride, *dilation} == {1} and known and weight[0, 0].numel() >= _SMALLEST_WINDOW

@@ -55,8 +55,7 @@ def _loss(
     ignore: int,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return (loss, count of its targets, gradients of hidden, weight [classes, features],
-    bias)."""
+    """Return loss, count of its targets, gradients of hidden, weight [classes, features], bias."""
     rows, wide = len(hidden), _wide(hidden.dtype)
     seen = target != ignore
     places = target.where(seen, 0)[:, None]
@@ -199,8 +198,7 @@ def _attach_chunks(
 
 
 def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """Return the bytes of a chunk's logits and, for a narrower dtype, of both dtypes' and W's
-    gradient."""
+    """Return the bytes of a chunk's logits; for a narrower dtype in both, with W's gradient."""
     rows, width = len(hidden), _wide(hidden.dtype).itemsize
     narrow = hidden.dtype.itemsize if hidden.dtype.itemsize < width else 0
     chunk = -(-rows // CHUNKS) * weight.shape[1]

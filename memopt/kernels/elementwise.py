@@ -56,8 +56,7 @@ def _scaled_over(g: Tensor, bits: Tensor, slope: float) -> Tensor:
 
 
 def _gradient(name: str, run: Callable[..., Any]) -> Kernel:
-    """Wrap an ATen backward that can write over its first argument, by its `grad_input`
-    overload."""
+    """Wrap an ATen backward whose `grad_input` overload can write over its first argument."""
     return with_twin(name, run, lambda g, *rest: run(g, *rest, grad_input=g))
 
 

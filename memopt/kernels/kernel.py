@@ -46,8 +46,7 @@ def with_twin(name: str, function: Callable[..., Any], over: Callable[..., Any])
 
 
 def overwriting(name: str, over: Callable[..., Any]) -> Kernel:
-    """Make a kernel that copies its first argument and overwrites the copy, with its twin
-    `over`."""
+    """Make a kernel that overwrites a copy of its first argument, with its twin `over`."""
     return with_twin(name, lambda first, *rest: over(first.clone(), *rest), over)
 
 

@@ -99,8 +99,7 @@ def attach(sites: Sites) -> None:
 
 
 def _attach_places(sites: Sites, forward: Node, result: Node, backward: Node) -> None:
-    """Attach the forward that makes 8-bit places in the windows, and the backward that reads
-    them."""
+    """Attach the forward that makes 8-bit places in the windows, and its backward."""
     g, x, *arguments, _ = backward.args
     value, image = value_of(result), value_of(x)[0]
     place = sites.extra(f"{forward.name}__index8", value.new_empty(value.shape, dtype=torch.uint8))

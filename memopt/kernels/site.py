@@ -230,9 +230,8 @@ class Sites:
     def lowering(self) -> Lowering:
         """Return the extended lowering; its Graph has the alternatives, unpriced.
 
-        Alternatives of one operator are in the order in which two of them should run: those that
-        read much and write little first, so that an operand can be freed, or overwritten by the
-        second.
+        An operator's alternatives are in the order in which two should run: first those that read
+        much and write little, so that an operand can be freed, or overwritten by the second.
         """
         graph = self._lowering.graph
         operators = list(graph.operators)

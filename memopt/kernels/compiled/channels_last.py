@@ -35,8 +35,7 @@ _CONVOLUTIONS: dict[Any, int] = {
     _ATEN.convolution.default: 1,
     _ATEN.convolution_backward.default: 2,
 }
-"""Convolution → how many of its first arguments are images: the input; its gradient and the
-input."""
+"""Convolution → number of its leading arguments that are images."""
 _BOUND_TO_STRIDES = frozenset(
     {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
 )

@@ -41,8 +41,7 @@ class Region:
 def divide(
     lowering: Lowering, fusible: Callable[[int], bool] | None = None, largest: int = LARGEST
 ) -> list[Region]:
-    """Return the regions of at least two operators, or of one that gains by it, in the graph's
-    order.
+    """Return regions of at least two operators, or of one that gains by it, in the graph's order.
 
     Args:
         lowering: of the captured step, its graph in the framework's order.
@@ -152,8 +151,7 @@ def _sources(graph: Graph, op: int) -> Iterator[int]:
 
 
 def _cut(group: list[int], largest: int) -> Iterable[list[int]]:
-    """Cut into parts of similar size, in the order of the step, so that no part precedes its
-    sources."""
+    """Cut into parts of similar size, in the order of the step: no part precedes its sources."""
     count = -(-len(group) // largest)
     size = -(-len(group) // count)
     return [group[start : start + size] for start in range(0, len(group), size)]

@@ -1,5 +1,4 @@
-"""Tells which operators Inductor fuses into one kernel; all others are anchors, which stay
-ATen's."""
+"""Tells which operators Inductor fuses into one kernel; the others are anchors and stay ATen's."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def is_fusible(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Return whether each result element of a fusible call depends on few elements of its
-    operands."""
+    """Return whether an element of a fusible call's result depends on few operand elements."""
     target: Any = node.target
     name = str(target)
     cheap = name in _UNTAGGED or name in _SAME_ELEMENTS or name in _MADE_OF_NOTHING
@@ -97,8 +95,7 @@ def is_constant(node: Node) -> bool:
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """Return whether a strided tensor holds real numbers, is not empty and is not lazily
-    negated."""
+    """Return whether a strided tensor is real, not empty and not lazily negated."""
     return (
         value.layout is torch.strided
         and not value.is_complex()

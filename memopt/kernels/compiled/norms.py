@@ -59,8 +59,7 @@ def parts_of(call: Node) -> tuple[Node | None, ...] | None:
 
 
 def statistics_of(lowering: Lowering, op: int) -> tuple[int, ...] | None:
-    """Return the tensors from which an operator's first result can be recomputed, if it is a
-    norm."""
+    """Return the tensors from which a norm's output can be recomputed; None: no norm."""
     parts = parts_of(lowering.nodes[op])
     return None if parts is None else held_by(parts, lowering.storages)
 

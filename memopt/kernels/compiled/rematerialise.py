@@ -1,5 +1,4 @@
-"""Chooses the forward values that the backward's kernels rematerialise, instead of reading saved
-ones.
+"""Chooses the forward values that the backward's kernels rematerialise instead of reading them.
 
 A pointwise operator costs a fused kernel arithmetic only. So a result that the backward reads need
 not be kept if it can be recomputed from something smaller: the input of a GELU instead of its
@@ -141,8 +140,7 @@ class _Step:
         return {t for op in operators for t in self.reads[op] if self._of_forward(t)}
 
     def read_by_products(self) -> set[int]:
-        """Return the recomputable tensors that operators outside of regions read in the
-        backward."""
+        """Return the recomputable tensors that the backward reads outside of regions."""
         return {t for t in set(self.made_of) - set(self.graph.outputs) if self._outside(t)}
 
     def with_operands(self, tensors: set[int], ways: Mapping[int, tuple[int, ...]]) -> set[int]:

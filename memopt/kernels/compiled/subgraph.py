@@ -1,5 +1,4 @@
-"""Copies a region into a graph of its own, with its inputs, outputs and a key of its
-computation."""
+"""Copies a region into a graph of its own, with inputs, outputs and a key of its computation."""
 
 from __future__ import annotations
 
@@ -138,9 +137,8 @@ class _Taken:
         )
 
     def _leaves(self, node: Node) -> bool:
-        """Return whether a kernel outside the region, or the step's result, reads a node. Masks of
-        dropouts do not count, since every region makes them; nor do readers that rematerialise
-        it."""
+        """Return whether a kernel outside the region, or the step's result, reads a node. Readers
+        that make it themselves do not count: as a dropout's mask, or rematerialised."""
         together = self.together
         inside = together.calls if self._masking(node) is not None else self.inside
         making = together.backward if self._is_made_again(node) else frozenset()
@@ -206,8 +204,7 @@ class _Taken:
         return [one for one in parts_of(call) or () if one is not None]
 
     def _norm(self, node: Node) -> Node | None:
-        """Return the norm whose output a node is, if the region makes it from the norm's
-        statistics."""
+        """Return the norm whose output a node is, if the region recomputes that."""
         if node.target is not operator.getitem or node.args[1] != 0 or not self._makes_again(node):
             return None
         call = node.args[0]
