@@ -1,5 +1,4 @@
-"""Merges the graphs of ranks that each have priced the same step: the largest figure of any
-rank."""
+"""Merges the graphs of ranks that have each priced one step: the largest figure of any rank."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ def memory_upper_bound(graph: Graph) -> int:
 
 
 def time_lower_bound(cost_model: Graph | Chain) -> float:
-    """Return the seconds that every plan of the cost model needs: all operators that must run,
-    once,
-    the fastest way, on the compute stream; or the collectives, one after the other, on the network.
+    """Return the seconds that every plan of the cost model needs: its needed operators, once, the
+    fastest way, on the compute stream; or its collectives, one after the other, on the network.
 
     Operators that no result depends on and that have no effects need not run.
     """
@@ -62,8 +61,7 @@ def overlapped_bound(graph: Graph, bound_s: float) -> float:
 
 
 def relative_gap(value: float, bound: float) -> float:
-    """Return how far a value can be from the best, as a share of its lower bound; 0.0 if that is
-    0."""
+    """Return a value's gap to its lower bound, as a share of that; 0.0 if the bound is 0."""
     return (value - bound) / bound if bound > 0 else 0.0
 
 

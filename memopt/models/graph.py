@@ -204,8 +204,8 @@ class Graph:
     repeated: bool = field(default=False, metadata=SPARSE)
 
     linearizer: ClassVar[Callable[[Graph], Chain]]
-    """Linearises a graph for `to_chain`; set by `memopt.reductions` (rooms import downwards
-    only)."""
+    """Makes the chain of `to_chain`; `memopt.reductions` sets it, as rooms import downwards
+    only."""
 
     def __init__(
         self,
@@ -391,6 +391,5 @@ class Graph:
         return sum(x.time_s for x in self.operators if x.collective is not None)
 
     def to_chain(self) -> Chain:
-        """Return the chain of this graph's articulation points; see
-        `memopt.reductions.linearize`."""
+        """Return the chain of articulation points; see `memopt.reductions.linearize`."""
         return type(self).linearizer(self)

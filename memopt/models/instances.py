@@ -130,8 +130,7 @@ def rotor_partition(values: Sequence[int]) -> tuple[Chain, int]:
 
 
 def partition_makespan(values: Sequence[int]) -> int:
-    """Return the makespan of `rotor_partition(values)` that is reached if the values split
-    evenly."""
+    """Return the makespan of `rotor_partition(values)` if the values split evenly."""
     return 2 * sum(values)
 
 

@@ -35,8 +35,7 @@ class SlotScale:
 
 
 def slot_scale(whole_bytes: int, slots: int) -> SlotScale:
-    """Return the scale that divides `whole_bytes`, a chain's memory without recomputation, into
-    `slots`.
+    """Return the scale by which `whole_bytes`, a chain's memory without recomputation, is `slots`.
 
     Raises:
         ValueError: slots is below 1.

@@ -147,8 +147,7 @@ class Reader:
         return entries[0]
 
     def fields(self, *names: str, optional: tuple[str, ...] = ()) -> dict[str, Reader]:
-        """Return the fields of an object that has all of `names`, and perhaps those in
-        `optional`."""
+        """Return the fields of an object: all of `names`, and perhaps those in `optional`."""
         entries = self.entries()
         for name in names:
             if name not in entries:

@@ -1,5 +1,4 @@
-"""Compares a plan's priced graph with the graph of a model, and prices that with the plan's
-figures.
+"""Compares a plan's priced graph with a model's graph, and prices that with the plan's figures.
 
 A plan file brings its own graph. Only its times are trusted, and memory where it counts more than
 the model's graph does: the program is checked against a graph that is captured
@@ -45,8 +44,7 @@ def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
 
 
 def without_implementations(graph: Graph) -> Graph:
-    """Return a graph without implementations and the tensors that only they write, its last
-    ones."""
+    """Return a graph without implementations and the tensors (its last) that only they write."""
     used = {t for operator in graph.operators for t in (*operator.reads, *operator.writes)}
     used |= {*graph.resident, *graph.outputs, *graph.gradients, *graph.tangents}
     count = max(used, default=-1) + 1

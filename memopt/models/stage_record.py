@@ -1,5 +1,4 @@
-"""Records the stages and passes that made a plan, and their options, as plain data for plan
-files."""
+"""Records the stages and passes that made a plan, with their options, for plan files."""
 
 from __future__ import annotations
 
