@@ -1,5 +1,4 @@
-"""Compares a device's own record of its allocator, `torch.cuda.memory._snapshot()`, to the
-simulation.
+"""Compares a device's own record, `torch.cuda.memory._snapshot()`, with the allocator's simulation.
 
 Recorded from a process's first allocation on (`torch.cuda.memory._record_memory_history()` before
 the model is made), its trace holds every request and every segment. `CachingAllocator` gets the

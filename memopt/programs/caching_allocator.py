@@ -1,11 +1,10 @@
 """Simulates PyTorch's CUDA caching allocator: the bytes that a sequence of requests reserves.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp`: `round_size`, `get_pool`,
-`get_free_block`, `get_allocation_size`, `should_split`, `try_merge_blocks`, `map_block`,
-`release_available_cached_blocks`, `release_cached_blocks`, `garbage_collect_cached_blocks`,
-`find_expandable_block`. Not modelled: blocks that wait for another stream's events
-(`record_stream`, which memopt never calls), private pools of CUDA graphs, and libraries' requests
-to the driver.
+It follows `c10/cuda/CUDACachingAllocator.cpp`: `round_size`, `get_pool`, `get_free_block`,
+`get_allocation_size`, `should_split`, `try_merge_blocks`, `release_available_cached_blocks`,
+`release_cached_blocks`, `garbage_collect_cached_blocks`, `find_expandable_block`, `map_block`. Not
+modelled: blocks that wait for another stream's events (`record_stream`, which memopt never calls),
+private pools of CUDA graphs, and libraries' requests to the driver.
 """
 
 from __future__ import annotations
@@ -176,8 +175,7 @@ class CachingAllocator:
         return found
 
     def _new_block(self, pool: _Pool, size: int) -> Block | None:
-        """Return a block of new memory; give cached blocks back to the device as far as
-        necessary."""
+        """Return a block of new memory; give as many cached blocks back as necessary."""
         wanted = self.settings.segment_bytes(size)
         self._collect_garbage()
         block = self._segment(pool, size, wanted)

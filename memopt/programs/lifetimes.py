@@ -129,9 +129,8 @@ def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
 
 
 def bytes_during(graph: Graph, listed: Iterable[Lifetime], points: int) -> list[int]:
-    """Return the bytes that lifetimes take while each of `points` instructions runs, as `replay`
-    does: a Free releases memory when it is over, and an output computed in place takes over its
-    storage."""
+    """Return the bytes of lifetimes while each of `points` instructions runs, as `replay` does it:
+    a Free releases memory when it is over; an output computed in place adds none."""
     rows = [(max(0, x.begin), x.until, graph.tensors[x.tensor].size_bytes) for x in listed]
     lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     found: list[int] = live_bytes(lower, upper, size, points).tolist()
@@ -161,8 +160,7 @@ class Storage:
 
 
 def storages(listed: Sequence[Lifetime]) -> tuple[Storage, ...]:
-    """Return the storages of lifetimes, in the order of their beginnings and then of their
-    tensors."""
+    """Return the storages of lifetimes, in the order of their beginnings and tensors."""
     chains: dict[Lifetime, list[Lifetime]] = {}
     for lifetime in listed:
         chain = [] if lifetime.overwrites is None else chains.pop(lifetime.overwrites)

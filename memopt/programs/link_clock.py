@@ -70,8 +70,7 @@ class LinkClock:
         return start_s, end_s
 
     def copy_back(self, item: int, size_bytes: int) -> tuple[float, float]:
-        """Queue a copy from the host of an item without device copy; return its start and its
-        end."""
+        """Queue a copy from the host of an item with no device copy; return start and end."""
         start_s = max(self.now_s, self.in_free_s, self.updated_s.get(item, self.now_s))
         self.in_free_s = end_s = start_s + self.device.swap_in_time_s(size_bytes)
         if not self.device.duplex:

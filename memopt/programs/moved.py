@@ -74,8 +74,7 @@ def resident_bytes_under(graph: Graph, instructions: Iterable[object]) -> int:
 
 
 def changed_by(graph: Graph, operator: Operator) -> list[int]:
-    """Return the tensors that an operator changes in place: an update's parameters and their
-    state."""
+    """Return the tensors that an operator changes in place: an update's parameters and state."""
     if not operator.changes_in_place:
         return []
     return [t for t in dict.fromkeys(operator.reads) if graph.tensors[t].kind in CHANGED_KINDS]

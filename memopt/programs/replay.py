@@ -54,9 +54,8 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A copy between device and host, a collective, or an update on the host, from start_s to
-    end_s,
-    half-open. `tensor` is the collective's first result (-1: none), or the update's parameter."""
+    """A copy between device and host, collective, or update on the host, in [start_s, end_s).
+    `tensor` is the collective's first result (-1: none), or the update's parameter."""
 
     instruction: int
     tensor: int

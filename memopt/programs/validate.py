@@ -211,8 +211,7 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
 
 
 def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Check the order of operators: the loss boundary, effects, operators that run once, and
-    updates."""
+    """Check the order of operators: the loss boundary, effects, single runs, and updates."""
     boundaries = [i for i, x in enumerate(instructions) if isinstance(x, LossBoundary)]
     for i in boundaries[1:]:
         yield Violation(Code.SECOND_LOSS_BOUNDARY, i, f"the first is {boundaries[0]}")
@@ -246,11 +245,9 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 
 
 def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Check the order of random draws.
-
-    Random operators share one generator, so each draws its unplanned numbers only if their first
-    runs keep the graph's order. (A later run repeats the first one's draws and leaves the generator
-    alone.) The user's loss may draw, too, between the forward's operators and the backward's."""
+    """Check the order of random draws: operators share one generator, so each draws its unplanned
+    numbers only if their first runs keep the graph's order. (A later run repeats the first one's
+    draws and leaves the generator alone.) The user's loss may draw between forward and backward."""
     drawn: set[int] = set()
     in_forward = True
     for i, instruction in enumerate(instructions):
@@ -273,8 +270,7 @@ def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 def _late_outputs(
     graph: Graph, program: Program, lifetimes: Sequence[LiveRange]
 ) -> Iterator[Violation]:
-    """Check that the forward's outputs are live at the boundary, where the user's loss reads
-    them."""
+    """Check that the forward's outputs are live at the boundary, where the loss reads them."""
     for i, instruction in enumerate(program.instructions):
         if not isinstance(instruction, LossBoundary):
             continue
