@@ -153,4 +153,4 @@ ON_CPU: dict[Any, Composed] = {
     ),
     _aten._adaptive_avg_pool2d.default: (_pool_whole, _ONE),
 }
-"""Variants for the CPU only, where torch's CUDA kernels do something else."""
+"""Variants for the CPU only: torch's CUDA kernels compute otherwise."""

@@ -124,8 +124,8 @@ class Homes:
         self._host.stop()
 
     def resume(self, tensor: int) -> torch.Tensor | None:
-        """Return the device copy of a parameter (or load state) that the step begins with on the
-        device. It is fetched if it is on the host: before the first step, or after a failed one."""
+        """Begin a step with a tensor on the device, fetched if its value is on the host (before the
+        first step, or after a failed one); return a parameter's device copy."""
         there = self._there[tensor] = dict[str, torch.Tensor]()
         for key, value in self._held(tensor).items():
             home = self._is_home(tensor, key, value)

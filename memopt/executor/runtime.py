@@ -58,7 +58,7 @@ class Installed:
         backward: `backward(primals, arguments, saved) -> gradients`.
         watched: positions of the primals whose change between forward and backward would
             give wrong gradients.
-        watched_outputs: positions of such forward outputs.
+        watched_outputs: positions of the forward outputs whose change would, too.
         names: the primals' names, for messages.
         source: the generated code; "" when interpreted.
         fork: copies what the forward has saved, for a backward that may run again.

@@ -131,8 +131,7 @@ class SelfPlanning:
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._most, self._on_mismatch = most_plans, on_mismatch
         self._biased = adds_learned_biases(model)
-        # Several plans of one kind differ in something beside the call; the last used is at the
-        # end.
+        # Plans of one kind differ in something beside the call; the last used is at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()

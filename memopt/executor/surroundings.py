@@ -93,7 +93,7 @@ class _Metered:
 
 @dataclass
 class _Watched:
-    """Optimizers, by the state that they hold for the model's parameters."""
+    """Steps of each optimizer, and the bytes of its state for the model's parameters."""
 
     steps: weakref.WeakKeyDictionary[Optimizer, int] = field(
         default_factory=weakref.WeakKeyDictionary

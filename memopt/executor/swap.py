@@ -159,7 +159,7 @@ class ThreadSwap:
         return copy.made(torch.from_numpy(copy.buffer).untyped_storage())
 
     def fence(self, copy: HostCopy) -> Callable[[], None]:
-        """Return a function by which another thread waits for the present copy of `copy`."""
+        """Return a function with which another thread waits for the last transfer of `copy`."""
         pending = copy.pending
 
         def wait() -> None:
