@@ -212,8 +212,8 @@ class Sites:
         return -read_bytes, sum(self._tensors[t].size_bytes for t in choice.writes or ())
 
     def _in_place(self, call: Node) -> tuple[int, ...]:
-        """Return the tensors over which a call may write its first result: computed by the step or
-        by alternatives, and neither results of it nor, seen by another view, a first result's."""
+        """Return the tensors over which a call may write its first result: computed ones that the
+        step does not return, nor, if the call reads another view of them, the call's result."""
         graph, made = self._lowering.graph, self._storages[call][0]
         found = []
         for argument in overwritable(call):

@@ -1,10 +1,10 @@
 """Divides a captured step into regions: sets of operators that one kernel may compute.
 
 Every operator has a level: 0 if it reads nothing computed, else the highest level of its sources,
-plus one for a source on the other side of the line between anchors and the rest. Operators of one
-level that are no anchors make a region if they are connected, or read the same tensor. No path
-between two of them leads through an operator outside: an anchor on it would raise the level. So
-regions are convex, and the graph of regions and anchors has no cycles.
+where a source counts one more if only one of the two is an anchor, or if their phases differ.
+Operators of one level that are no anchors make a region if they are connected, or read the same
+tensor. No path between two of them leads through an operator outside: an anchor on it would raise
+the level. So regions are convex, and the graph of regions and anchors has no cycles.
 
 A region keeps to one phase of the step. A long one is cut in the order of the step, so that no
 kernel holds much memory at once and strategies have something to choose from.

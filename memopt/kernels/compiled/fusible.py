@@ -68,8 +68,8 @@ def is_fusible(node: Node) -> bool:
         return False
     if any(not _plain(value) for value in tensors_of(node, *node.all_input_nodes)):
         return False
-    # Copies into views (`aten.copy`, `slice_scatter`...) copy the whole viewed tensor, of which
-    # `as_strided` may read more; compiled kernels write only results.
+    # Results of copies into views (`aten.copy`, `slice_scatter`...) can lie in a larger storage, of
+    # which `as_strided` may read more; compiled kernels write the results alone.
     if not all(map(spans_storage, tensors_of(node))):
         return False
     name = str(target)
