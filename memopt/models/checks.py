@@ -1,7 +1,7 @@
 """Checks of numbers, shared by the frozen dataclasses of the cost model.
 
-Sizes and times are limited so that 64-bit integers and floats hold every sum exactly, and every
-product that a solver makes of two times.
+Limits keep sums of sizes exact in floats and 64-bit integers, and keep sums of times, and a
+solver's products of two times, from overflowing.
 """
 
 from __future__ import annotations

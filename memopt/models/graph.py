@@ -143,7 +143,7 @@ class Operator:
     collective: Collective | None = field(default=None, metadata=SPARSE)
 
     on_host: ClassVar[bool] = False
-    """False, as `Implementation.on_host`, for the default implementation."""
+    """As `Implementation.on_host`: the default implementation runs on the device."""
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"

@@ -1,8 +1,8 @@
 """Compares a plan's priced graph with a model's graph, and prices that with the plan's figures.
 
 A plan file brings its own graph. Only its times are trusted, and memory where it counts more than
-the model's graph does: the program is checked against a graph that is captured
-anew (`memopt.stages.figures`).
+the model's graph does: the program is checked against a graph that is captured anew
+(`memopt.stages.figures`).
 """
 
 from __future__ import annotations

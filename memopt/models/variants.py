@@ -80,8 +80,8 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
 def undominated(
     operator: Operator, resident: frozenset[int] = frozenset()
 ) -> tuple[Implementation, ...]:
-    """Return the implementations that no other one dominates, the default included: another one
-    that writes the same is slower, needs more scratch memory or more operands, or is less exact.
+    """Return the implementations that neither the default nor another one dominates: each other one
+    that writes the same is slower, needs more scratch memory or other operands, or is less exact.
 
     Args:
         operator: with its implementations.
