@@ -267,7 +267,7 @@ class CachingAllocator:
         while ages and given < target:
             average = sum(ages.values()) / len(ages)
             for block in [block for block, age in ages.items() if age >= average]:
-                # The average changes as blocks go; the limit of this round stays.
+                # The average falls as they go; the limit of this round stays.
                 given += block.size_bytes
                 del ages[block]
                 self._give_back(block)
