@@ -44,7 +44,7 @@ class AddedLater:
         }
 
     def look(self, primals: Sequence[Any]) -> None:
-        """Warn, once, if the running backward has already summed a gradient of one of them.
+        """Warn, once, if the running backward has already summed a gradient of one of `primals`.
 
         Args:
             primals: the values of the joint graph's inputs.

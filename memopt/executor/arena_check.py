@@ -39,7 +39,7 @@ class CheckedLease(ArenaLease):
         return hashlib.blake2b(self.bytes_of(slot).cpu().numpy().data, digest_size=16).digest()
 
     def wrote(self, slots: Iterable[int], what: str) -> None:
-        """Store what `what` has written into these slots."""
+        """Store digests of the slots that `what` has just written."""
         for slot in slots:
             self._spoil(slot, f"{self.layout.name(slot)}, written by {what}")
             self.spoilt.pop(slot, None)

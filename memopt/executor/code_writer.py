@@ -137,7 +137,7 @@ class Writer:
         return node.name
 
     def look(self, node: Node) -> str | None:
-        """Return a view as one `as_strided` of a result whose layout is certain, or as a name that
+        """Return a view as one strided view of a result whose layout is certain, or as a name that
         it already has; None: it must be made by the captured view calls."""
         found = None if node in self.outputs else look_of(node, self.lowering.views)
         if found is None:

@@ -6,7 +6,7 @@ averages read them as they are. A step swaps in device copies; an update changes
 result overwrites the host copy only when it is complete, so that an update that fails has changed
 nothing. An update on the host changes the host copies themselves.
 
-A plan for repeated steps can leave tensors on the device between steps. There the model (or the
+A plan for repeated steps can leave tensors on the device between steps. Then the model (or the
 optimizer) holds the device copy until the next step has copied it to the host. Between steps no
 copy is under way, and every tensor has one current value.
 """

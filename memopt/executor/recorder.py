@@ -104,7 +104,7 @@ class Recorder:
         return run
 
     def take(self) -> tuple[Recorded, ...]:
-        """Return everything recorded since the last `take`; times count from the first span."""
+        """Return the spans since the last `take`; times count from the first instruction."""
         spans, self._spans = self._spans, []
         if not spans:
             return ()

@@ -101,8 +101,8 @@ class SelfPlanning:
     Args:
         model: the model. Its calls go through here from now on.
         planner: makes plans.
-        most_plans: how many kinds of calls stay ready to run; beyond that, the plan that was not
-            used for longest goes.
+        most_plans: how many plans stay ready to run; beyond that, those go whose kind of call
+            was not met for longest.
         on_mismatch: how kinds of calls after the first are run: "plan", "original", "error".
         with_state: whether the optimizer's state is to be found and charged.
     Attributes:

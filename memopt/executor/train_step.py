@@ -273,7 +273,7 @@ class TrainStep:
         return not math.isfinite(largest.item())
 
     def _attempt(self, call: Call, changes: Changes) -> list[torch.Tensor]:
-        """Run a step; if it fails, restore the random state, and with `undo` everything."""
+        """Run a step; if it fails midway, restore the random state, with `undo` everything."""
         drawn = None if self._random is None else self._random.now()
         if self._host_state is not None:
             self._host_state.leave()
