@@ -152,4 +152,4 @@ def _nest(kind: str) -> Codec[Nest]:
 Arguments: TypeAlias = Annotated[Nest, _nest("tuple")]
 """The positional arguments of a call."""
 KeywordArguments: TypeAlias = Annotated[Nest, _nest("dict")]
-"""Its keyword arguments."""
+"""The keyword arguments of a call."""
