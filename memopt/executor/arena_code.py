@@ -14,7 +14,7 @@ from memopt.executor.values import unpacked
 from memopt.step.signature import values_of
 
 
-class Writer(Protocol):
+class HalfWriter(Protocol):
     """The part of a half's writer that an arena needs (see `memopt.executor.code_writer`)."""
 
     globals: dict[str, Any]
@@ -41,14 +41,14 @@ class ArenaWriter:
         self.written: list[int] = []
         self.transient: list[int] = []
 
-    def begin(self, writer: Writer) -> None:
+    def begin(self, writer: HalfWriter) -> None:
         """Emit the first lines of the forward."""
         writer.emit("arena = arenas.lease()")
         writer.emit("slots = arena.slots")
 
     def call(
         self,
-        writer: Writer,
+        writer: HalfWriter,
         node: Node,
         outputs: Iterable[int],
         position: int,
@@ -100,13 +100,13 @@ class ArenaWriter:
         self.used[tensor] = slot
         return f", slots[{slot}]"
 
-    def before(self, writer: Writer, what: str, reads: Iterable[int]) -> None:
+    def before(self, writer: HalfWriter, what: str, reads: Iterable[int]) -> None:
         """If checked, emit a check of the tensors that are about to be read."""
         slots = [self.used[t] for t in dict.fromkeys(reads) if t in self.used]
         if self.checked and slots:
             writer.emit(f"arena.read({slots!r}, {what!r})")
 
-    def after(self, writer: Writer, what: str) -> None:
+    def after(self, writer: HalfWriter, what: str) -> None:
         """If checked, emit a note of the slots that the last call has written."""
         if self.checked and self.written:
             writer.emit(f"arena.wrote({self.written!r}, {what!r})")
@@ -114,12 +114,12 @@ class ArenaWriter:
                 writer.emit(f"arena.freed({self.transient!r})")
         self.written = []
 
-    def brought(self, writer: Writer, tensor: int) -> None:
+    def brought(self, writer: HalfWriter, tensor: int) -> None:
         """If checked, emit a note that a swap-in has arrived in its slot."""
         if self.checked and tensor in self.used:
             writer.emit(f"arena.wrote([{self.used[tensor]}], 'swap in')")
 
-    def taken(self, writer: Writer, tensor: int, outputs: Iterable[int], what: str) -> None:
+    def taken(self, writer: HalfWriter, tensor: int, outputs: Iterable[int], what: str) -> None:
         """Move a tensor's slot to the outputs that were computed in place over it."""
         slot = self.used.pop(tensor, None)
         if slot is not None:
@@ -127,14 +127,14 @@ class ArenaWriter:
             self.written, self.transient = [slot], []
             self.after(writer, what)
 
-    def free(self, writer: Writer, tensor: int) -> None:
+    def free(self, writer: HalfWriter, tensor: int) -> None:
         """End a tensor's lifetime."""
         slot = self.used.pop(tensor, None)
         if self.checked and slot is not None:
             writer.emit(f"arena.freed([{slot}])")
 
 
-def _empty(writer: Writer, like: Tensor) -> str:
+def _empty(writer: HalfWriter, like: Tensor) -> str:
     """Return an allocation for a result that leaves the step."""
     writer.globals["empty_strided"] = torch.empty_strided
     shape, stride = writer.argument(tuple(like.shape)), writer.argument(like.stride())

@@ -355,3 +355,45 @@ def test_strides_that_a_model_asks_for_are_those_of_its_kernels() -> None:
     twin, x = copy.deepcopy(model), torch.randn(2, 4, 5, 6)
     plan = memopt.plan(model, x, strategy="store-all", cache=False, progress=False)
     assert torch.equal(plan.apply(model)(x), twin(x))
+
+
+class Swapped(nn.Module):
+    """Batch norm of a transposed tensor, and a backward that looks at its gradient as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.after = nn.BatchNorm1d(6), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = checkpoint(self.first, x, use_reentrant=False)
+        t = self.second(t) * (t * 1.1)
+        t = functional.threshold(t.masked_fill(t > 1, 0.5), 0.1, 0.3)
+        result: Tensor = self.after(self.norm(t.transpose(1, 2)).transpose(1, 2))
+        return result
+
+
+def test_statistics_of_half_precision_are_as_wide_as_the_kernels() -> None:
+    """Fake kernels say that batch norm keeps half-precision statistics of half-precision input."""
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = capture(Swapped(), to_call(torch.randn(8, 5, 6)))
+    found = [
+        pytree.tree_leaves(node.meta["val"])
+        for node in captured.module.graph.nodes
+        if "batch_norm_backward" in str(node.target)
+    ]
+    assert [values[0].stride() for values in found] == [(30, 6, 1), (30, 5, 1)]
+
+
+@pytest.mark.parametrize("budget", ["min", None])
+def test_half_precision_of_swapped_dimensions_is_as_in_eager(budget: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = Swapped(), torch.randn(8, 5, 6)
+    eager = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = memopt.plan(model, x, budget=budget, strategy="revolve", cache=False, progress=False)
+        planned = plan.apply(model)
+        for one in (eager, planned):
+            one(x).float().square().sum().backward()
+    for name, parameter in eager.named_parameters():
+        assert equal_bytes(model.get_parameter(name).grad, parameter.grad), name

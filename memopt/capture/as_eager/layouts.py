@@ -36,7 +36,7 @@ from memopt.step.signature import (
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
 
-_Strides = tuple[tuple[int, ...] | None, ...]
+_Layouts = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 _known = Answers()
 """A call's text and its device → the strides of its results; () if its kernel refuses."""
 
@@ -116,7 +116,7 @@ def _static(value: Tensor) -> bool:
     return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
 
 
-def _measured(call: Signature, results: list[Any], device: torch.device) -> _Strides:
+def _measured(call: Signature, results: list[Any], device: torch.device) -> _Layouts:
     """Return the strides of a call's results on stand-in data; () if its kernel refuses."""
     real: list[Any] = []
     if call.target not in ENDS_PROCESS:
@@ -127,7 +127,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
     if len(real) != len(results):
         return ()
     return tuple(
-        tuple(one.stride())
+        (tuple(one.stride()), one.dtype)
         if isinstance(one, Tensor) and isinstance(fake, Tensor) and one.shape == fake.shape
         else None
         for one, fake in zip(real, results, strict=True)
@@ -144,20 +144,22 @@ def _run(call: Signature, device: torch.device) -> list[Any]:
             return []
 
 
-def _restrided(result: Any, strides: _Strides) -> Any:
+def _restrided(result: Any, layouts: _Layouts) -> Any:
     """Give a fake result other strides, where the difference matters."""
     leaves, spec = pytree.tree_flatten(result)
-    if len(strides) != len(leaves):
+    if len(layouts) != len(leaves):
         return result
     made = [
-        value.new_empty_strided(value.shape, wanted)
-        if wanted is not None and not _laid_out(value, wanted)
+        value.new_empty_strided(value.shape, wanted[0], dtype=wanted[1])
+        if wanted is not None and not _laid_out(value, *wanted)
         else value
-        for value, wanted in zip(leaves, strides, strict=True)
+        for value, wanted in zip(leaves, layouts, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
 
 
-def _laid_out(value: Tensor, strides: tuple[int, ...]) -> bool:
+def _laid_out(value: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return whether a tensor has these strides; only an image's size-1 dimensions count."""
+    if value.dtype is not dtype:
+        return False
     return tuple(value.stride()) == strides if _is_image(value) else same_strides(value, strides)

@@ -18,7 +18,7 @@ from memopt.errors import MemoptError
 from memopt.kernels.compiled.losses import nll_loss_backward, with_joined_losses
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_off
-from memopt.step.region_graph import Layout, Subgraph
+from memopt.step.region_graph import Subgraph, TensorLayout
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.inductor import inductor_set, inside_of, traced_with
 
@@ -137,7 +137,7 @@ def _compile(one: Subgraph) -> Run:
     for node, layout in zip(results, one.results, strict=True):
         value = node.meta["val"]
         if (tuple(value.shape), value.dtype) != (layout.shape, layout.dtype):
-            raise ValueError(f"its result would be {Layout.of(value)} instead of {layout}")
+            raise ValueError(f"its result would be {TensorLayout.of(value)} instead of {layout}")
     output.args = (tuple(map(_laid_out, results, one.results)),)
     traced.recompile()
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
@@ -148,7 +148,7 @@ def _compile(one: Subgraph) -> Run:
     return call
 
 
-def _laid_out(node: Node, layout: Layout) -> Node:
+def _laid_out(node: Node, layout: TensorLayout) -> Node:
     """Return a result with the wanted strides: Inductor chooses layouts freely."""
     value = node.meta["val"]
     if tuple(value.stride()) == layout.strides:
@@ -175,7 +175,7 @@ def direct(run: Run) -> Run:
     return inner
 
 
-def _empty(layout: Layout) -> torch.Tensor:
+def _empty(layout: TensorLayout) -> torch.Tensor:
     return torch.empty_strided(
         layout.shape, layout.strides, dtype=layout.dtype, device=layout.device
     )
