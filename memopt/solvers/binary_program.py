@@ -38,8 +38,8 @@ Term = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Require Σ terms ≤ bound, plus the peak variable if `memory`; if `when` is given, only where
-    it holds."""
+    """Require Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if
+    given."""
 
     terms: tuple[Term, ...]
     bound: float
