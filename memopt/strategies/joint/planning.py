@@ -47,7 +47,7 @@ DESCENTS, BUDGETS, SWEPT = 12, 10, 32
 HEATS = (3e-4, 1e-2, 3e-3)
 """Start temperatures of annealings, each from the best so far; the second suits large tensors."""
 CHANGES_EACH = 50
-"""Annealing tries at most this many changes per operator, or the number of operators if fewer."""
+"""Annealing tries at most this many changes per operator, or the number of operators if more."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is too good for slow searches."""
 MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
