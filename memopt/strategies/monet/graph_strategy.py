@@ -30,8 +30,8 @@ from memopt.strategies.shared.time_point_search import CLOSE
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_SHARE = 0.125
-"""Share of the time limit for the plan of the smallest peak, in deterministic time (a unit may take a
-few seconds); less than LEAST_S of it is not used."""
+"""Share of the time limit for the plan of the smallest peak, in the solver's deterministic time (a
+unit may take some seconds); below LEAST_S there is no such search."""
 LEAST_S = 0.01
 PROVED = 1e-6
 """Gap at which a plan counts as optimal: the solver rounds costs to whole numbers."""
