@@ -145,8 +145,7 @@ class _Group:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Return the peak of running it; its writes count from their computation on, its reads
-        not."""
+        """Return the peak of running it, with its writes once computed, without its reads."""
         tensors, kept = self.graph.tensors, set(self.writes)
         own = {t for i in self.members for t in self.graph.operators[i].writes}
         last = {t: i for i in self.members for t in self.graph.operators[i].reads}

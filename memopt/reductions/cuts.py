@@ -173,8 +173,7 @@ def _saved(graph: Graph, tensor: int) -> bool:
 
 
 def _saved_bytes_before(graph: Graph) -> list[int]:
-    """Sum, for each position, the bytes written before it in the forward and read in the
-    backward."""
+    """Sum, for each position, bytes written before it in the forward and read in the backward."""
     saved = (
         sum(graph.tensors[t].size_bytes for t in operator.writes if _saved(graph, t))
         for operator in graph.operators[: graph.first_backward]

@@ -151,8 +151,7 @@ class _Plan:
 
     @staticmethod
     def of(graph: Graph, max_span: int) -> _Plan:
-        """Plan the cuts worth making if storages that span more than `max_span` operators are
-        held."""
+        """Plan the cuts worth making if storages spanning over `max_span` operators are held."""
         if max_span < 0:
             raise ValueError(f"linearize: max_span must be at least 0, got {max_span}")
         skips = long_lived(graph, max_span) - parameter_free(graph) - always_held(graph)

@@ -57,8 +57,7 @@ class _Costs:
         return _set(self.stages[k - 1].output) if k else frozenset()
 
     def _forward_overhead(self, k: int, targets: frozenset[int]) -> int:
-        """Return o_f: the larger of the first run's and a later one's, which rewrites held
-        tensors."""
+        """Return o_f: the first run's or, if larger, a later one's, which rewrites held tensors."""
         stage, source = self.stages[k], self._input(k)
         first = self._peak(stage.forward, source, source | targets, self.held)
         again = self._peak(stage.rerun, source, source | targets, frozenset())

@@ -38,8 +38,8 @@ Term = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Require Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if
-    given."""
+    """Require Σ terms ≤ bound, plus the peak variable if `memory`; only where `when`, if given,
+    holds."""
 
     terms: tuple[Term, ...]
     bound: float

@@ -56,9 +56,8 @@ def solution_of(
 
 @dataclass(frozen=True)
 class Features:
-    """The features of a strategy's plans: running operators again, moving tensors to the host and
-    back, another order, addresses, other implementations of operators, updates that the host
-    runs."""
+    """The features of a strategy's plans: recomputation, transfers to the host and back, another
+    order, addresses, other implementations of operators, updates that the host runs."""
 
     recompute: bool = False
     offload: bool = False
@@ -93,9 +92,8 @@ class Strategy(ABC):
 
     @property
     def plans_forward(self) -> bool:
-        """Tell whether its plans may need less memory, where there is no backward, than running
-        every operator once. Chain strategies only choose what a backward reads, so theirs
-        cannot."""
+        """Tell whether its plans may need less memory, without a backward, than running every
+        operator once. Chain strategies only choose what a backward reads, so theirs cannot."""
         return self.needs != "chain"
 
     def why_not(self, cost_model: CostModel) -> str | None:

@@ -28,8 +28,7 @@ Attempt = Callable[[int | None], Solution]
 
 
 def lowered_peak(view: ChainView, solution: Solution) -> int | None:
-    """Return the replayed peak of a chain solution's program, total bytes; None without a
-    schedule."""
+    """Return the replayed peak, total bytes, of a chain solution's program; None without one."""
     if solution.steps is None:
         return None
     return replay(view.graph, view.lower(solution.steps)).peak_bytes

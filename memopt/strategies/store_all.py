@@ -57,8 +57,7 @@ def chain_steps(chain: Chain) -> tuple[ChainStep, ...]:
 
 
 def store_all_bytes(chain: Chain) -> int:
-    """Return the memory of the chain without recomputation, bytes, beyond resident bytes and
-    a^0."""
+    """Return the bytes of the chain without recomputation, beyond resident bytes and a^0."""
     peak_bytes = replay_chain(chain, chain_steps(chain)).peak_bytes
     return peak_bytes - chain.resident_bytes - chain.input_bytes
 

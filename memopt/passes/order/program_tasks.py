@@ -127,8 +127,7 @@ class _Reader:
         )
 
     def _readers(self, lifetime: Lifetime) -> set[int]:
-        """Return the tasks that need a lifetime: its readers, and a Free that waits for its
-        copy."""
+        """Return the tasks that need a lifetime: readers, and a Free that waits for its copy."""
         readers = {self.task_at[position] for position in lifetime.readers}
         if lifetime.copied and not lifetime.overwritten and lifetime.end in self.task_at:
             readers.add(self.task_at[lifetime.end])

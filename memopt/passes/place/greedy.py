@@ -28,8 +28,7 @@ def pyramid(layout: Layout) -> Ints:
 
 
 def orders(layout: Layout) -> Iterator[tuple[str, Ints]]:
-    """Yield named orders: decreasing size, area, duration, fullest section; start; pyramid
-    first."""
+    """Yield named orders: decreasing size, area, duration, fullest section; start; the pyramid."""
     duration = layout.duration
     yield "size", np.lexsort((-duration, -layout.size))
     yield "area", np.lexsort((-layout.size, -duration * layout.size))

@@ -296,8 +296,7 @@ def _of_height(scratch: Scratch, group: int, height: int) -> int:
 
 @njit(cache=True)
 def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
-    """Find the spiral with the least key of the gathered stacks; return its key if that is below
-    best."""
+    """Find the spiral with the least key of the gathered stacks; return its key if below `best`."""
     stacks, taken, height = scratch.stacks, scratch.taken, scratch.height
     for middle in range(stacks[MIDDLE]):
         scratch.work[0] += 1 + stacks[HIGH] * stacks[RIGHT] // 64

@@ -74,8 +74,7 @@ class GroupProgram(BinaryProgram):
             self.add([(1, v), (-1, runs)], 0)
 
     def _joined(self, variables: Iterable[int]) -> list[int]:
-        """Return variables, with those of all implementations of an operator replaced by its
-        runs."""
+        """Return variables, an operator's choices of implementation replaced by its runs."""
         found = list(dict.fromkeys(variables))
         for v in tuple(found):
             together = self._all_of.get(v, ())
@@ -175,8 +174,7 @@ class AggregatedModel(LinkedModel):
             folding.image[t]: (folding.group[i], slot, self._place(i))
             for t, (i, slot) in folding.layers.home.items()
         }
-        """Computed tensor of the folded step → (group, its slot and operator place in each
-        layer)."""
+        """Computed tensor of the folded step → (group, slot and operator place in each layer)."""
         self.there = {what: t for t, what in self.of_tensor.items()}
         return GroupProgram(groups=self.groups)
 

@@ -107,8 +107,7 @@ class DeepPlanning:
 
     @cached_property
     def budgets(self) -> list[int]:
-        """Return budgets of the folded step: its fixed need, and shares of the room for its
-        layers."""
+        """Return budgets of the folded step: its fixed need, plus shares of the room per layer."""
         layers, folded = self.folding.layers, self.folding.graph
         whole, count = layers.graph, layers.forward.count
         least_bytes = memory_lower_bound(folded)
@@ -140,8 +139,7 @@ class DeepPlanning:
         return bound_s
 
     def found(self) -> Iterator[Moved]:
-        """Yield runs of the whole step with their transfers, from one folded plan after the
-        other."""
+        """Yield runs of the whole step with transfers, from one folded plan after the other."""
         best_s, plans, known = math.inf, 0, list[Decisions]()
         for budget_bytes in self.budgets:
             over = self.deadline.passed(0.5, f"joint: folded step, {best_s:.6g} s")

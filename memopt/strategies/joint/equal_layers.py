@@ -72,8 +72,7 @@ class EqualLayers:
         return tuple(_stretches(np.array(numbers, dtype=np.int64), operators.start))
 
     def _kind(self, i: int) -> object:
-        """Return what operators must share to be alike: name, bytes read and written,
-        alternatives."""
+        """Return what makes operators alike: name, bytes read and written, alternatives."""
         graph, operator = self.graph, self.graph.operators[i]
         return (
             NUMBER.sub("", operator.name),
@@ -91,7 +90,7 @@ class EqualLayers:
         return self.graph.first_backward - repeated
 
     def parts(self) -> Iterator[tuple[Stretch, range]]:
-        """Yield ranges of layers, at least two each: all of a stretch, its halves, their halves,
+        """Yield ranges of layers, at least two each: a whole stretch, its halves, their halves,
         ..."""
         for stretch in self.stretches:
             ranges = [range(stretch.count)]
@@ -106,8 +105,7 @@ class EqualLayers:
 
 
 def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) -> Iterator[Stretch]:
-    """Yield the stretch of a sequence that repeats most operators, and those before and after
-    it."""
+    """Yield the stretch of a sequence that repeats most operators, and those around it."""
     best, saved = None, LEAST_SAVED - 1
     for period in range(1, kinds.size // 2 + 1):
         same = np.concatenate(([0], kinds[:-period] == kinds[period:], [0]))
@@ -127,8 +125,7 @@ def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) ->
 
 
 def written(operator: Operator) -> tuple[int, ...]:
-    """Return the tensors that any implementation of an operator writes, the operator's own
-    first."""
+    """Return the tensors that an operator writes by any implementation, its own first."""
     others = (t for choice in operator.implementations for t in choice.writes or ())
     return tuple(dict.fromkeys((*operator.writes, *others)))
 
@@ -155,8 +152,7 @@ class RepeatedLayers:
 
     @classmethod
     def of(cls, graph: Graph) -> RepeatedLayers | None:
-        """Find the layers that repeat most operators; None if nothing repeats in both
-        directions."""
+        """Find the layers that repeat most operators; None if none repeat in both directions."""
         if graph.movable or any(x.collective for x in graph.operators):
             return None
         equal = EqualLayers(graph)
@@ -186,8 +182,7 @@ class RepeatedLayers:
 
     @cached_property
     def home(self) -> dict[int, Slot]:
-        """Map computed tensors to the first operator that writes them, and the tensor's index
-        there."""
+        """Map computed tensors to the first operator that writes them, and their index there."""
         found: dict[int, Slot] = {}
         for i, operator in enumerate(self.graph.operators):
             for slot, t in enumerate(written(operator)):
@@ -263,8 +258,8 @@ class RepeatedLayers:
         return tensor.size_bytes, tensor.kind, *kept
 
     def _seen(self, layer: int, t: int) -> tuple[object, ...]:
-        """Return a tensor relative to a layer: (layers from here, place there, which); or from
-        outside."""
+        """Return a tensor relative to a layer: (layers from here, place, index), or as an outside
+        one."""
         if t not in self.home:
             return ("outside", -1 if t in self.graph.resident else t)
         i, slot = self.home[t]

@@ -225,8 +225,7 @@ class Unfolding:
 
     @cached_property
     def _many(self) -> int:
-        """Return a number above all variants; a key is (position, whether a first run, variant +
-        1)."""
+        """Return more than any variant; a key is (position, whether a first run, variant + 1)."""
         return len(self.whole.variants) + 1
 
     def _before(self, i: int) -> Ints:

@@ -46,8 +46,7 @@ def least_memory(mover: Mover, starts: Iterable[Ints]) -> tuple[Ints, int]:
 
 
 def program_within(mover: Mover, runs: Ints, budget_bytes: int) -> Program | None:
-    """Return the fastest program of runs within a budget, total bytes; None if the host has no
-    room."""
+    """Return the fastest program of runs within total bytes; None if the host has no room."""
     moved = replace(mover, budget_bytes=budget_bytes).thorough(runs)
     return mover.program(moved) if moved.fits else None
 

@@ -55,8 +55,7 @@ def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
 
 @njit(cache=True, nogil=True)
 def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
-    """Leave out runs whose results nothing reads; the first run of an operator that must run
-    stays."""
+    """Leave out runs whose results nothing reads, but for first runs of operators that must run."""
     points = runs.size
     needed = v.kept.copy()
     seen = np.zeros(must.size, dtype=np.bool_)

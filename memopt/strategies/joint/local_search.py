@@ -76,8 +76,7 @@ class LocalSearch:
         return final if final.time_s < moved.time_s else moved
 
     def descend(self, at: Decisions) -> Decisions:
-        """Descend by changes of many equal layers at once, then one by one, until none is
-        faster."""
+        """Descend by changes of many equal layers at once, then one by one, to a local optimum."""
         rng, moved = Random(self.seed), self.judged(at)
         for wide in (True, False):
             going = True

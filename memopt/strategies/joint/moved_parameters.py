@@ -1,5 +1,4 @@
-"""Plans whole steps whose parameters may live on the host, their activations moved or
-recomputed."""
+"""Plans whole steps with parameters on the host and their activations moved or recomputed."""
 
 from __future__ import annotations
 

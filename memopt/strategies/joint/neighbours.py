@@ -158,8 +158,7 @@ class Neighbourhood:
         return self._with_runs(np.insert(self.at.runs, points, runs)) if again else None
 
     def _makers(self, tensor: int, before: int, deep: bool) -> list[int]:
-        """Return the runs that make a tensor again, see `made_again`; none if that is
-        impossible."""
+        """Return the runs that make a tensor again, see `made_again`; none if impossible."""
         graph, chosen, stack = self.mover.table.graph, set[int](), [tensor]
         while stack:
             t = stack.pop()

@@ -158,8 +158,8 @@ class JointPlanning:
         return self._with_plan(program, source)
 
     def _deep(self, members: Sequence[Member]) -> bool:
-        """Plan by way of a folded step, if there are many equal layers; tell whether that found a
-        plan."""
+        """Plan by way of a folded step, if there are many equal layers; tell whether it found
+        one."""
         layers = RepeatedLayers.of(self.graph)
         if layers is None or len(layers.core) < DEEP:
             return False

@@ -108,8 +108,7 @@ class LinkedModel(TimePointModel):
         return super()._held(point, values) | here | (set(back) - made_later)
 
     def _run_terms(self, point: int) -> list[Term]:
-        """Return the seconds, in units, of the runs between a time point and the next; -1: before
-        the boundary."""
+        """Return the seconds, in units, of the runs after a time point; -1: before the boundary."""
         if point < 0:
             found = [(i, self.run[i]) for i in range(self.first)]
         else:
@@ -132,8 +131,7 @@ class LinkedModel(TimePointModel):
             self.model.add([*copies, *((-seconds, v) for seconds, v in time)], 0.0)
 
     def _times(self, begin: int, end: int) -> list[Term]:
-        """Return runs and waits from time point `begin` to `end`; -1 and len(at) + 1: the step's
-        ends."""
+        """Return runs and waits from time point `begin` to `end`; -1 and len(at) + 1: the ends."""
         parts = range(begin, end)
         runs = [term for part in parts for term in self._run_terms(part)]
         return runs + [(1.0, self.w[part + 1]) for part in parts]

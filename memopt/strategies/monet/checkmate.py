@@ -120,7 +120,7 @@ class CheckmateModel(GraphModel):
         return self._lowered(stages, early)
 
     def rounded(self, values: tuple[float, ...]) -> Program:
-        """Round a relaxation in two phases (Checkmate §5): save S above a half, then run what that
+        """Round a relaxation in two phases (Checkmate §5): save S above a half, then run its
         needs."""
         operators, producer = self.graph.operators, self.graph.producer
         saved = [{v for v, x in stage.items() if values[x] > 0.5} for stage in self.before]

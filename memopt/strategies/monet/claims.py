@@ -39,8 +39,7 @@ def solution(
 def without_plan(
     graph: Graph, smallest: Program, proved: bool, stats: dict[str, object]
 ) -> Solution:
-    """Return a solution without a plan, infeasible if that is proved; name the smallest plan
-    known."""
+    """Return a solution without a plan, infeasible if proved; name the smallest plan known."""
     least = solution(graph, smallest, time_lower_bound(graph), 0.0, {})
     return Solution(
         Status.INFEASIBLE if proved else Status.UNKNOWN,

@@ -143,8 +143,7 @@ class ForwardBoundModel:
         return found
 
     def _there(self, point: int, t: int) -> list[int]:
-        """List variables that make an earlier tensor available between a time point and the
-        next."""
+        """List variables that make an earlier tensor available from a time point to the next."""
         maker = self.graph.producer[t]
         found = [self.held[point][t]] if t in self.held[point] else []
         return found + ([self.runs[point][maker]] if maker in self.runs[point] else [])

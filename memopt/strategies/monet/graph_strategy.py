@@ -90,8 +90,8 @@ class GraphStrategy(Strategy):
         return program
 
     def as_they_are(self, graph: Graph) -> bool:
-        """Tell whether no plan of the strategy's class runs an operator by another
-        implementation."""
+        """Tell whether plans of the strategy's class run operators by their own implementation
+        only."""
         return not any(operator.implementations for operator in graph.operators)
 
     def whole(

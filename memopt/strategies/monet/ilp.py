@@ -58,8 +58,7 @@ class MonetModel(GraphModel):
         self._results()
 
     def _results(self) -> None:
-        """Require that gradients the step ends with are written: once each, by either of two
-        stages."""
+        """Require that the step's gradients are written, and by one of two stages only."""
         written: dict[int, list[int]] = defaultdict(list)
         for k, index in enumerate(self.backward):
             self._add_writers(written, index, self.b[k])
@@ -76,8 +75,7 @@ class MonetModel(GraphModel):
                 writers[t].append(v)
 
     def _split(self, k: int) -> bool:
-        """Tell whether a backward operator may run twice, some implementation leaving out some of
-        its outputs."""
+        """Tell whether a backward operator may run twice, by one with fewer outputs each."""
         operator = self.graph.operators[k]
         whole = set(operator.writes)
         partial = any(not whole <= set(choice.writes) for _, choice in self.choices[k])
@@ -188,8 +186,7 @@ class MonetModel(GraphModel):
                         model.implies_any(v, [now[t], *writers[t]])  # eq. 7, first part
 
     def _reads_gradients(self, k: int, chosen: int, choice: Operator | Variant) -> None:
-        """Require that an operator's gradients were written by the implementations chosen
-        before."""
+        """Require that the chosen implementations wrote an operator's gradients before."""
         writers: dict[int, list[int]] = defaultdict(list)
         for index, variables in zip(self.backward[:k], self.b, strict=False):
             self._add_writers(writers, index, variables)

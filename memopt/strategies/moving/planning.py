@@ -60,8 +60,7 @@ class Limits:
 
 
 def fixed_graph(graph: Graph) -> Graph:
-    """Return the step without movable tensors: parameters and state are resident, and updated
-    there."""
+    """Return the step with parameters and state resident, and updated on the device."""
     return replace(without_host_updates(graph), movable=())
 
 
@@ -127,8 +126,8 @@ class _Search:
         self.bound_s = link_bound_s(self.graph, self.limits.device_bytes, self.device)
 
     def offer(self, program: Program, source: str) -> float:
-        """Keep a program within the budgets if it is the fastest; return its time, infinite beyond
-        them."""
+        """Keep a program within the budgets if it is the fastest; return its time, else
+        infinity."""
         timeline = replay(self.graph, program, self.device)
         self.tried += 1
         if timeline.peak_bytes > self.limits.device_bytes:
@@ -194,7 +193,7 @@ class _Search:
         return self.done or (self.best is not None and not self.limits.deadline.left_s)
 
     def _hopeless(self, base: MovedBase) -> bool:
-        """Tell whether the base alone, without any stall for moved tensors, is slower than the
+        """Tell whether the base alone, without stalls for moved tensors, is slower than the
         best."""
         return self.best is not None and base.timeline.time_s >= self.best[1].time_s
 
@@ -242,8 +241,7 @@ class _Search:
 
 
 def _leaving(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the choices, each with some share of the room for tensors that stay until the next
-    step."""
+    """Return the choices, each with some share of the room for what stays until the next step."""
     return [replace(one, carried=share) for one in choices for share in CARRIED]
 
 

@@ -88,8 +88,7 @@ class ChainOffload(Strategy):
         """Choose what to move, for a problem with an excess and at least the smallest capacity."""
 
     def smallest_capacity(self, problem: OffloadProblem) -> int:
-        """Return the smallest capacity for which the strategy has a plan, bytes, resident
-        excluded."""
+        """Return the smallest capacity with a plan of the strategy, bytes, resident excluded."""
         return problem.floor_bytes
 
     def least_choice(self, problem: OffloadProblem) -> Choice:
@@ -142,8 +141,7 @@ class ChainOffload(Strategy):
         )
 
     def _least_feasible(self, problem: OffloadProblem) -> int:
-        """Return the smallest capacity for which there is a plan that also keeps the host
-        budget."""
+        """Return the smallest capacity with a plan that also keeps the host budget."""
         return max(self.smallest_capacity(problem), self._least_with_host(problem))
 
     def _least_with_host(self, problem: OffloadProblem) -> int:

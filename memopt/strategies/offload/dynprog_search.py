@@ -76,8 +76,7 @@ def solve_dynprog(
 
 
 def _finite(problem: OffloadProblem) -> OffloadProblem:
-    """Return the problem with rates that the recurrences can multiply: infinite becomes very
-    fast."""
+    """Replace infinite rates by very fast ones, which the recurrences can multiply."""
     fast = 1e9 * (1.0 + float(problem.sizes.sum()))
     return replace(
         problem,

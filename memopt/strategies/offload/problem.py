@@ -125,8 +125,7 @@ class OffloadProblem:
         return amounts
 
     def fits(self, amounts: Bytes) -> bool:
-        """Tell whether every operation fits once the amounts it does not touch are off the
-        device."""
+        """Tell whether every operation fits with the amounts it does not touch off the device."""
         return self.least_capacity(amounts) <= self.capacity_bytes
 
     def least_capacity(self, amounts: Bytes) -> int:

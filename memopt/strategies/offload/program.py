@@ -59,8 +59,7 @@ def ordered_transfers(
 def best_schedule(
     problem: OffloadProblem, transfers: Transfers
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
-    """Return the fastest of the schedules made with each `PATIENCE`; None if none keeps the
-    budget."""
+    """Return the fastest schedule over all `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
     view = chain_to_graph(problem.chain)
     for patience in PATIENCE:
@@ -102,8 +101,7 @@ class _StepWriter:
         self.durations_s = problem.durations_s.tolist()
         self.steps: list[ChainStep] = []
         self.unreleased: set[int] = set()
-        """Activations copied to the host whose device copy was still there when it was read
-        again."""
+        """Activations copied to the host but still on the device when read again."""
         self.to_offload = list(transfers.out)
         self.to_release = list(transfers.out)
         self.to_prefetch = list(transfers.back)
@@ -124,8 +122,7 @@ class _StepWriter:
         return True
 
     def _allowances(self) -> list[int]:
-        """Return bytes that may be back from the boundary before each operation on, all others
-        away."""
+        """Return bytes that may be back from each operation's boundary on, all others away."""
         allowed = [0] * (2 * self.stages)
         bound = self.total_bytes
         for k in reversed(range(2 * self.stages)):
@@ -136,8 +133,8 @@ class _StepWriter:
         return allowed
 
     def _touched_from(self, k: int) -> int:
-        """Return the first index of activations that operation k touches, or that are not made
-        yet."""
+        """Return the first index of activations that operation k touches or that are yet to be
+        made."""
         return k if k < self.stages else self.stages
 
     def _offload(self, k: int) -> None:

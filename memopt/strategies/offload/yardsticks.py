@@ -1,5 +1,4 @@
-"""The yardsticks vDNN and TFLMS of Offloading §6.1: their choice of transfers, in the paper's
-model."""
+"""The yardsticks vDNN and TFLMS of Offloading §6.1: their transfers, in the paper's model."""
 
 from __future__ import annotations
 

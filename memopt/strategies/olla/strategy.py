@@ -146,7 +146,7 @@ class Olla(Strategy):
         self, graph: Graph, program: Program, budget_bytes: int, time_limit_s: float | None
     ) -> tuple[Program, bool]:
         """Order a program anew whose best order is over the budget, with other in-place outputs.
-        Return (the program, whether it is proved that no order is within the budget)."""
+        Return (the program of the smaller peak, whether the outcome is proved)."""
         peak_bytes = replay(graph, program).peak_bytes
         if peak_bytes <= budget_bytes:
             return program, True

@@ -99,8 +99,8 @@ def own_left(c: ChainArrays, kind: int, s: int) -> int:
 def estimate(
     c: ChainArrays, whole: Whole, kind: int, s: int, t: int, last: int, memory: int
 ) -> tuple[int, float]:
-    """Return (0, W for a memory in bytes); (1, its first value) below its slots; (3, inf) below
-    all."""
+    """Return (0, W for a memory in bytes); below its slots (1, its first value); below all (3,
+    inf)."""
     if memory < whole.floor[kind, s, t, last]:
         return 3, np.inf
     start = whole.start[kind, s, t, last]
@@ -117,9 +117,9 @@ def choose(
 ) -> tuple[int, int, int]:
     """Choose (route, r, u): what to do at W_kind(s, t, last) with `memory` bytes.
 
-    route 0, 1: keep a^{s-1} and a^{r-1}; B^ℓ to B^u from a^{r-1} (route 1: down to ā^u left). route
-    2: the kept a^{s-1} moves to a^{r-1}. route 3: F_all^s, or B^s if ā^s is there. route -1:
-    nothing fits.
+    route 0, 1: keep a^{s-1} and a^{r-1}; B^ℓ to B^u from a^{r-1} (route 1: down to ā^u left).
+    route 2: the kept a^{s-1} moves to a^{r-1}. route 3: F_all^s, or B^s if ā^s is there.
+    route -1: nothing fits.
     """
     arrived, leaves = kind - kind % 2, kind % 2
     best = (-1, 0, 0)

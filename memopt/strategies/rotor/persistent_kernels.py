@@ -172,8 +172,7 @@ def row(table: Rows, s: int, t: int) -> Float64Array:
 
 @compiled
 def need_table(c: ChainArrays) -> Int64Array:
-    """Return need[s, split]: bytes of F_ck^s F_∅^{s+1} ... F_∅^{split-1} beside a^{s-1} and
-    ω̃_δ."""
+    """Return need[s, split]: bytes of F_ck^s F_∅^{s+1} ... F_∅^{split-1} besides a^{s-1}, ω̃_δ."""
     n = c.length
     need = np.zeros((n + 2, n + 2), np.int64)
     for s in range(1, n + 1):

@@ -57,8 +57,7 @@ class Sequential(ChainStrategy):
         return plan_set(replayed(chain, schedules), optimal=True)
 
     def counts(self, layers: int) -> tuple[int, ...]:
-        """Return the numbers of segments tried on a chain of so many layers (the loss not
-        counted)."""
+        """Return the numbers of segments tried on a chain of so many layers, without the loss."""
         most = max(1, layers)
         root = math.sqrt(most)
         if self.segments is None:

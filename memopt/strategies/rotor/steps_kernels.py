@@ -121,8 +121,7 @@ def first_at_most(f: Steps, begin: int, value: float) -> int:
 
 @compiled
 def with_room(pool: Steps, used: int, more: int) -> Steps:
-    """Return `pool`, or a copy at least twice as large, with room for `more` after the `used`
-    steps."""
+    """Return `pool`, or a larger copy (twice at least), with room for `more` after `used` steps."""
     if used + more <= pool.at.size:
         return pool
     larger = buffer(max(2 * pool.at.size, used + more))

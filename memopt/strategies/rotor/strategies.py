@@ -51,8 +51,7 @@ class ChainStrategy(Strategy):
         """Return schedules of `chain` for every budget."""
 
     def curve(self, chain: Chain) -> tuple[CurvePoint, ...]:
-        """Return the whole memory–time trade-off, by increasing peak (total bytes), from one
-        solve."""
+        """Return the memory–time trade-off, by increasing peak (total bytes), from one solve."""
         return self._plans(chain, Deadline()).points
 
     def smallest_budget(self, chain: Chain) -> int:

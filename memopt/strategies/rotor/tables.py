@@ -133,8 +133,7 @@ def traced(
 
 
 def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
-    """Return bytes at which the root's row falls; between them, schedules are the same or
-    luckier."""
+    """Return bytes at which the root's row falls; between them, schedules are no worse."""
     n = c.length
     low, high = int(table.low[1, n]), int(table.high[1, n])
     if last_slot is not None:

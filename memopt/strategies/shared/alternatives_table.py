@@ -128,8 +128,8 @@ class AlternativesTable:
         return self._lowered(order)
 
     def _lowered(self, order: list[tuple[int, Alternative | None, bool]]) -> Program:
-        """Make the program of (stage, the alternative that saves it, whether this is the backward),
-        in order."""
+        """Make the program of (stage, the alternative if saved here, whether backward), in
+        order."""
         instructions: list[Instruction] = []
         begun: set[int] = set()
         trains = self.graph.first_backward < len(self.graph.operators)

@@ -108,8 +108,7 @@ class GraphModel:
 
 @dataclass
 class FirstRun:
-    """The first run of an operator, the repeated runs just before it, and the tensors in memory
-    before them."""
+    """An operator's first run, the repeated runs just before it, and the tensors in memory then."""
 
     live: frozenset[int]
     runs: dict[int, str | None] = field(default_factory=dict)

@@ -180,8 +180,7 @@ class _Stage:
         return found
 
     def _small(self) -> Graph:
-        """Return the stage as a training step. Tensors that are in memory in any case have no
-        bytes."""
+        """Return the stage as a training step; tensors in memory in any case have no bytes."""
         graph, local = self.graph, self.local
         around = graph.resident | self.source | self.held
         made = {t for op in self.choices for t in op.writes} - around

@@ -107,8 +107,7 @@ class TimePointSearch:
             points[key] = 0
 
     def _worst(self, program: Program, timeline: Timeline, known: set[int]) -> int | None:
-        """Find the backward operator, none of the known ones, before whose end a program exceeds
-        the budget most."""
+        """Find the backward operator, outside `known`, before whose end memory exceeds most."""
         worst, most, need = None, self.budget_bytes, 0
         backward = self._backward_runs(program)
         for position, size_bytes in enumerate(timeline.step_bytes):

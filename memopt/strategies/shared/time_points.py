@@ -161,8 +161,7 @@ class TimePointModel(GraphModel):
         return found + ([self.s[point][t]] if t in self.s[point] else [])
 
     def _backward(self) -> None:
-        """Require that backward operators find their forward operands: held at a time point, or
-        made since."""
+        """Require that backward operators find their forward operands: held, or made since."""
         for k in range(self.first, self.count):
             point = bisect_right(self.at, k)
             exact = point > 0 and self.at[point - 1] == k

@@ -86,8 +86,7 @@ def _down(heap: Ints, held: int, order: Ints) -> None:
 
 
 NOW, OUT_FREE, IN_FREE = 0, 1, 2
-"""Indices of `Pass.clock`: when the compute stream is here, and when each way of the link is
-free."""
+"""Indices of `Pass.clock`: when the compute stream, and each way of the link, is free."""
 OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
 """Indices of `Pass.figures`: lengths of the lists `open`, `away` and `coming`, bytes fetched ahead,
 bytes off the device, bytes on the host, their maximum, and the number of events."""
@@ -218,8 +217,7 @@ def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
     limit_bytes: int, link: Link, timing: Timing,
 ) -> None:  # fmt: skip
-    """Fetch tensors read at this point, and tensors read next if there is room until their
-    readers."""
+    """Fetch tensors read at this point, and, with room until their readers, those read next."""
     count = at.figures
     away, count[AWAY] = count[AWAY], 0
     count[COMING] = count[FETCHED] = 0
@@ -253,8 +251,7 @@ def _choose_fetches(
 
 @njit(cache=True, nogil=True)
 def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
-    """Reserve room for a tensor from p until its reader, if there is any; tell whether there
-    was."""
+    """Reserve room for a tensor from p until its reader; tell whether there is enough."""
     for q in range(before - 1, p - 1, -1):
         if at.least[q] + size > limit_bytes:
             at.blocked[g] = q
@@ -298,8 +295,7 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
 
 @njit(cache=True, nogil=True)
 def _stored_first(at: Pass, gaps: Ints) -> int:
-    """Return the place in `open` of the gap whose copy ends first, of several the longest; -1 if
-    none."""
+    """Return the place in `open` of the gap whose copy ends first, then the longest; -1 if none."""
     pick = -1
     for n in range(at.figures[OPEN]):
         g, other = at.open[n], at.open[max(0, pick)]
