@@ -219,11 +219,11 @@ def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict
 def _selected(
     graph: Graph, program: Program, alignment: int, never: set[int], limit_bytes: int | None
 ) -> tuple[Program, tuple[Storage, ...]]:
-    """The program with in-place outputs where the placement takes them, and what to place.
+    """Return the program with the in-place outputs that placement allows, and what to place.
 
-    In place stays what the operator's own kernel computes as its one output, which is kept; with
-    an address for the output, a kernel works in place on nothing that has none. The second costs
-    the output's size once more, which may be over the limit: then the two stay outside the arena.
+    An output stays in place if it is the one result of the operator's own kernel, and kept. An
+    output with an address cannot overwrite a tensor without one. Separating them costs the output's
+    size once more, which may exceed the limit: then the two stay outside the arena.
     """
 
     def is_odd(one: Compute) -> bool:

@@ -52,7 +52,7 @@ class Ordering:
 
     @property
     def gap(self) -> float:
-        """(peak - bound) / bound, 0.0 when the bound is 0."""
+        """Return (peak - bound) / bound, 0.0 when the bound is 0."""
         return relative_gap(self.peak, self.bound)
 
 

@@ -172,9 +172,8 @@ class Unfolding:
     """Turns runs and flags of a folded step into those of the whole step.
 
     Repeated runs before the first run of a folded operator come before the first runs it stands
-    for. Repeated runs of groups up to `reach` away come before each of these, in the layer as far
-    from its own; those of other groups, in all their layers, only before the first of the group to
-    run.
+    for. If its group is at most `reach` groups away, a repeated run comes before each of these, in
+    the layer at that distance. Otherwise it comes before the first of them, for all its layers.
 
     Attributes:
         folding: of the whole step.

@@ -30,9 +30,9 @@ class CheckmateModel(GraphModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.again: list[dict[int, int]] = []
-        """R by stage: operator → variable."""
+        """R: variable by stage and operator."""
         self.before: list[dict[int, int]] = []
-        """S by stage: tensor → variable."""
+        """S: variable by stage and tensor."""
         self.early: dict[int, int] = {}
         """R of the first backward stage, before the loss boundary."""
         live: dict[int, int] = {}

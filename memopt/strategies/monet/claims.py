@@ -32,7 +32,7 @@ def counted_exactly(graph: Graph) -> bool:
 def solution(
     graph: Graph, program: Program, bound_s: float, proved: float, stats: dict[str, object]
 ) -> Solution:
-    """`solution_of` a program that moves nothing."""
+    """Return the `solution_of` a program that moves nothing."""
     return solution_of(program, replay(graph, program), bound_s, proved, stats)
 
 

@@ -55,14 +55,14 @@ class ForwardBoundModel:
         graph = self.graph
         self.needed = needed_operators(graph)
         self.held: list[dict[int, int]] = []
-        """h by time point: tensor → variable."""
+        """h: variable by time point and tensor."""
         self.runs: list[dict[int, int]] = []
-        """r by time point: operator → variable."""
+        """r: variable by time point and operator."""
         for point, k in enumerate(self.at):
             self._time_point(point, k)
             self._reads(point)
         self.through: dict[tuple[int, int], int] = {}
-        """a by (time point, tensor): variable."""
+        """a: variable by (time point, tensor)."""
         points = {(bisect_left(self.at, k) - 1, i) for k, i in self.watched}
         for point, i in sorted(points):
             if point in range(len(self.at) - 1) and i in self.runs[point]:

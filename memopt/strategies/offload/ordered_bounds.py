@@ -21,8 +21,7 @@ def proposition_3_s(problem: OffloadProblem) -> float:
 
 
 def per_operation_s(problem: OffloadProblem) -> float:
-    """Return a bound at least as good: the bytes an operation lacks leave before it and return
-    after.
+    """Return a bound at least as good: what an operation lacks leaves before and returns after it.
 
     max over operations of max(time before, need/β) + its own time + max(time after, need/β). It
     holds for every schedule, unordered ones and links that work both ways at once included.

@@ -133,8 +133,7 @@ class _StepWriter:
         return allowed
 
     def _touched_from(self, k: int) -> int:
-        """Return the first index of activations that operation k touches or that are yet to be
-        made."""
+        """Return the first index of activations that operation k touches or that come later."""
         return k if k < self.stages else self.stages
 
     def _offload(self, k: int) -> None:
