@@ -88,7 +88,7 @@ class _Round:
         for effects in self.effects:
             self.live.append(self._after(self.live[-1], effects))
         self.origin = list(range(len(self.instructions)))
-        """Where each instruction was before any move."""
+        """Position of each instruction before any move."""
         self.first_runs = self._first_runs()
         self.sent = [
             _Sent(x.instruction, timeline.end_s[x.instruction], x.start_s, x.end_s)

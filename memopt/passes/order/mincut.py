@@ -1,7 +1,7 @@
 """Lower bounds on the memory of any order, operator by operator.
 
 For a task v let X be the tasks executed before it in some order: X contains the ancestors of v,
-neither v nor its descendants, and is closed under predecessors. What is live when v starts are
+neither v nor its descendants, and is closed under predecessors. Live when v starts are
 the values produced in X that are kept or have a consumer outside X. The least such bytes over
 all X is a minimum cut: a network with one node per value, arc producer → value of the value's
 size, value → consumer and task → predecessor unbounded, the ancestors merged into the source, v

@@ -71,7 +71,7 @@ class State(NamedTuple):
     touched: Ints
     """Sections to look at again, during propagation."""
     offset: Ints
-    """-1: not placed."""
+    """Offset of each buffer; -1: not placed."""
     least: Ints
     reach: Ints
     floor: Ints

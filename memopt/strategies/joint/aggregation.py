@@ -49,7 +49,7 @@ class GroupProgram(BinaryProgram):
 
     Attributes:
         groups: how many layers each group has.
-        group: variable → its group; none of those outside.
+        group: variable → its group; variables outside of groups are missing.
         twins: (what a variable is of each layer, group) → variable.
         name: variable → what it is of each layer.
     """

@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
 
     Attributes:
         reads_at, reads: tensors that operator i reads: reads[reads_at[i]:reads_at[i + 1]].
-        writes_at, writes: those that it writes.
+        writes_at, writes: tensors that it writes, likewise.
         made_by: tensor → operator.
         size: tensor → bytes.
         kept: tensor → whether it is a result.

@@ -158,7 +158,7 @@ class MovedBase:
 
 @dataclass(eq=False)
 class _Room:
-    """The memory of one choice while it is being spent."""
+    """Spends the memory of one choice, and builds its program."""
 
     base: MovedBase
     budget_bytes: int

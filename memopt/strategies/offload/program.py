@@ -88,7 +88,7 @@ def build_schedule(
 
 
 class _StepWriter:
-    """One pass over the operations, keeping memory and the streams' times."""
+    """Writes steps in one pass over the operations; tracks memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
         self.problem = problem

@@ -22,7 +22,7 @@ from memopt.strategies.rotor.schedules import (
 
 
 def group_ends(chain: Chain, most: int) -> tuple[int, ...]:
-    """Return the last stage of each of at most `most` groups; lightest neighbours merge first."""
+    """Return last stages of up to `most` groups of even ā: lightest neighbours merge first."""
     ends = list(range(1, len(chain) + 1))
     weights = [stage.saved_bytes for stage in chain.stages]
     while len(ends) > most:

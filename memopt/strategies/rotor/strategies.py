@@ -207,7 +207,7 @@ class FloatingStrategy(TableStrategy):
     """A program of O(L^4) steps per slot.
 
     Attributes:
-        most_stages: longer chains are grouped to so many stages. The grouped chain's schedules
+        most_stages: longer chains are grouped to this many stages. The grouped chain's schedules
             and Rotor's for the whole chain are weighed together; the stats say "groups".
     """
 

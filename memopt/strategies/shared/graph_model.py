@@ -112,7 +112,7 @@ class FirstRun:
 
     live: frozenset[int]
     runs: dict[int, str | None] = field(default_factory=dict)
-    """Operator → implementation, the last where it runs twice."""
+    """Operator → implementation, of its last run if it runs twice."""
 
 
 def first_runs(graph: Graph, program: Program) -> Iterator[FirstRun]:

@@ -1,4 +1,4 @@
-"""The step as the framework runs it, and the fastest program so far."""
+"""The fastest program so far, and the step as the framework runs it."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class _Stage:
         self.later = previous.gradients if previous is not None else frozenset()
         results = frozenset(t for after in view.stages[k + 1 :] for t in after.results)
         self.given = self.stage.gradients | results
-        """Tensors the backward finds: δ^ℓ, and results of the step, which stay once made."""
+        """Tensors in memory for the backward: δ^ℓ, and results of the step made before."""
         self.operators = (*self.stage.rerun, *self.stage.backward)
         """Operator of the graph by place."""
         self.choices = self._implementations(allowed)
