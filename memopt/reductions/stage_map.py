@@ -140,8 +140,8 @@ class _Assignment:
         before it, which every rank must have joined first."""
         self.later = {early: late for late, early in self.earlier.items()}
         self.conflicts: list[tuple[int, int, list[int]]] = []
-        """(low, high, tensors): an operator of stage `low` or an earlier one needs tensors that are
-        only in stage `high` or later ones."""
+        """(low, high, tensors): an operator of stage `low` or an earlier one needs these
+        tensors, some of them of stage `high`."""
         self._assign_backward()
 
     def _assign_backward(self) -> None:

@@ -35,8 +35,8 @@ MANY, MANY_IN_SPIRAL = 14, 8
 STACKS, SLOTS = 2048, 509
 """Stacks tried for one group; slots of the table of stacks by height (a prime)."""
 SURE_KEY, MOST_KEY, SPIRAL_LESS = 1.0, 7.0, 2.9
-"""Key of a join of all pieces that end at a boundary with all that begin there; key of a join of
-many pieces; reduction of a spiral's key."""
+"""Key of a join of all pieces that end at a boundary with all that begin there; the most that the
+number of pieces adds to a key; what is taken off a spiral's key."""
 NEVER = np.inf
 NOISE = 0.5
 """Mean of the random part of a join's key."""

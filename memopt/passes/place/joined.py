@@ -37,7 +37,7 @@ CHUNK_STEPS = 37_500
 CORE_WORK = 5_000_000
 """Work to place pieces once."""
 RECENT, MOST_ADDED = 12, 3
-"""Fillers tried as those that end where bytes rise again, and the most taken together."""
+"""The latest fillers that may end where live bytes rise, and the most that end there together."""
 
 
 @dataclass(frozen=True, slots=True)

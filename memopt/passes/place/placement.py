@@ -17,8 +17,8 @@ QUICK_WORK, ROUND_WORK = 16_000_000, 64_000_000
 """Work of one search at a capacity, between greedy placements and in the first round; each round
 doubles it."""
 TIGHT_SHARES, SHARES = (1.0, 0.5, 0.125), (0.25, 0.5, 4.0)
-"""Shares of it for the searches (depth first, of joined buffers, local): at the bound, where local
-search seldom finds what is exactly tight, and above it."""
+"""Shares of that work for each search (depth first, of joined buffers, local): at the bound, where
+local search seldom finds what is exactly tight, and above it."""
 NEAR_PER_MILLE = 7
 """The first capacity tried above the bound, unless the peak is already as low."""
 NEAR_STEPS = 8

@@ -88,7 +88,7 @@ def _down(heap: Ints, held: int, order: Ints) -> None:
 NOW, OUT_FREE, IN_FREE = 0, 1, 2
 """Indices of `Pass.clock`: when the compute stream, and each way of the link, is free."""
 OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
-"""Indices of `Pass.figures`: lengths of the lists `open`, `away` and `coming`, bytes fetched ahead,
+"""Indices of `Pass.figures`: lengths of the lists `open`, `away` and `coming`, bytes of `coming`,
 bytes off the device, bytes on the host, their maximum, and the number of events."""
 ALLOWANCE = 1.01
 FREE, FETCH, COPY, DROP = range(4)
