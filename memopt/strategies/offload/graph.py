@@ -196,7 +196,7 @@ class _Candidates:
 
     @cached_property
     def bound_s(self) -> float:
-        """Return the least time of any program within the budget."""
+        """Return a lower bound on the time of programs within the budget."""
         return self.problem.lower_bound_s(self.budget_bytes)
 
     @property

@@ -97,7 +97,7 @@ class GraphProblem:
         return np.maximum(0, self.need_bytes - budget_bytes)
 
     def lower_bound_s(self, budget_bytes: int) -> float:
-        """Return the least time of any program of this class within the budget.
+        """Return a lower bound on the time of programs of this class within the budget.
 
         All operators run. For each point, the bytes it lacks leave the device before it, once a
         tensor that it need not touch has been made, and return after it, before the earliest last
