@@ -1,13 +1,14 @@
-"""When collectives start, and when a step waits for them: a pass over finished programs.
+"""Decides when collectives start and when a step waits for them: a pass over finished programs.
 
-A collective overlaps the compute stream from where it starts to its first reader, and what it reads
-is held until it is over. Both take memory: this pass starts collectives earlier (prefetch) and
-gives back later what they read, wherever the step waits for the network and the budget leaves room.
+A collective overlaps the compute stream from its start to its first reader, and the tensors it
+reads are held until it is over. Both take memory. This pass starts collectives earlier (prefetch)
+and frees what they read later, wherever the step waits for the network and the budget has room.
 
 Each round replays the program. Where a reader waited, the collective's start moves earlier by that
-time, with what is computed for it alone; where the network was busy with others until then, theirs
-do, too. Where a Free waited, or a collective for the result of another, it moves later. Moves that
-would need more than the budget go as far as they fit. The fastest program of all rounds is kept.
+time, with the computations only it needs. If the network was busy with other collectives until
+then, their starts move earlier, too. Where a Free waited, or a collective for the result of
+another, it moves later. Moves that would exceed the budget go as far as fits. The fastest program
+of all rounds is kept.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ ROUNDS = 12
 def with_early_collectives(
     graph: Graph, program: Program, budget_bytes: int | None, device: Device | None = None
 ) -> Program:
-    """Start a program's collectives as early as helps, and its budget allows.
+    """Start a program's collectives as early as helps and its budget allows.
 
     Programs with a placement stay as they are: their tensors have addresses already.
 
     Args:
-        graph: what the program is of.
+        graph: the program's graph.
         program: a valid program.
         budget_bytes: total device memory, resident included; None: no limit.
         device: link rates; None: transfers take no time.
 
-    Laws: the same runs, first runs of collectives in the same order; the replayed peak is at most
-    the budget, or the program's own where that is more; and the replay is never slower.
+    Laws: the same instructions run, with first runs of collectives in the same order; the replayed
+    peak is at most the budget, or the program's own if that is more; the replay is never slower.
     """
     sends = any(graph.operators[run.op].collective for _, run in program.computes)
     if program.offsets is not None or not sends:
@@ -65,7 +66,7 @@ def with_early_collectives(
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A collective: where it starts, when the compute stream gets there, and the network to it."""
+    """A collective: its position, and when the compute stream and the network reach it."""
 
     position: int
     issued_s: float
@@ -87,7 +88,7 @@ class _Round:
         for effects in self.effects:
             self.live.append(self._after(self.live[-1], effects))
         self.origin = list(range(len(self.instructions)))
-        """Where each instruction was before any move."""
+        """Position of each instruction before any move."""
         self.first_runs = self._first_runs()
         self.sent = [
             _Sent(x.instruction, timeline.end_s[x.instruction], x.start_s, x.end_s)
@@ -96,7 +97,7 @@ class _Round:
         self.wanted = self._starts()
 
     def moved(self) -> Program:
-        """The program with its frees later and its collectives earlier."""
+        """Return the program with its frees later and its collectives earlier."""
         for position in reversed(range(len(self.instructions))):
             if self.timeline.stall_s[position] > 0 and self._may_wait(position):
                 self._later(position)
@@ -106,7 +107,7 @@ class _Round:
         return Program(self.instructions)
 
     def _first_runs(self) -> set[int]:
-        """Where a collective runs for the first time."""
+        """Return the positions where a collective runs for the first time."""
         first: dict[int, int] = {}
         for position, run in enumerate(self.instructions):
             if isinstance(run, Compute) and self._sends(position):
@@ -125,8 +126,8 @@ class _Round:
         return isinstance(run, Compute) and self.graph.operators[run.op].phase is Phase.UPDATE
 
     def _starts(self) -> dict[int, float]:
-        """Position of a collective → when it should start, where a reader of it, or of one that
-        the network came to after it, waited."""
+        """Map positions of collectives to the time when each should start, where a reader of it, or
+        of a later one on the network, waited."""
         wanted: dict[int, float] = {}
         result: dict[int, int] = {}
         started = {one.position: index for index, one in enumerate(self.sent)}
@@ -143,7 +144,7 @@ class _Round:
         return wanted
 
     def _sooner(self, index: int, by_s: float, wanted: dict[int, float]) -> None:
-        """Ask for an earlier start of a collective, and of those that it queued behind."""
+        """Ask for an earlier start of a collective, and of those queued before it."""
         while True:
             one = self.sent[index]
             until_s = one.start_s - by_s
@@ -154,7 +155,7 @@ class _Round:
             index -= 1
 
     def _earlier(self, position: int, until_s: float) -> None:
-        """Start a collective where the compute stream is at a time, or as soon as possible."""
+        """Start a collective at `until_s` of the compute stream, or as soon after as possible."""
         goal = bisect_right(self.timeline.end_s, until_s, hi=position)
         group, lowest = self._group(position, goal)
         while lowest < position:
@@ -167,7 +168,7 @@ class _Round:
                 group, lowest = self._group(position, lowest)
 
     def _group(self, position: int, goal: int) -> tuple[set[int], int]:
-        """What must move with a collective to a position, and how far it gets."""
+        """Return the positions that must move along with a collective, and how far it gets."""
         group, member = {position}, self.effects[position]
         touched, changed = set(member.touches), _changed(member)
         is_first = self.origin[position] in self.first_runs
@@ -186,14 +187,14 @@ class _Round:
         return group, goal
 
     def _joins(self, instruction: Instruction) -> bool:
-        """Whether an instruction may move along with a collective that needs it."""
+        """Tell whether an instruction may move along with a collective that needs it."""
         if not isinstance(instruction, Compute):
             return False
         operator = self.graph.operators[instruction.op]
         return not (operator.collective or operator.random or operator.phase is Phase.UPDATE)
 
     def _later(self, position: int) -> None:
-        """Give back, or start, later: when what is waited for there is over."""
+        """Move a Free, or a start, to where the collective it waits for is over."""
         until_s = self.timeline.start_s[position] + self.timeline.stall_s[position]
         goal = bisect_left(self.timeline.start_s, until_s, lo=position + 1)
         own = self.effects[position]
@@ -215,7 +216,7 @@ class _Round:
             last = (position + last) // 2
 
     def _reordered(self, begin: int, order: Sequence[int]) -> bool:
-        """Put a window of instructions into another order, if the memory is there."""
+        """Reorder a window of instructions if the memory suffices."""
         live = self.live[begin]
         levels = []
         for i in order:
@@ -232,7 +233,7 @@ class _Round:
         return True
 
     def _during(self, live_bytes: int, effects: Effects) -> int:
-        """Device memory while an instruction runs, as `replay` counts it."""
+        """Return device memory while an instruction runs, as `replay` counts it."""
         taken = 0 if effects.overwrites is None else self.sizes[effects.overwrites]
         made = sum([self.sizes[t] for t in effects.writes])
         return live_bytes + made - taken + effects.workspace_bytes
@@ -243,5 +244,5 @@ class _Round:
 
 
 def _changed(effects: Effects) -> set[int]:
-    """Tensors that appear, disappear or are written by an instruction, or whose host copy does."""
+    """Return tensors that an instruction writes or ends, or whose host copy begins or ends."""
     return {*effects.writes, *effects.ends, *effects.host_begins, *effects.host_ends}

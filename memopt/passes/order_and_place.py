@@ -23,15 +23,14 @@ from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 
 ENOUGH_GAP = 0.01
-"""An arena at most this far above its bound is no reason to move transfers."""
+"""An arena at most this far above its bound does not make transfers move."""
 ROOMS = (0.99, 0.97)
-"""Computations that need more than this share of the peak wait for copies to the host."""
+"""Shares of the peak: a computation that needs more memory waits for copies to the host."""
 NO_SLOWER, MOST_SLOWER = 0.0005, 0.02
-"""Waits of at most the first share of the step's time are always tried, of more than the second
-never accepted."""
+"""Waits up to the first share of the step's time are always tried, above the second never."""
 ORDER_ONLY = {"order": True, "place": False}
 SEEDS = (1, 2)
-"""Further searches for the addresses of what has the most room, where none was good enough."""
+"""Further seeds of the search for addresses, for the program with most room, if none was good."""
 
 
 def order_and_place(
@@ -44,22 +43,22 @@ def order_and_place(
     place: bool,
     time_limit_s: float | None = None,
 ) -> tuple[Program, dict[str, object]]:
-    """Reorder, then place, what a strategy planned (OLLA §1).
+    """Reorder, then place, a strategy's program (OLLA §1).
 
     Args:
         graph: the cost model of the program.
         program: valid, and within the budget.
-        budget: kept: lifetimes whose addresses would need more, with all that lies outside the
-            arena, are left to the allocator; stats say how much that is. Without a limit on the
-            device, everything that can be is placed.
+        budget: kept. Lifetimes whose addresses, with all memory outside the arena, would exceed it
+            are left to the allocator; stats count their bytes. Without a limit on the device, every
+            lifetime that can have an address gets one.
         device: link rates; no order is taken that waits longer for transfers.
         order: look for an order of smaller peak.
         place: give every lifetime an address.
         time_limit_s: wall clock, for each of the two.
 
     Returns:
-        The program, never worse in peak, in time only by `MOST_SLOWER` and only where `place`
-        needs room, and what the passes say about themselves.
+        The program and the passes' stats. Its peak is never worse; its time only by `MOST_SLOWER`,
+        and only where `place` needs room.
 
     Raises:
         InvalidProgramError: a pass broke the program, which is a bug.
@@ -100,17 +99,17 @@ def _placed(
     device: Device,
     time_limit_s: float | None,
 ) -> tuple[Program, Placement, bool]:
-    """The program at addresses, and whether its lifetimes were tightened for that: where addresses
-    cost much or not all fit, if then more fits or the arena is smaller.
+    """Place the program; tell whether its lifetimes were tightened for that. They are where
+    addresses cost much or not all fit, if more then fits or the arena is smaller.
 
-    A fetch that comes as late as the link allows has no time to spare if the link is slower than
-    the device says. So the transfers stay where the strategy had them if that is good enough.
+    A fetch that comes as late as the link allows has no slack if the link is slower than the device
+    says. So transfers stay where the strategy had them if that is good enough.
     """
     search = TimedSearch(time_limit_s)
     best, found, short = program, None, False
     gap = 0.0
     for attempt, seed in _attempts(graph, program, device):
-        # Of an arena that is hardly larger than its bound no other search makes more.
+        # An arena hardly larger than its bound gains nothing from another search.
         if found is not None and (search.out_of_time() or (seed and gap <= ENOUGH_GAP)):
             break
         placed, placement = place_program(
@@ -129,7 +128,7 @@ def _placed(
 
 
 def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[Program, int]]:
-    """What to place, one after the other until one is good enough, and the seeds of the search."""
+    """Yield programs to place until one is good enough, with the search's seed."""
     yield program, 0
     last = program
     for last in _tightened(graph, program, device):
@@ -139,8 +138,8 @@ def _attempts(graph: Graph, program: Program, device: Device) -> Iterator[tuple[
 
 
 def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Program]:
-    """The program with lifetimes tightened and the most room that takes no longer, then those with
-    more room that take a little longer. None where it is not known how long transfers take."""
+    """Yield the program with lifetimes tightened and the most room that takes no longer, then those
+    with more room that take a little longer. Yield none if transfer times are unknown."""
     if not device.is_linked:
         return
     base = replay(graph, program, device)
@@ -158,12 +157,12 @@ def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Progr
 
 
 def _share(time_s: float, own_s: float) -> float:
-    """By what share of its own time a step is slower; 0.0 for less than rounding can be."""
+    """Return by what share of its own time a step is slower; 0.0 if that may be rounding."""
     return (time_s - own_s) / own_s if time_s > own_s * (1 + 1e-9) else 0.0
 
 
 def _merit(graph: Graph, placed: Program, placement: Placement) -> tuple[int, int]:
-    """More bytes at addresses are better, then a smaller arena."""
+    """Rank a placement: more bytes at addresses are better, then a smaller arena."""
     return _covered_bytes(graph, placed), -placement.peak
 
 
@@ -173,7 +172,7 @@ def _covered_bytes(graph: Graph, placed: Program) -> int:
 
 
 def _moves(program: Program) -> list[tuple[int, Instruction]]:
-    """Frees and fetches, each with how many computations come before it."""
+    """Return frees and fetches, each with the number of computations before it."""
     found: list[tuple[int, Instruction]] = []
     computed = 0
     for instruction in program:
@@ -192,13 +191,13 @@ def ordered_and_placed(
     passes: Mapping[str, bool],
     time_limit_s: float | None,
 ) -> Solution:
-    """A strategy's solution with its program ordered and placed. Of one without a plan, the
-    smallest that it names, if it fits once it is ordered.
+    """Order and place a solution's program. If it has no plan, try the smallest that it names,
+    which may fit once it is ordered.
 
     Args:
         graph: the cost model of the program.
         solution: with a program, or with the steps of a chain schedule; or without a plan.
-        lower: makes the program of such steps; None: there is a program.
+        lower: makes the program of such steps; None: the solution has a program.
         budget, device, time_limit_s: see `order_and_place`.
         passes: the `order` and `place` of `order_and_place`.
     """
@@ -218,7 +217,7 @@ def ordered_and_placed(
         program = lower(solution.steps)
     assert program is not None
     if budget.device_bytes is not None and replay(graph, program).peak_bytes > budget.device_bytes:
-        # The budget was met by the program as it runs: in place.
+        # The program met the budget with in-place outputs.
         program = with_in_place(graph, program)
     program, stats = order_and_place(
         graph,

@@ -21,7 +21,7 @@ from memopt.programs.placed import ALIGNMENT_BYTES
 from memopt.programs.replay import replay
 
 ATTEMPTS = 5
-"""How often a placement within a limit is tried, each time within a smaller one."""
+"""How many placements within a limit are tried, each with a smaller limit."""
 
 
 def order_program(
@@ -41,7 +41,7 @@ def order_program(
     Args:
         graph: the cost model of the program.
         program: valid; its placement, if any, is dropped when the order changes.
-        device: link rates, to make sure that no transfer is waited for longer.
+        device: link rates, to make sure that no transfer takes longer to wait for.
         time_limit_s: wall clock.
         max_states: see `order_tasks`.
         on_improvement: see `order_tasks`.
@@ -73,7 +73,7 @@ def order_in_any_place(
     time_limit_s: float | None = None,
     max_states: int = DEFAULT_STATES,
 ) -> tuple[Program, int]:
-    """Order a program that computes nothing in place with a view to what another order lets it.
+    """Order a program without in-place outputs, counting those that another order would allow.
 
     Args:
         graph: the cost model of the program.
@@ -83,8 +83,8 @@ def order_in_any_place(
         max_states: see `order_tasks`.
 
     Returns:
-        The program in its order, in place where that allows it, and a bound over all orders and
-        all choices of what is computed in place, bytes.
+        The ordered program, with the in-place outputs that its order allows, and a bound over all
+        orders and all choices of in-place outputs, bytes.
     """
     problem = in_any_place(tasks_of(graph, program))
     ordering = order_tasks(
@@ -96,12 +96,12 @@ def order_in_any_place(
 def program_buffers(
     graph: Graph, program: Program, *, alignment: int = 1, place_results: bool = True
 ) -> tuple[Buffer, ...]:
-    """One buffer for each lifetime that begins at a Compute or SwapIn, transient outputs too; what
-    is computed in place prolongs the buffer of the tensor that it overwrites.
+    """Return one buffer for each lifetime that begins at a Compute or SwapIn, transient outputs
+    too; an in-place output prolongs the buffer of the tensor that it overwrites.
 
-    Times are instruction indices; ids are "instruction:tensor". Tangents come from outside, and
-    workspace is the kernel's own: neither is placed (nor are tangents that were swapped), nor is
-    what the graph lists as `allocator_owned`, or shares a storage with that.
+    Times are instruction indices; ids are "instruction:tensor". Not placed are tangents, which come
+    from outside (even if swapped), workspace, which is the kernel's own, and tensors that the graph
+    lists as `allocator_owned` or that share a storage with those.
 
     Args:
         graph: the cost model of the program.
@@ -115,12 +115,12 @@ def program_buffers(
 
 
 def _never_placed(graph: Graph, place_results: bool) -> set[int]:
-    """Tensors that get no address."""
+    """Return the tensors that get no address."""
     return {*graph.tangents, *graph.allocator_owned, *(() if place_results else graph.kept)}
 
 
 def _placeable_storages(graph: Graph, program: Program, never: set[int]) -> tuple[Storage, ...]:
-    """The storages that no tensor shares which gets no address."""
+    """Return the storages without tensors that get no address."""
     return tuple(
         storage
         for storage in storages(lifetimes(graph, program).device)
@@ -155,17 +155,18 @@ def place_program(
     num_workers: int = 1,
     on_improvement: Improvement | None = None,
 ) -> tuple[Program, Placement]:
-    """Give every lifetime of a valid program an offset in one arena, of a small extent.
+    """Give every lifetime of a valid program an offset in one small arena.
 
-    Arguments as in `program_buffers` and `place`. A graph that says what is `allocator_owned` is of
-    a captured model and will run at the addresses: they are multiples of ALIGNMENT_BYTES, too.
+    Arguments as in `program_buffers` and `place`. A graph that lists `allocator_owned` tensors
+    comes from a captured model that will run at the addresses: they are multiples of
+    ALIGNMENT_BYTES, too.
 
     Args:
         graph, program, alignment, place_results: see `program_buffers`.
-        limit_bytes: the most that the arena and all that lies outside it may need, resident bytes
-            included: lifetimes that would need more are left to the allocator (`Program.unplaced`),
-            as few bytes as `select_buffers` finds. No offsets come back where no arena is within
-            the limit. None: no limit, everything has an address.
+        limit_bytes: the most that the arena and all memory outside it may need, resident included.
+            Lifetimes that would exceed it are left to the allocator (`Program.unplaced`), as few
+            bytes as `select_buffers` finds. If no arena is within the limit, no offsets are
+            returned. None: no limit, every lifetime gets an address.
         time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
 
     Returns:
@@ -196,14 +197,14 @@ def place_program(
             break
         if total_bytes <= limit_bytes:
             return placed, placement
-        # Fragmentation, which the choice does not foresee.
+        # Fragmentation, which `select_buffers` does not foresee.
         aim_bytes -= total_bytes - limit_bytes
     return Program(program.instructions), placement
 
 
 def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict[str, object]:
-    """What a plan's stats say about its addresses: the arena, its bound and its fragmentation,
-    the peak with what lies outside, and the bytes written to lifetimes left to the allocator."""
+    """Return a plan's stats on addresses: the arena, its bound and its fragmentation, the peak with
+    the memory outside, and the bytes written to lifetimes left to the allocator."""
     if placed.offsets is None:
         return {}
     return {
@@ -218,11 +219,11 @@ def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict
 def _selected(
     graph: Graph, program: Program, alignment: int, never: set[int], limit_bytes: int | None
 ) -> tuple[Program, tuple[Storage, ...]]:
-    """The program with in-place outputs where the placement takes them, and what to place.
+    """Return the program with the in-place outputs that placement allows, and what to place.
 
-    In place stays what the operator's own kernel computes as its one output, which is kept; with
-    an address for the output, a kernel works in place on nothing that has none. The second costs
-    the output's size once more, which may be over the limit: then the two stay outside the arena.
+    An output stays in place if it is the one result of the operator's own kernel, and kept. An
+    output with an address cannot overwrite a tensor without one. Separating them costs the output's
+    size once more, which may exceed the limit: then the two stay outside the arena.
     """
 
     def is_odd(one: Compute) -> bool:
@@ -255,8 +256,8 @@ def _with_offsets(
     placement: Placement,
     never: set[int],
 ) -> Program:
-    """The program with the offsets of every placed lifetime; those that could have one and have
-    none are the allocator's."""
+    """Return the program with the offsets of every placed lifetime; a lifetime that could be placed
+    and has no offset is left to the allocator."""
     offset_of = {
         lifetime.key: placement.offsets[storage.id]
         for storage in chosen

@@ -1,8 +1,8 @@
 """Tighter lifetimes of moved tensors, in the same time or nearly: room for a placement.
 
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
-its reader. Both cost nothing while there is memory, and keep it full: at addresses, where
-lifetimes must fit into each other, that leaves no room. Where a link is busy all the time anyway,
+its reader. This costs nothing as long as memory suffices, but keeps memory full, and lifetimes at
+addresses, which must fit into each other, need room. Where a link is busy all the time anyway,
 computations may also wait for it a little earlier than memory makes them.
 """
 
@@ -24,26 +24,26 @@ def tighten_lifetimes(
 ) -> Program:
     """Free tensors as early, and fetch them as late, as takes no longer by the device's links.
 
-    Every lifetime lies within the one it had: the peak is never larger. Without `room_bytes`
-    every computation and copy to the host starts when it did, in the order they had.
+    Every lifetime lies within the one it had: the peak is never larger. Without `room_bytes` every
+    computation and copy to the host starts when it did, in the order they had.
 
     Args:
         graph: the cost model of the program.
         program: valid; its placement, if any, is dropped.
         device: link rates.
-        room_bytes: a computation that would need more memory than this in all waits for copies to
-            the host whose tensors nobody reads any more; the step may take longer, or make up for
-            it (`replay` says).
+        room_bytes: a computation that would need more memory than this in all waits for host copies
+            of tensors without further readers; the step may take longer, or make up for it
+            (`replay` says).
 
     Returns:
-        The program; the instructions as they were, where nothing moves.
+        The program; the same instructions if nothing moves.
     """
     own = _Tightening(graph, Program(program.instructions), device)
     return _Tightening(graph, own.freed_early(room_bytes), device).fetched_late()
 
 
 class _Tightening:
-    """A program with its times. A position is that of the instruction that something precedes."""
+    """Moves frees and fetches in a program by its times. Position p is before instruction p."""
 
     def __init__(self, graph: Graph, program: Program, device: Device) -> None:
         self.graph = graph
@@ -55,15 +55,15 @@ class _Tightening:
         self.uses = _uses(graph, program)
 
     def freed_early(self, room_bytes: int | None) -> Program:
-        """Each Free after the last use of its tensor, once transfers of that are complete when
-        the next instruction starts; or, if a computation needs more than `room_bytes`, when
-        that has waited for them."""
+        """Move each Free to where the tensor's last use and its transfers are complete as the next
+        instruction starts; or, if a computation needs more than `room_bytes`, to where it has
+        waited for them."""
         freeable = self._freeable()
         moves: dict[int, int] = {}
         open_frees: list[tuple[float, int, int]] = []
-        """Entries of `_freeable` whose tensors nobody uses any more."""
+        """Entries of `_freeable` whose tensors have no further use."""
         freed_bytes, ended = 0, Counter[int]()
-        """Freed earlier than before, in all; where that is no difference any more."""
+        """Bytes freed earlier than before; bytes of them by the position where that ends."""
         waited_s = 0.0
         runs = {position for position, _ in self.program.computes}
         for position in range(len(self.program)):
@@ -87,8 +87,8 @@ class _Tightening:
         return self._moved(moves)
 
     def _freeable(self) -> dict[int, list[tuple[float, int, int]]]:
-        """Position after a tensor's last use → (when its transfers are complete, position of its
-        Free, bytes), of each Free."""
+        """Map the position after a tensor's last use to (when its transfers are complete, position
+        of its Free, bytes), of each Free."""
         found: dict[int, list[tuple[float, int, int]]] = {}
         transfers: dict[int, list[Transfer]] = {}
         for transfer in self.timeline.transfers:
@@ -105,11 +105,11 @@ class _Tightening:
         return found
 
     def fetched_late(self) -> Program:
-        """Each SwapIn before the first use of its tensor, as late as the link allows if it and all
-        later transfers are to be complete when they were waited for."""
+        """Move each SwapIn before its tensor's first use, as late as the link allows if it and all
+        later transfers are still complete when they were waited for."""
         moves = {}
         start_s, most = float("inf"), len(self.program)
-        """When the next transfer on the link starts, and its position."""
+        """Start of the next transfer on the link, and its position."""
         for transfer in reversed(self.timeline.transfers):
             position = transfer.instruction
             if transfer.direction is Direction.TO_HOST:
@@ -125,7 +125,7 @@ class _Tightening:
         return self._moved(moves)
 
     def _first_use(self, tensor: int, fetched: int) -> tuple[int, float]:
-        """The first use of a fetched tensor, and when that has waited for it."""
+        """Return the first use of a fetched tensor, and when that use has waited for the fetch."""
         uses = self.uses[tensor]
         after = bisect_right(uses, fetched)
         if after == len(uses):
@@ -133,8 +133,7 @@ class _Tightening:
         return uses[after], self.timeline.start_s[uses[after]]
 
     def _moved(self, moves: dict[int, int]) -> Program:
-        """The program with some instructions elsewhere; those that come to one position keep
-        their order."""
+        """Move some instructions; those that come to one position keep their order."""
         arriving: dict[int, list[Instruction]] = {}
         for old in sorted(moves):
             arriving.setdefault(moves[old], []).append(self.program.instructions[old])
@@ -148,7 +147,7 @@ class _Tightening:
 
 
 def _uses(graph: Graph, program: Program) -> dict[int, list[int]]:
-    """Tensor → the instructions that name it, or read or write it, ascending."""
+    """Map each tensor to the instructions that name, read or write it, ascending."""
     uses: dict[int, list[int]] = {}
     for position, instruction in enumerate(program):
         for tensor in instruction.effects(graph).touches:

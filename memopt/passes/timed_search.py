@@ -1,4 +1,4 @@
-"""What every search of this room knows: its time limit, whom it tells, how good its result is."""
+"""The state every search here shares: its time limit, its listener and its gap."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class TimedSearch:
         self.interrupted = False
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.started_s
 
     def left_s(self) -> float | None:
-        """Seconds left; None: there is no limit."""
+        """Return the seconds left; None: there is no limit."""
         return None if self.time_limit_s is None else self.time_limit_s - self.elapsed_s()
 
     def out_of_time(self) -> bool:
-        """Whether the time limit has passed."""
+        """Tell whether the time limit has passed."""
         return self.time_limit_s is not None and self.elapsed_s() >= self.time_limit_s
 
     def tell(self, peak: int, bound: int) -> None:
-        """Report an improvement to whoever listens."""
+        """Report an improvement to the listener, if any."""
         if self.on_improvement is not None:
             self.on_improvement(self.elapsed_s(), peak, bound)

@@ -1,4 +1,4 @@
-"""From graphs to chains and back, and to smaller graphs. No torch."""
+"""Reductions between problems: graph to chain and back, and graph to smaller graph. No torch."""
 
 from memopt.models.chain import Chain as _Chain
 from memopt.models.graph import Graph as _Graph

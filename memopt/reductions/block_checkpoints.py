@@ -16,14 +16,14 @@ from memopt.reductions.lower import without_unread_reruns
 
 
 def block_of(path: str) -> str:
-    """The block of a module, by its path; "": it is in none."""
+    """Return the block of a module, by its path; "" if it is in none."""
     parts = path.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
 def forward_of_blocks(graph: Graph) -> dict[str, list[int]]:
-    """Block → its forward operators, in the graph's order; blocks in the order of the forward."""
+    """Map each block, in forward order, to its forward operators, in the graph's order."""
     blocks: dict[str, list[int]] = {}
     for index, operator in enumerate(graph.operators):
         block = block_of(operator.module)
@@ -33,7 +33,7 @@ def forward_of_blocks(graph: Graph) -> dict[str, list[int]]:
 
 
 def largest_sent_bytes(graph: Graph) -> int:
-    """What the collectives of a block send, at most, in forward and backward."""
+    """Return the most bytes that the collectives of one block send in forward and backward."""
     sent: dict[str, int] = {}
     for operator in graph.operators:
         block = block_of(operator.module)
@@ -43,11 +43,11 @@ def largest_sent_bytes(graph: Graph) -> int:
 
 
 def run_again(graph: Graph, again: Mapping[str, Collection[int]]) -> Program:
-    """The step in which forward operators of blocks run again before the block's backward.
+    """Build the step in which forward operators of blocks run again before the block's backward.
 
     Args:
         graph: the step.
-        again: block → those that do. Of them, those run whose results the backward reads.
+        again: block → its operators that may run again; those run whose results the backward reads.
     """
     waiting = {block: sorted(chosen) for block, chosen in again.items()}
     order: list[int] = []
@@ -61,13 +61,13 @@ def run_again(graph: Graph, again: Mapping[str, Collection[int]]) -> Program:
 def checkpointed(
     graph: Graph, blocks: Mapping[str, Sequence[int]], kept: Collection[int] = ()
 ) -> Program:
-    """The step with checkpointed blocks.
+    """Build the step with checkpointed blocks.
 
     Args:
         graph: the step.
-        blocks: `forward_of_blocks` of it.
-        kept: forward operators of them whose results stay for the backward. The gathered weights of
-            the last block always do: its backward comes next.
+        blocks: its `forward_of_blocks`.
+        kept: forward operators in blocks whose results stay for the backward. The gathered weights
+            of the last block always stay: its backward comes next.
     """
     last = next(reversed(list(blocks)), "")
     again = {
@@ -86,14 +86,14 @@ def checkpointed(
 def by_worth(
     graph: Graph, blocks: Mapping[str, Sequence[int]], collectives: bool
 ) -> list[tuple[int, ...]]:
-    """Forward operators of blocks, those first whose results spare most time for their bytes;
-    of equal layers the last first, whose results are kept for the shortest time.
+    """Rank forward operators of blocks by the time that keeping their results saves per byte, the
+    most first; of equal layers the last first, since its results are kept for the shortest time.
 
     Args:
         graph: the step.
-        blocks: `forward_of_blocks` of it.
-        collectives: whether gathered weights are among them. Where the network is hidden behind
-            what is computed, keeping them spares nothing.
+        blocks: its `forward_of_blocks`.
+        collectives: whether to rank gathered weights too. Keeping them saves nothing where the
+            network is hidden behind computation.
     """
     worth: list[tuple[float, int, int]] = []
     for number, members in enumerate(reversed(list(blocks.values()))):

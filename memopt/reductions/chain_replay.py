@@ -18,7 +18,7 @@ from memopt.models.steps import FORWARD_MOVES, ChainStep, Move
 
 @dataclass(frozen=True, slots=True)
 class ChainTimeline:
-    """What replaying a chain schedule gives.
+    """The memory and time of a replayed chain schedule.
 
     Attributes:
         peak_bytes: the largest memory over all steps, resident included.

@@ -1,16 +1,16 @@
-"""A chain of one's own as a graph, and its schedules as programs.
+"""Turns a user's own chain into a graph, and its schedules into programs.
 
 Tensors are the values of Rotor §3, each on its own: a^ℓ, ā^ℓ (which contains a^ℓ, so that both
 together count a^ℓ twice, as in the paper), δ^ℓ and the parameter gradients g_ℓ. A stage's forward
-is one operator: by default F_all; F_∅ and F_ck are another implementation, which saves nothing;
-each may read its input as a^{ℓ-1} or as a part of ā^{ℓ-1}. Overheads are workspace. A backward that
-needs less than what it reads and writes together (o_b < 0) frees its inputs before it has all its
-results: it is two operators, and the second, which takes no time, allocates the results.
+is one operator. By default it is F_all; F_∅ and F_ck are implementations of it that save nothing.
+Each may read its input as a^{ℓ-1} or as a part of ā^{ℓ-1}. Overheads are workspace. A backward that
+needs less than what it reads and writes together (o_b < 0) frees its inputs before it allocates all
+its results. It becomes two operators; the second takes no time and allocates the results.
 
 Law: a schedule and its program have the same peaks, on the device and on the host, and the same
-time. There are two semantics of δ^n, the gradient of the loss: the papers on recomputation charge
-it from the start of the step, where an operator makes it; the one on offloading only within B^n,
-which has an implementation that makes it itself. `ChainGraph.lower` says which is taken.
+time. δ^n, the gradient of the loss, has two semantics. Papers on recomputation charge it from the
+start of the step, where an operator of its own makes it. Papers on offloading charge it only within
+B^n, which has an implementation that makes it. `ChainGraph.lower` says which is taken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memopt.programs.replay import replay
 from memopt.reductions.chain_view import ChainView
 
 INPUT, LOSS_GRADIENT = 0, 1
-"""The operators that bring a^0 and δ^n; F^1 is the next one."""
+"""The operators that make a^0 and δ^n; F^1 is the next one."""
 
 _FORWARDS = {
     (False, True): None,
@@ -57,16 +57,16 @@ _BACKWARDS = {
 
 @dataclass(frozen=True)
 class ChainGraph(ChainView):
-    """A chain and the graph that it is; see the module."""
+    """A chain and the graph made of it; see the module."""
 
     exact: ClassVar[bool] = True
 
     def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
-        """The program of a schedule.
+        """Lower a schedule to its program.
 
-        δ^n is there from the start, unless the schedule moves data or would need more than
-        `budget_bytes` with it: then it comes with B^n. Whether the schedule is valid is for
-        `memopt.programs.validate` to say of the program.
+        δ^n is live from the start, unless the schedule moves data or would need more than
+        `budget_bytes` with it: then B^n makes it. The program is not validated here:
+        `memopt.programs.validate` does that.
 
         Raises:
             InvalidProgramError: a step of a stage that the chain does not have.
@@ -81,15 +81,15 @@ class ChainGraph(ChainView):
         return self.with_late_gradient(steps) if over else early
 
     def with_late_gradient(self, steps: Sequence[ChainStep]) -> Program:
-        """The program of a schedule under the semantics of offloading, where δ^n comes with B^n."""
+        """Lower a schedule under the semantics of offloading, where B^n makes δ^n."""
         return Program(_ChainLowering(self.chain, late_gradient=True).run(steps))
 
 
 def chain_to_graph(chain: Chain) -> ChainGraph:
-    """The graph of a chain.
+    """Make the graph of a chain.
 
     Raises:
-        ValueError: an overhead no operation can have: of a forward below 0, or of a backward so
+        ValueError: an overhead that no operation can have: a forward's below 0, or a backward's so
             far below that its peak would be less than what it leaves behind.
     """
     for index, stage in enumerate(chain.stages, 1):
@@ -140,23 +140,23 @@ class _ChainTensors:
     length: int
 
     def activation(self, k: int) -> int:
-        """a^k."""
+        """Return a^k."""
         return k
 
     def saved(self, k: int) -> int:
-        """ā^k; of k = 0, a^0."""
+        """Return ā^k; of k = 0, a^0."""
         return self.length + k if k else 0
 
     def gradient(self, k: int) -> int:
-        """δ^k."""
+        """Return δ^k."""
         return 2 * self.length + 1 + k
 
     def parameter(self, k: int) -> int:
-        """g_k."""
+        """Return g_k."""
         return 3 * self.length + 1 + k
 
     def under_way(self, k: int) -> int:
-        """No bytes: B^k has run and its results are still to be allocated."""
+        """Return the tensor of no bytes made when B^k has run but has not allocated its results."""
         return 4 * self.length + 1 + k
 
 
@@ -196,7 +196,7 @@ def _backward(names: _ChainTensors, k: int, chain: Chain, module: str) -> Iterat
         overhead += chain.gradient_bytes(k - 1) + stage.parameter_gradient_bytes
 
     def choice(source: int, gradient_inside: bool) -> tuple[tuple[int, ...], int]:
-        """(what it reads, its workspace in bytes)."""
+        """Return (the tensors it reads, its workspace in bytes)."""
         if gradient_inside:
             return (names.saved(k), source), max(0, overhead + stage.gradient_bytes)
         return (names.gradient(k), names.saved(k), source), max(0, overhead)
@@ -226,12 +226,12 @@ def _backward(names: _ChainTensors, k: int, chain: Chain, module: str) -> Iterat
 
 
 def _in_two(stage: Stage) -> bool:
-    """Whether the stage's backward is two operators."""
+    """Tell whether the stage's backward is two operators."""
     return stage.backward_overhead_bytes < 0
 
 
 class _ChainLowering:
-    """Walks a schedule; knows which values the schedule holds, and where."""
+    """Lowers one schedule; tracks which values the schedule holds, and where."""
 
     def __init__(self, chain: Chain, late_gradient: bool) -> None:
         self.chain = chain
@@ -240,17 +240,17 @@ class _ChainLowering:
         self.checkpoints: set[int] = set()
         self.saved = {0}
         self.returned: set[int] = set()
-        """Stages brought back whose host copy goes after the next reader."""
+        """Stages fetched again whose host copy is dropped after the next reader."""
         self.begun_backward = False
         self.backward: dict[int, int] = {}
-        """Stage → its backward operator."""
+        """Backward operator of each stage."""
         following = LOSS_GRADIENT + len(chain) + 1
         for k in range(len(chain), 0, -1):
             self.backward[k] = following
             following += 2 if _in_two(chain.stages[k - 1]) else 1
 
     def run(self, steps: Sequence[ChainStep]) -> Iterator[Instruction]:
-        """The whole program; what the schedule leaves in memory is freed at its end."""
+        """Yield the whole program; values the schedule leaves in memory are freed at its end."""
         yield Compute(INPUT, (self.names.activation(0),))
         if not self.late_gradient:
             yield Compute(LOSS_GRADIENT, (self.names.gradient(len(self.chain)),))
@@ -315,7 +315,7 @@ class _ChainLowering:
             yield Free(made[0])
 
     def _reads_checkpoint(self, k: int) -> bool:
-        """Whether a^{k-1} is read on its own, and not as a part of ā^{k-1}. a^0 is both."""
+        """Tell whether a^{k-1} is read on its own, not as a part of ā^{k-1}. a^0 is both."""
         return k > 1 and k - 1 not in self.saved
 
     def _drop_checkpoint(self, k: int) -> Iterator[Instruction]:

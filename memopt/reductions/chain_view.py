@@ -1,4 +1,4 @@
-"""A graph seen as a chain: what a chain strategy plans, and how its schedule becomes a program."""
+"""A graph seen as a chain: the chain that strategies plan, and the lowering of its schedules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ChainView(ABC):
     """A graph and its chain.
 
     Class attributes:
-        exact: whether a schedule and its program need the same memory and time. Where not, the
+        exact: whether a schedule and its program need the same memory and time. If not, the
             program needs at most the schedule's memory.
 
     Attributes:
-        graph: the graph the programs are of.
+        graph: the graph that the programs run.
         chain: its chain.
     """
 
@@ -33,11 +33,11 @@ class ChainView(ABC):
 
     @abstractmethod
     def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
-        """The program of a chain schedule.
+        """Lower a chain schedule to a program.
 
         Args:
             steps: a schedule of `chain`.
-            budget_bytes: device memory, total, for views that know of two programs.
+            budget_bytes: device memory in all, for views that choose between two programs.
 
         Raises:
             InvalidProgramError: the schedule cannot be lowered.

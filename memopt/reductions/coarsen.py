@@ -1,9 +1,9 @@
 """Coarse graphs: runs of cheap operators merged, so that exact solvers see fewer nodes.
 
 Groups are runs of consecutive operators of one phase, so the coarse order is topological by
-construction. Tensors that only a group's own operators read become part of its workspace.
-Operators that may not run twice, and those with a choice of implementations, stay alone; only
-the counters of batch norm, which nothing reads, share one group, which leaves its place.
+construction. Tensors that only a group's own operators read become part of its workspace. Operators
+that may not run twice, and those with a choice of implementations, stay alone. Only the counters of
+batch norm, whose results nothing reads, are moved into one group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Coarsening:
     tensors: tuple[int, ...]
 
     def expand(self, program: Program) -> Program:
-        """The fine program of a program for the coarse graph.
+        """Expand a program for the coarse graph into one for the fine graph.
 
         Laws: its replayed peak is at most the coarse program's, and its time is the same.
 
@@ -60,7 +60,7 @@ class Coarsening:
         return Program(fine)
 
     def _group(self, instruction: Compute, live: set[int]) -> list[Instruction]:
-        """The fine operators of one coarse Compute; what it does not keep goes when read."""
+        """Expand one coarse Compute; free tensors that the group hides after their last reader."""
         group = self.groups[instruction.op]
         kept = {self.tensors[t] for t in instruction.outputs}
         last = {t: i for i in group for t in self.fine.operators[i].reads}
@@ -81,8 +81,8 @@ class Coarsening:
 def coarsen(graph: Graph, max_operators: int) -> Coarsening:
     """Merge neighbouring operators until at most `max_operators` are left.
 
-    Merges first where it costs least: short operators, and groups that need little more memory
-    than their parts. More operators may be left where nothing may be merged.
+    Cheapest merges come first: short operators, and groups that need little more memory than their
+    parts. More operators are left where nothing else may be merged.
 
     Raises:
         ValueError: max_operators is not positive.
@@ -112,7 +112,7 @@ def coarsen(graph: Graph, max_operators: int) -> Coarsening:
 
 @dataclass(frozen=True)
 class _Group:
-    """Consecutive operators seen as one."""
+    """Consecutive operators merged into one."""
 
     graph: Graph
     members: tuple[int, ...]
@@ -121,7 +121,7 @@ class _Group:
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
-        """What others read, or the step ends with."""
+        """Return the tensors it writes that others read or the step ends with."""
         last = self.members[-1]
         if len(self.members) == 1:
             return self.graph.operators[last].writes
@@ -134,7 +134,7 @@ class _Group:
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
-        """What it finds in memory."""
+        """Return the tensors it reads but does not write."""
         own = {t for i in self.members for t in self.graph.operators[i].writes}
         reads = (t for i in self.members for t in self.graph.operators[i].reads)
         return tuple(t for t in dict.fromkeys(reads) if t not in own)
@@ -145,7 +145,7 @@ class _Group:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Peak of running it, its writes kept from their computation on, its reads apart."""
+        """Return the peak of running it, with its writes once computed, without its reads."""
         tensors, kept = self.graph.tensors, set(self.writes)
         own = {t for i in self.members for t in self.graph.operators[i].writes}
         last = {t: i for i in self.members for t in self.graph.operators[i].reads}
@@ -162,12 +162,12 @@ class _Group:
 
     @cached_property
     def working_bytes(self) -> int:
-        """The memory it needs while it runs, its computed reads included."""
+        """Return the memory it needs while it runs, the computed tensors it reads included."""
         tensors = (self.graph.tensors[t] for t in self.reads)
         return self.peak_bytes + sum(t.size_bytes for t in tensors if not t.resident)
 
     def operator(self, index: dict[int, int]) -> Operator:
-        """The group as one operator of the coarse graph."""
+        """Return the group as one operator of the coarse graph."""
         operators = [self.graph.operators[i] for i in self.members]
         first, tensors = operators[0], self.graph.tensors
         if len(operators) == 1:
@@ -187,7 +187,7 @@ class _Group:
 
 
 def _renumbered(operator: Operator, index: dict[int, int]) -> Operator:
-    """The operator with coarse tensor indices."""
+    """Return the operator with coarse tensor indices."""
 
     def coarse(tensors: Sequence[int] | None) -> tuple[int, ...] | None:
         return None if tensors is None else tuple(index[t] for t in tensors)
@@ -210,13 +210,13 @@ def _renumbered(operator: Operator, index: dict[int, int]) -> Operator:
 
 
 def _chosen(graph: Graph) -> frozenset[int]:
-    """Tensors that some implementation reads or writes."""
+    """Return the tensors that some implementation reads or writes."""
     choices = [choice for operator in graph.operators for choice in operator.implementations]
     return frozenset(t for c in choices for t in (*(c.reads or ()), *(c.writes or ())))
 
 
 def _aside(graph: Graph) -> frozenset[int]:
-    """Forward operators outside the flow of data, which may run once only: batch norm's counters.
+    """Find batch norm's counters: forward operators that may run only once and feed no other.
 
     They read resident tensors and write results that nothing reads, so one group can run them.
     """
@@ -252,7 +252,7 @@ class _Merger:
         self.pushed = 0
 
     def merge(self, max_operators: int) -> list[_Group]:
-        """The groups left, in order."""
+        """Merge down to `max_operators`, if that is possible; return the groups in order."""
         count = len(self.groups)
         for i in range(count - 1):
             self._push(i, i + 1)
@@ -280,8 +280,8 @@ class _Merger:
         if self._phase(first) is not self._phase(second):
             return
         merged = _Group(self.graph, first.members + second.members, first.pinned)
-        # The shorter part loses its freedom; a larger working set raises the smallest budget, the
-        # more so the nearer it is to the graph's own largest one.
+        # Merging takes the shorter part's freedom to be recomputed alone. A larger working set
+        # raises the smallest budget, most where it is near the graph's own largest one.
         larger = max(first.working_bytes, second.working_bytes) / self.bytes
         grown = max(0.0, (merged.working_bytes / self.bytes) ** 2 - larger**2)
         price = min(first.time_s, second.time_s) / self.time_s + grown

@@ -1,8 +1,8 @@
-"""Where a forward graph can be cut into the stages of a chain.
+"""Finds where a forward graph can be cut into the stages of a chain.
 
-A position p (between forward operators p-1 and p) is a cut if one storage at most is alive
-across it: written before p and read by a forward operator from p on. Not counted are resident
-storages and the storages a chain holds for the whole step and charges (`held`).
+A position p (between forward operators p-1 and p) is a cut if at most one storage is live across
+it: written before p and read by a forward operator from p on. Resident storages do not count, nor
+do those that a chain holds, and charges, for the whole step (`held`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Cut:
 
     Attributes:
         position: forward operators before it are in earlier stages.
-        tensor: the storage that crosses it; None: none does, or only held ones.
+        tensor: the storage that crosses it; None: no storage does, or only held ones.
     """
 
     position: int
@@ -29,11 +29,10 @@ class Cut:
 
 
 def parameter_free(graph: Graph) -> frozenset[int]:
-    """Storages computed in the forward with no parameter among their ancestors.
+    """Return storages computed in the forward with no parameter among their ancestors.
 
-    Masks, rotary tables, position ids: every layer may read them, so they would forbid all
-    cuts. If no forward operator reads a parameter, no storage counts as parameter-free: then
-    the inputs are what the forward is about.
+    Masks, rotary tables, position ids: every layer may read them, so they would forbid all cuts. If
+    no forward operator reads a parameter, no storage counts as parameter-free.
     """
     dependent = {i for i, t in enumerate(graph.tensors) if t.kind is TensorKind.PARAMETER}
     free: set[int] = set()
@@ -48,8 +47,8 @@ def parameter_free(graph: Graph) -> frozenset[int]:
 
 
 def always_held(graph: Graph) -> frozenset[int]:
-    """Forward results that stay whatever the plan: those that are live to the end of the step,
-    and those of operators that must not run twice."""
+    """Return forward results that every plan keeps: those live to the end of the step, and those of
+    operators that must not run twice."""
     held = set()
     for operator in graph.operators[: graph.first_backward]:
         for tensor in operator.writes:
@@ -60,14 +59,14 @@ def always_held(graph: Graph) -> frozenset[int]:
 
 
 def last_forward_reader(graph: Graph, tensor: int) -> int:
-    """Index of the last forward operator that reads the tensor, -1 if there is none."""
+    """Return the index of the last forward operator that reads the tensor; -1 if none does."""
     readers = graph.readers[tensor]
     count = bisect_left(readers, graph.first_backward)
     return readers[count - 1] if count else -1
 
 
 def crossing(graph: Graph, cuts: Sequence[Cut], tensors: frozenset[int]) -> frozenset[int]:
-    """Those of the tensors that are alive across at least one of the cuts."""
+    """Return those of the tensors that are live across at least one of the cuts."""
     count = graph.first_backward
     marks = [0] * (count + 1)
     for cut in cuts:
@@ -82,14 +81,14 @@ def crossing(graph: Graph, cuts: Sequence[Cut], tensors: frozenset[int]) -> froz
 
 
 class _Spans:
-    """How many of a set of tensors, and the sum of their indices, cross each position."""
+    """Counts, for a set of tensors, how many cross each position, and sums their indices."""
 
     def __init__(self, positions: int) -> None:
         self._count = [0] * (positions + 1)
         self._sum = [0] * (positions + 1)
 
     def add(self, tensor: int, first: int, last: int) -> None:
-        """A tensor written by operator `first`, last read by operator `last`."""
+        """Add a tensor that operator `first` writes and operator `last` reads last."""
         if last > first:
             self._count[first + 1] += 1
             self._count[last + 1] -= 1
@@ -97,12 +96,12 @@ class _Spans:
             self._sum[last + 1] -= tensor
 
     def totals(self) -> list[tuple[int, int]]:
-        """(count, sum of indices) at every position."""
+        """Return (count, sum of indices) at every position."""
         return list(zip(accumulate(self._count), accumulate(self._sum), strict=True))
 
 
 def long_lived(graph: Graph, max_span: int) -> frozenset[int]:
-    """Forward storages read more than `max_span` operators after the one that writes them."""
+    """Return forward storages read more than `max_span` operators after they are written."""
     return frozenset(
         tensor
         for first, operator in enumerate(graph.operators[: graph.first_backward])
@@ -112,11 +111,11 @@ def long_lived(graph: Graph, max_span: int) -> frozenset[int]:
 
 
 def find_cuts(graph: Graph, skips: frozenset[int] = frozenset()) -> tuple[Cut, ...]:
-    """All cuts, in order; of neighbours with the same storage only the first.
+    """Find all cuts, in order; of neighbours with the same storage only the first.
 
     Args:
         graph: the training step.
-        skips: further storages not to count, since they will be held.
+        skips: further storages that do not count, since they will be held.
     """
     free, end = parameter_free(graph), graph.first_backward
     held = always_held(graph) | (skips - free)
@@ -130,7 +129,7 @@ def find_cuts(graph: Graph, skips: frozenset[int] = frozenset()) -> tuple[Cut, .
     previous = None
     for position in range(1, end):
         count, tensor = plain[position]
-        # Where nothing but parameter-free storages crosses, the trunk has not begun.
+        # Where only parameter-free storages cross, no parameter has been used yet: no stage ends.
         if count > 1 or (count == 0 and fresh[position][0]):
             continue
         key = (count, tensor) if count else (0, *kept[position])
@@ -143,10 +142,10 @@ def find_cuts(graph: Graph, skips: frozenset[int] = frozenset()) -> tuple[Cut, .
 def worthwhile(graph: Graph, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
     """Drop cuts whose storage no backward operator reads, unless they are cheap.
 
-    A chain keeps the output of every stage run by F_all, so a cut at a storage that nobody
-    saves (batch norm's output before a ReLU, a sum before a ReLU) makes the chain dearer than
-    the graph. Such a cut stays where its storage is at most half of both neighbouring cuts'
-    (before an upsampling), or an eighth of what each of its two sides saves.
+    A chain keeps the output of every stage run by F_all. A cut at a storage that is not saved for
+    the backward (batch norm's output or a sum before a ReLU) makes the chain need more memory than
+    the graph. Such a cut stays if its storage is at most half of both neighbouring cuts' (before an
+    upsampling), or an eighth of what each of its two sides saves.
     """
     saved = _saved_bytes_before(graph)
     kept: list[Cut] = []
@@ -157,7 +156,7 @@ def worthwhile(graph: Graph, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
             continue
         kept.extend(_cheap(graph, saved, run, _last(kept), cut))
         run = []
-        # Nothing crosses and nothing was saved before it: a stage of its own would be idle.
+        # Nothing crosses and nothing was saved before it: a stage of its own would be useless.
         if cut.tensor is not None or saved[cut.position] > saved[_last(kept).position]:
             kept.append(cut)
     kept.extend(_cheap(graph, saved, run, _last(kept), Cut(graph.first_backward, None)))
@@ -174,7 +173,7 @@ def _saved(graph: Graph, tensor: int) -> bool:
 
 
 def _saved_bytes_before(graph: Graph) -> list[int]:
-    """Bytes written by forward operators before each position and read by backward ones."""
+    """Sum, for each position, bytes written before it in the forward and read in the backward."""
     saved = (
         sum(graph.tensors[t].size_bytes for t in operator.writes if _saved(graph, t))
         for operator in graph.operators[: graph.first_backward]
@@ -183,7 +182,7 @@ def _saved_bytes_before(graph: Graph) -> list[int]:
 
 
 def _cheap(graph: Graph, saved: list[int], run: list[Cut], left: Cut, right: Cut) -> list[Cut]:
-    """The cuts worth keeping of a run of unsaved ones between two others, in order."""
+    """Select the cuts worth keeping from a run of unsaved ones between two others, in order."""
     if not run:
         return []
     middle = len(run) / 2
@@ -192,7 +191,7 @@ def _cheap(graph: Graph, saved: list[int], run: list[Cut], left: Cut, right: Cut
     ends = [_bytes(graph, cut) for cut in (left, right) if cut.tensor is not None]
     sides = (saved[position] - saved[left.position], saved[right.position] - saved[position])
     if not (ends and 2 * size <= min(ends)) and 8 * size > min(sides):
-        # Where a side saves nothing, that says nothing of the other cuts.
+        # A side that saves nothing tells nothing about the other cuts.
         others = [] if min(sides) else [*run[:best], *run[best + 1 :]]
         return _cheap(graph, saved, others, left, right)
     return [

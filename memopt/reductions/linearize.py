@@ -47,7 +47,7 @@ from memopt.reductions.stage_map import (
 )
 
 _SPAN_DIVISORS = (2, 4, 8, 12, 16, 24, 32, 48)
-"""The spans that `linearizations` tries, as shares of the forward's operators."""
+"""`linearizations` tries spans of the number of forward operators divided by each."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Linearization(StagedGraph):
 
     @property
     def longest_stage_share(self) -> float:
-        """Share of the step's compute time in its longest stage, from 0 to 1.
+        """Return the share of the step's compute time in its longest stage, from 0 to 1.
 
-        Near 1 the chain says little about the graph (long skip connections, as in a U-Net):
-        a strategy for graphs is the answer.
+        Near 1 the chain says little about the graph (long skip connections, as in a U-Net): use a
+        strategy for graphs.
         """
         times = [stage.forward_time_s + stage.backward_time_s for stage in self.chain.stages]
         if not any(times):
@@ -76,8 +76,8 @@ class Linearization(StagedGraph):
 
     @cached_property
     def recomputing_peak_bytes(self) -> int:
-        """The chain's peak when every stage is recomputed from the input for its backward: close
-        to the smallest budget the chain allows."""
+        """Return the peak of recomputing every stage from the input for its backward: close to the
+        smallest budget the chain allows."""
         chain, peak, path, results = self.chain, 0, 0, 0
         paths = [0]
         for index, stage in enumerate(chain.stages, start=1):
@@ -95,8 +95,8 @@ class Linearization(StagedGraph):
         return chain.resident_bytes + chain.input_bytes + peak
 
     def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
-        """The program of a chain schedule (see `memopt.reductions.lower.lower_steps`), computing in
-        place what can be."""
+        """Lower a chain schedule to a program (see `memopt.reductions.lower.lower_steps`), with
+        outputs computed in place where possible."""
         return with_in_place(self.graph, lower_steps(self, steps))
 
 
@@ -125,7 +125,7 @@ def linearize(graph: Graph, max_span: int | None = None) -> Linearization:
 
 
 def linearizations(graph: Graph) -> tuple[Linearization, ...]:
-    """The linearizations worth trying, from the one that holds least to the one that holds most.
+    """Return the linearizations worth trying, from the one that holds least to the one with most.
 
     A planner with time to spare may solve each of them and keep the best program.
 
@@ -142,7 +142,7 @@ def linearizations(graph: Graph) -> tuple[Linearization, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where to cut, and what to hold for it; the rest is not compared."""
+    """Where to cut, and what to hold for it; only these are compared."""
 
     cuts: tuple[Cut, ...]
     skips: frozenset[int]
@@ -151,7 +151,7 @@ class _Plan:
 
     @staticmethod
     def of(graph: Graph, max_span: int) -> _Plan:
-        """The cuts worth making if storages that span more operators are held."""
+        """Plan the cuts worth making if storages spanning over `max_span` operators are held."""
         if max_span < 0:
             raise ValueError(f"linearize: max_span must be at least 0, got {max_span}")
         skips = long_lived(graph, max_span) - parameter_free(graph) - always_held(graph)

@@ -1,11 +1,11 @@
-"""Chain steps → Program: the stage map applied to a schedule, frees by liveness.
+"""Lowers chain steps to a program: applies the stage map to a schedule, and frees by liveness.
 
 Law: the program's replayed peaks, on the device and on the host, are at most the schedule's own,
-and so is its time without transfers. The time is the same as long as the schedule recomputes
-nothing that its program does not read: the chain's B^ℓ asks for all of ā^ℓ, a^ℓ included, while the
-operators of B^ℓ may not read a^ℓ, so that re-running the stage for its backward stops before them
-("early stop"). With transfers the two times are close: the chain moves stages, the program their
-tensors, each with the link's latency, and operators that run once do so in their own stage.
+and so is its time without transfers. Its time is less where the schedule recomputes what the
+program does not read: the chain's B^ℓ asks for all of ā^ℓ, a^ℓ included, but the operators of B^ℓ
+may not read a^ℓ; re-running the stage for its backward then stops before them ("early stop"). With
+transfers the two times are close: the chain moves stages, the program their tensors, each with the
+link's latency, and operators that run once do so in their own stage.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def lower_steps(
 ) -> Program:
     """Lower a chain schedule to the program that runs it.
 
-    A stage's first forward runs all its forward operators, later ones those that the output or
-    the saved values need, of which those are left out whose results nothing reads. Values are
-    freed after their last reader, never later than the schedule drops them, so drops lower to
-    nothing. x_0 = a^0 is resident in a graph: moving it lowers to nothing, too.
+    A stage's first forward runs all its forward operators. Later ones run those that the output or
+    the saved values need, without those whose results nothing reads. Values are freed after their
+    last reader, never later than the schedule drops them, so drops lower to nothing. x_0 = a^0 is
+    resident in a graph: moving it lowers to nothing, too.
 
     Args:
-        staged: the graph the program is for, and its stages.
+        graph: the graph the program is for, and its stages.
         steps: a schedule of `staged.chain`, with or without transfers.
-        keep_unread: run these too, so that the program's time is exactly the schedule's.
+        keep_unread: also re-run operators whose results nothing reads, so that the program's time
+            is exactly the schedule's.
 
     Raises:
         InvalidProgramError: the schedule is not valid for the chain.
@@ -70,7 +71,7 @@ def _check_with_transfers(chain: Chain, steps: Sequence[ChainStep]) -> None:
 
 
 class _StageLowering:
-    """Walks a valid schedule; knows which values the schedule holds, and where."""
+    """Lowers one valid schedule; tracks which values the schedule holds, and where."""
 
     def __init__(self, staged: StagedGraph, steps: Sequence[ChainStep]) -> None:
         self.graph = staged.graph
@@ -79,12 +80,12 @@ class _StageLowering:
         self.begun: set[int] = set()
         self.activations: set[int] = set()
         self.moved: dict[int, tuple[int, ...]] = {}
-        """Stage → its tensors with a copy on the host."""
+        """The tensors with a host copy, by stage."""
         self.returned: set[int] = set()
-        """Stages brought back whose host copy goes after the next reader."""
+        """Stages fetched again whose host copy is dropped after the next reader."""
 
     def instructions(self) -> list[Instruction]:
-        """Compute, transfers and their frees; the other frees and all outputs are missing."""
+        """Return Computes, transfers and their frees, without other frees and outputs."""
         found: list[Instruction] = []
         for position, step in enumerate(self.steps):
             found.extend(self._step(position, step))
@@ -130,7 +131,7 @@ class _StageLowering:
         return [LossBoundary()] if trains or self.graph.tangents else []
 
     def _needed_back(self, position: int, stage: int) -> tuple[int, ...]:
-        """The tensors of x_ℓ that some step reads after x_ℓ has come back."""
+        """Return the tensors of x_ℓ that some step reads after x_ℓ has come back."""
         if not 1 <= stage <= len(self.stages):
             return ()
         back = ChainStep(Move.PREFETCH, stage)
@@ -145,7 +146,7 @@ class _StageLowering:
         return tuple(sorted(self.stages[stage - 1].saved & needed))
 
     def _reads(self, step: ChainStep) -> set[int]:
-        """What the operators of a step read."""
+        """Return the tensors that the operators of a step read."""
         operators: Sequence[int] = ()
         if step.stage <= len(self.stages):
             if step.move in FORWARD_MOVES:
@@ -155,7 +156,7 @@ class _StageLowering:
         return {t for i in operators for t in self.graph.operators[i].reads}
 
     def _without_own_output(self, stage: int) -> list[int]:
-        """The moved tensors of x_ℓ that are not on the device as a^ℓ of its own."""
+        """Return the moved tensors of x_ℓ that are not on the device as part of a^ℓ."""
         if stage not in self.activations:
             return list(self.moved[stage])
         return [t for t in self.moved[stage] if t != self.stages[stage - 1].output]
@@ -170,12 +171,12 @@ class _StageLowering:
 def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> list[Instruction]:
     """Leave out the second and later runs of operators whose results nothing reads.
 
-    A second run may also be by another implementation, for a result of the step that the first one
-    does not give (one gradient of a convolution): that one stays.
+    A second run by another implementation stays if it gives a result of the step that the first one
+    does not give (one gradient of a convolution).
 
     Args:
         graph: the graph the instructions refer to.
-        instructions: in order; outputs and frees need not be there yet.
+        instructions: in order; outputs and frees may still be missing.
     """
     wanted: set[int] = set()
     """Positions of first runs, and of those that first give a result of the step."""

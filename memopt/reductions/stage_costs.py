@@ -1,4 +1,4 @@
-"""What a stage costs: replaying its own operators from what the chain holds around it."""
+"""Prices stages by replaying their own operators from what the chain holds around them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memopt.reductions.stage_map import StageMap
 
 
 def stage_costs(graph: Graph, stage_map: StageMap) -> tuple[Stage, ...]:
-    """Stages 1..n of the chain, the loss boundary last.
+    """Price stages 1..n of the chain, the loss boundary last.
 
-    Peaks are measured from what the stage finds in memory, tensors freed after their last
-    reader except what the step leaves; overheads are what is above the chain's own count.
-    Operators that only run once (`StageOperators.once`) take their time in the loss stage's
-    backward, which a schedule runs exactly once, so that a schedule's time is the program's.
+    Peaks are measured from what the stage finds in memory; tensors are freed after their last
+    reader except those the step leaves. Overheads are what exceeds the chain's own count. Operators
+    that run only once (`StageOperators.once`) take their time in the loss stage's backward, which a
+    schedule runs exactly once, so that a schedule's time is the program's.
     """
     costs = _Costs(graph, stage_map)
     stages = [costs.stage(k) for k in range(len(stage_map.stages))]
@@ -53,18 +53,18 @@ class _Costs:
         )
 
     def _input(self, k: int) -> frozenset[int]:
-        """a^{ℓ-1} of the stage at position k."""
+        """Return a^{ℓ-1} of the stage at position k."""
         return _set(self.stages[k - 1].output) if k else frozenset()
 
     def _forward_overhead(self, k: int, targets: frozenset[int]) -> int:
-        """o_f: the worse of the first run and a later one, which writes held tensors again."""
+        """Return o_f: the first run's or, if larger, a later one's, which rewrites held tensors."""
         stage, source = self.stages[k], self._input(k)
         first = self._peak(stage.forward, source, source | targets, self.held)
         again = self._peak(stage.rerun, source, source | targets, frozenset())
         return max(first, again) - self.bytes(source) - self.bytes(targets)
 
     def _backward_overhead(self, k: int) -> int:
-        """o_b; negative where inputs are freed before the peak, or gradients pass through."""
+        """Return o_b; negative where inputs are freed before the peak, or gradients pass on."""
         stage, source = self.stages[k], self._input(k)
         later = self.stages[k - 1].gradients if k else frozenset()
         before = source | stage.saved | stage.gradients
@@ -83,7 +83,7 @@ class _Costs:
         return running_peak_bytes(figures, self.sizes, before, after, uncounted)
 
     def loss(self) -> Stage:
-        """The loss boundary: the user's loss runs, the tangents arrive."""
+        """Price the loss boundary: the user's loss runs, the tangents arrive."""
         held = self.graph.kept.intersection(self.graph.tangents)
         unread = set(self.graph.tangents) - held - self.stages[-1].gradients
         return Stage(
@@ -105,10 +105,10 @@ def running_peak_bytes(
     after: frozenset[int],
     uncounted: frozenset[int] = frozenset(),
 ) -> int:
-    """Peak bytes of operators, each under some implementation, starting with `before` and leaving
-    `after`.
+    """Return the peak bytes of running operators, each under some implementation, starting with
+    `before` and leaving `after`.
 
-    Only tensors of `before` and written ones count, `uncounted` ones not at all.
+    Only written tensors and those of `before` count; `uncounted` ones never do.
     """
     last = {t: n for n, run in enumerate(runs) for t in run.reads}
     there = {t: sizes[t] for t in before if t in last or t in after}
@@ -117,7 +117,8 @@ def running_peak_bytes(
         written = [t for t in run.writes if t not in uncounted]
         own = sum([sizes[t] for t in written]) + run.workspace_bytes
         if written:
-            # The program computes in place where what the operator may overwrite ends here.
+            # The program computes in place where a tensor that the operator may overwrite dies
+            # here.
             ending = (t for t in run.in_place if last[t] == n and t not in after)
             own -= max((there.get(t, 0) for t in ending), default=0)
         peak = max(peak, live + own)
@@ -136,7 +137,7 @@ def _set(tensor: int | None) -> frozenset[int]:
 
 
 def stage_name(graph: Graph, operators: Sequence[int]) -> str:
-    """A name for people: the module its operators share, or the first and the last one."""
+    """Name a stage for people: the module its operators share, or the first and the last one."""
     modules = list(dict.fromkeys(graph.operators[i].module for i in operators))
     modules = [module for module in modules if module]
     if not modules:

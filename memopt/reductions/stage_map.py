@@ -1,4 +1,4 @@
-"""Which operators belong to which stage of a chain, and what crosses between stages."""
+"""Maps operators to the stages of a chain, and says what crosses between stages."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StageOperators:
         forward: its forward operators, in order; the first run executes them all.
         rerun: those of them that produce `output` or `saved`; a later run executes these.
         backward: its backward operators, in order.
-        output: a^ℓ, or None where nothing crosses to the next stage but held tensors.
-        saved: ā^ℓ, what its backward operators read of what its forward ones write, and
-            a^ℓ; held tensors are left out.
+        output: a^ℓ, or None where only held tensors cross to the next stage.
+        saved: ā^ℓ: what its forward operators write and its backward ones read, and a^ℓ; held
+            tensors are left out.
         gradients: δ^ℓ, what the backward of later stages leaves for this and earlier ones.
         results: gradients of parameters and inputs that its backward operators complete.
     """
@@ -43,7 +43,7 @@ class StageOperators:
 
     @property
     def once(self) -> tuple[int, ...]:
-        """Forward operators that only the first run executes."""
+        """Return the forward operators that only the first run executes."""
         again = set(self.rerun)
         return tuple(i for i in self.forward if i not in again)
 
@@ -73,30 +73,30 @@ class StagedGraph(ChainView):
 
     @property
     def stages(self) -> tuple[StageOperators, ...]:
-        """The operators of stages 1..n-1; stage ℓ is `stages[ℓ-1]`."""
+        """Return the operators of stages 1..n-1; stage ℓ is `stages[ℓ-1]`."""
         return self.stage_map.stages
 
     @property
     def held(self) -> frozenset[int]:
-        """Computed storages held for the whole step, part of `chain.resident_bytes`."""
+        """Return computed storages held for the whole step, part of `chain.resident_bytes`."""
         return self.stage_map.held
 
     @property
     def cut_tensors(self) -> tuple[int | None, ...]:
-        """The storages a^0..a^{n-1}; None where the input or held storages are all there is."""
+        """Return the storages a^0..a^{n-1}; None where only the input or held storages cross."""
         return (None, *(stage.output for stage in self.stages))
 
 
 def build_stage_map(
     graph: Graph, cuts: Sequence[Cut], skips: frozenset[int] = frozenset()
 ) -> StageMap:
-    """Give every operator its stage; cuts that no consistent assignment allows are dropped.
+    """Assign every operator to a stage, dropping cuts that no consistent assignment allows.
 
-    A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or
-    from the held storages, and runs no earlier than its operands; a random one no earlier than
-    the random ones before it, a collective no earlier than the collectives before it. Where that
-    is impossible, a parameter-free operand becomes a held one; for others the stages in between
-    are merged.
+    A backward operator needs its forward operands from its own stage ℓ (ā^ℓ), from a^{ℓ-1} or from
+    the held storages, and runs no earlier than its operands. A random operator runs no earlier than
+    the random ones before it, a collective no earlier than the collectives before it. Where that is
+    impossible, a parameter-free operand becomes a held one; for others the stages in between are
+    merged.
 
     Args:
         graph: the training step.
@@ -119,7 +119,7 @@ def build_stage_map(
 
 
 class _Assignment:
-    """Stages of the operators for given cuts and held storages, or why there are none."""
+    """Assigns operators to stages for given cuts and held storages, or says which conflict."""
 
     def __init__(self, graph: Graph, cuts: Sequence[Cut], held: frozenset[int]) -> None:
         self.graph = graph
@@ -131,16 +131,17 @@ class _Assignment:
         ] + [None]
         positions = [cut.position for cut in cuts]
         self.stage = [bisect_right(positions, i) + 1 for i in range(self.first_backward)]
-        """Operator → its stage; backward operators follow."""
+        """Stage of each operator; backward operators follow."""
         backward = range(self.first_backward, len(graph.operators))
         draws = [i for i in backward if graph.operators[i].random]
         sends = [i for i in backward if graph.operators[i].collective]
         self.earlier = {late: early for chain in (draws, sends) for early, late in pairwise(chain)}
-        """Random backward operator → the one before it, which must draw first; collective → the
-        one before it, in which ranks must have met."""
+        """Random backward operator → the one before it, which must draw first; collective → the one
+        before it, which every rank must have joined first."""
         self.later = {early: late for late, early in self.earlier.items()}
         self.conflicts: list[tuple[int, int, list[int]]] = []
-        """(low, high, tensors): an operator of stage `low` at most needs some of stage `high`."""
+        """(low, high, tensors): an operator of stage `low` or an earlier one needs these
+        tensors, some of them of stage `high`."""
         self._assign_backward()
 
     def _assign_backward(self) -> None:
@@ -164,8 +165,8 @@ class _Assignment:
             self.stage[i] = self._waiting(i, low) if i in early else low
 
     def _wanted(self, backward: range, bounds: dict[int, tuple[int, int]]) -> list[int]:
-        """For each backward operator the highest allowed stage that is not after the last
-        forward reader of a resident tensor it reads: where its parameters are."""
+        """Return, for each backward operator, the highest allowed stage that is not after the last
+        forward reader of a resident tensor it reads: the stage of its parameters."""
         wanted: dict[int, int] = {}
         for i in backward:
             low, stage = bounds[i]
@@ -182,7 +183,7 @@ class _Assignment:
         return list(wanted.values())
 
     def _bounds(self, index: int, bounds: dict[int, tuple[int, int]]) -> tuple[int, int]:
-        """The lowest and highest stage an operator's operands allow."""
+        """Return the lowest and highest stage that an operator's operands allow."""
         low, high = 1, self.count
         if index in self.earlier:
             high = bounds[self.earlier[index]][1]
@@ -197,14 +198,14 @@ class _Assignment:
             stage = self.stage[producer]
             needs.append(tensor)
             low = max(low, stage)
-            # a^k is there in B^k and in B^{k+1}.
+            # a^k is in memory in B^k and in B^{k+1}.
             high = min(high, stage + (tensor == self.outputs[stage - 1]))
         if high < low:
             self.conflicts.append((high, low, needs))
         return low, high
 
     def _driven(self, backward: range) -> set[int]:
-        """Backward operators that depend on a tangent or on a forward result."""
+        """Return backward operators that depend on a tangent or on a forward result."""
         sources = set(self.graph.tangents)
         for operator in self.graph.operators[: self.first_backward]:
             sources.update(operator.writes)
@@ -216,11 +217,11 @@ class _Assignment:
         return driven
 
     def _waiting(self, index: int, low: int) -> int:
-        """The stage of a backward operator: as early as possible, as the framework does, unless
-        waiting (at most for stage `low`) saves memory.
+        """Choose the stage of a backward operator: as early as possible, as the framework does,
+        unless waiting (at most for stage `low`) saves memory.
 
-        Only what reads gradients alone can wait. As long as it does, it holds those that nobody
-        reads later, and saves what it writes: the backward of a pooling or a broadcast.
+        Only an operator that reads nothing but gradients can wait. Waiting holds the gradients that
+        no later operator reads, and saves what it writes: the backward of a pooling or a broadcast.
         """
         graph, operator = self.graph, self.graph.operators[index]
         stage = max(low, self.stage[index])
@@ -238,7 +239,7 @@ class _Assignment:
         return stage
 
     def stage_map(self) -> StageMap:
-        """The finished map; only without conflicts."""
+        """Return the finished map; only without conflicts."""
         forward: list[list[int]] = [[] for _ in range(self.count)]
         backward: list[list[int]] = [[] for _ in range(self.count)]
         for i, stage in enumerate(self.stage):
@@ -281,7 +282,7 @@ class _Assignment:
         return tuple(reversed(rerun))
 
     def _gradients(self) -> list[frozenset[int]]:
-        """δ^1..δ^{n-1}: what is alive between B^{ℓ+1} and B^ℓ, results apart."""
+        """Return δ^1..δ^{n-1}: tensors live between B^{ℓ+1} and B^ℓ that are no results."""
         crossing: list[set[int]] = [set() for _ in range(self.count + 1)]
         graph = self.graph
         born = dict.fromkeys(graph.tangents, self.count + 1)
@@ -297,5 +298,5 @@ class _Assignment:
 
 
 def has_updates(graph: Graph) -> bool:
-    """Whether the step contains parameter updates."""
+    """Tell whether the step contains parameter updates."""
     return any(operator.phase is Phase.UPDATE for operator in graph.operators)

@@ -1,8 +1,8 @@
-"""The chain of a whole step, with the updates in the stages that their gradients end in.
+"""Makes the chain of a whole step: each update is in the stage that completes its gradient.
 
-In a schedule of a chain no stage runs again after its backward, so a gradient lives in the stage
-that completes it if that is the last one to need the parameter, and the chain's costs can say so:
-such a gradient is an overhead of that stage's backward, not a result that stays.
+In a schedule of a chain no stage runs again after its backward. So a gradient lives only in the
+stage that completes it, if no later stage needs the parameter. The chain charges such a gradient as
+an overhead of that stage's backward, not as a result that stays.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class StepLinearization(Linearization):
     """A whole step, updates included, seen as the chain of its forward and backward.
 
     Attributes:
-        plain: the same for the step without updates.
+        plain: the linearization of the step without updates.
     """
 
     plain: Linearization = field(kw_only=True)
 
     def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
-        """The program of a chain schedule, updates included, computing in place what can be."""
+        """Lower a chain schedule to a program with updates, in place where possible."""
         return with_in_place(
             self.graph, with_early_updates(self.graph, lower_steps(self.plain, steps))
         )
@@ -41,11 +41,11 @@ class StepLinearization(Linearization):
 def linearize_step(graph: Graph) -> StepLinearization:
     """Cut a step with updates into the stages of a chain.
 
-    Its budget is the whole step's: the programs that `lower` makes need at most the memory of
-    their schedules.
+    Its budget is the whole step's: the programs that `lower` makes need at most the memory of their
+    schedules.
 
     Raises:
-        ValueError: as `without_updates`.
+        ValueError: an update is not at the end of the operators.
     """
     view = linearize(without_updates(graph))
     homes = _homes(graph, view.stages)
@@ -60,8 +60,8 @@ def linearize_step(graph: Graph) -> StepLinearization:
 
 
 def _homes(graph: Graph, stages: Sequence[StageOperators]) -> dict[int, int]:
-    """Update → index of the stage after whose backward nothing needs its operands: the first, by
-    index, that does. A random update waits for the random operators before it, too."""
+    """Map each update to the index of its stage: the lowest with an operator that makes or reads
+    one of the update's operands. A random update also waits for the random operators before it."""
     stage_of = {i: k for k, one in enumerate(stages) for i in (*one.forward, *one.backward)}
     homes: dict[int, int] = {}
     draws = {k for i, k in stage_of.items() if _draws(graph, i)}
@@ -84,7 +84,7 @@ def _draws(graph: Graph, index: int) -> bool:
 def _with_updates(
     graph: Graph, stage: Stage, operators: StageOperators, updates: Sequence[int]
 ) -> Stage:
-    """A stage's costs with the updates that run in its backward."""
+    """Return a stage's costs with the updates that run in its backward."""
     mine = [graph.operators[index] for index in updates]
     read = {t for update in mine for t in update.reads}
     released = sum(graph.tensors[t].size_bytes for t in operators.results & read - graph.kept)

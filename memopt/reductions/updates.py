@@ -1,8 +1,8 @@
-"""Whole steps for strategies that plan a forward and a backward: updates come as early as they can.
+"""Adds updates, as early as possible, to programs of strategies that plan no updates.
 
-Such a strategy plans the step up to its gradients, and each parameter's update then follows the
-last computation that reads the parameter or touches its gradient (OLLA §4.3), which frees the
-gradient. A random update also follows the random operators before it.
+Such a strategy plans the step up to its gradients. Each parameter's update then follows the last
+computation that reads the parameter or touches its gradient (OLLA §4.3), and frees the gradient. A
+random update also follows the random operators before it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from memopt.programs.liveness import with_frees
 
 
 def without_updates(graph: Graph) -> Graph:
-    """The step up to its gradients, which then are its results; tensors and the other operators
-    keep their indices.
+    """Return the step up to its gradients, which become its results; tensors and the other
+    operators keep their indices.
 
     Raises:
         ValueError: an update is not at the end of the operators.
@@ -33,13 +33,13 @@ def without_updates(graph: Graph) -> Graph:
 
 
 def with_early_updates(graph: Graph, program: Program) -> Program:
-    """A program of `without_updates(graph)` with the graph's updates, each as early as it can be.
+    """Add the graph's updates to a program of `without_updates(graph)`, each as early as it can be.
 
-    What is computed in place, and addresses, must be decided afterwards.
+    In-place outputs and addresses must be decided afterwards.
     """
     last: dict[int, int] = {}
     drawn: dict[int, int] = {}
-    """Random operator → its first run."""
+    """First run of each random operator."""
     for position, run in program.computes:
         if graph.operators[run.op].random:
             drawn.setdefault(run.op, position)
@@ -54,7 +54,7 @@ def with_early_updates(graph: Graph, program: Program) -> Program:
     listed: list[Instruction] = []
     ready: list[Instruction] = []
     for position, instruction in enumerate(program):
-        # What dies with the last user goes first.
+        # Tensors that die with the last user are freed first.
         if ready and not isinstance(instruction, Free):
             listed += ready
             ready = []
@@ -65,5 +65,5 @@ def with_early_updates(graph: Graph, program: Program) -> Program:
 
 
 def updates_of(graph: Graph) -> list[int]:
-    """The indices of the operators that update parameters."""
+    """Return the indices of the operators that update parameters."""
     return [i for i, x in enumerate(graph.operators) if x.phase is Phase.UPDATE]

@@ -1,4 +1,4 @@
-"""The last word on a plan, whoever made it: validated, then replayed under the one semantics."""
+"""The final check of every plan: validate it, then replay it under the common semantics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from memopt.programs.violations import Violation
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What replaying a plan gives: bytes are totals, resident included. A placed program's peak is
-    its arena and the most that lies outside it, since the arena is one allocation."""
+    """The figures of a replayed plan. Bytes are totals, resident included. A placed program's peak
+    is its arena plus the largest memory outside it, since the arena is one allocation."""
 
     peak_bytes: int
     time_s: float = field(metadata={NAME: "step_time_s"})
@@ -27,12 +27,12 @@ class Figures:
 def validate_and_replay(
     graph: Graph, program: Program, budget: Budget, device: Device | None
 ) -> tuple[Violation | None, Figures]:
-    """Validate and replay a plan's program, within what it may take.
+    """Validate and replay a plan's program, within its budget.
 
     Args:
-        graph: what the plan is for.
-        program: the plan.
-        budget: on the device and on the host.
+        graph: the graph of the plan.
+        program: the plan's program.
+        budget: bytes on the device and on the host.
         device: link rates; None: transfers take no time.
 
     Raises:

@@ -1,7 +1,7 @@
 """0-1 programs: their variables, costs and rows, and their solvers.
 
-CP-SAT; HiGHS or SCIP through OR-Tools' MathOpt, faster where the linear relaxation is strong; GLOP
-for that relaxation itself.
+The solvers are CP-SAT; HiGHS and SCIP through OR-Tools' MathOpt, faster where the linear relaxation
+is strong; and GLOP for that relaxation itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from memopt.solvers.running import (
 _LOG = logging.getLogger(__name__)
 
 SCALE = 1000.0
-"""Costs and bytes are scaled to sums of about so much: the solvers' tolerances are absolute."""
+"""Costs and bytes are scaled so that their sum is about this: solvers' tolerances are absolute."""
 LEAST_COST = 1e-298
-"""Sums of costs below it are not told apart: the factor to whole numbers would be infinite."""
+"""Smaller sums of costs count as equal: their factor to whole numbers would be infinite."""
 GAP_TOLERANCE, COST_TOLERANCE = 2e-6, 1e-7
-"""By so much a bound of HiGHS or SCIP on scaled costs may be too high: in all, since they leave out
-what improves the best solution by less; and for each variable, whose reduced cost counts as 0."""
+"""The most by which a bound of HiGHS or SCIP on scaled costs may be too high: once per solve, since
+they skip small improvements; and for each variable, whose reduced cost counts as 0."""
 
 Term = tuple[float, int]
 """(coefficient, variable); whole coefficients for CP-SAT."""
@@ -38,7 +38,8 @@ Term = tuple[float, int]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Σ terms ≤ bound, plus the peak variable if `memory`; only where `when` holds, if given."""
+    """Require Σ terms ≤ bound, plus the peak variable if `memory`; only where `when`, if given,
+    holds."""
 
     terms: tuple[Term, ...]
     bound: float
@@ -48,8 +49,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A solver's result: values of the variables (empty without a solution), objective and a
-    bound on it in the units of the costs (or bytes when the peak was minimised)."""
+    """A solver's result: values of the variables (empty without a solution), the objective, and a
+    bound on it, in units of the costs (bytes when the peak was minimised)."""
 
     status: Status
     values: tuple[bool, ...] = ()
@@ -65,15 +66,15 @@ class BinaryProgram:
     rows: list[Constraint] = field(default_factory=list)
     fixed: dict[int, bool] = field(default_factory=dict)
     hints: dict[int, bool] = field(default_factory=dict)
-    """Values to start from; they need not be all, nor feasible."""
+    """Values to start from; they may be partial, and infeasible."""
     amounts: set[int] = field(default_factory=set)
-    """Variables of any value from 0 on, which CP-SAT cannot solve."""
+    """Continuous variables from 0 on, which CP-SAT cannot solve."""
     most: dict[int, int] = field(default_factory=dict)
-    """Variables of any whole value up to a most, in place of 1; CP-SAT cannot solve them."""
+    """Integer variables and their upper bounds, in place of 1; CP-SAT cannot solve them."""
     count: int = 0
 
     def amount(self, cost: float = 0.0) -> int:
-        """Add a variable of any value from 0 on, for rows that are not of memory."""
+        """Add a continuous variable from 0 on, for rows that are not of memory."""
         added = self.variable(cost)
         self.amounts.add(added)
         return added
@@ -111,7 +112,7 @@ class BinaryProgram:
         self.rows.append(Constraint(tuple(t for t in terms if t[0]), -constant, True, when))
 
     def largest_excess(self, row: Constraint) -> float:
-        """The most that the left side of a memory row can exceed its bound."""
+        """Return the most by which the left side of a memory row can exceed its bound."""
         return sum(c * self.most.get(v, 1) for c, v in row.terms if c > 0) - row.bound
 
     def solve(self, limit_bytes: int | None = None, options: SolverOptions | None = None) -> Answer:
@@ -136,7 +137,7 @@ class BinaryProgram:
         status, solver = solve_with_cp_sat(
             model, replace(options, time_limit_s=left_s), scale=scale
         )
-        # Costs are rounded down to the solver's whole numbers, so its bound stays one.
+        # Costs are rounded down to the solver's whole numbers, so its bound stays a bound.
         bound = solver.best_objective_bound / scale
         if status not in (Status.OPTIMAL, Status.FEASIBLE):
             return Answer(status, bound=bound)
@@ -144,7 +145,7 @@ class BinaryProgram:
         return Answer(status, values, solver.objective_value / scale, bound)
 
     def _cp_sat_model(self, limit: int, least_peak: bool) -> tuple[Any, list[Any], float]:
-        """Give the program in CP-SAT, its variables, and the factor of its costs."""
+        """Return the program in CP-SAT, its variables, and the factor of its costs."""
         from ortools.sat.python import cp_model
 
         model = cp_model.CpModel()
@@ -196,7 +197,7 @@ class BinaryProgram:
 
 
 def whole_number_scale(costs: Iterable[float]) -> float:
-    """Give the factor from seconds to whole numbers: 1 if they are whole already."""
+    """Return the factor from seconds to whole numbers: 1 if they are whole already."""
     values = list(costs)
     if all(value == int(value) for value in values) and sum(values) < 2**40:
         return 1.0
@@ -206,11 +207,11 @@ def whole_number_scale(costs: Iterable[float]) -> float:
 def solve_with_mathopt(
     program: BinaryProgram, limit_bytes: int, least_peak: bool, options: SolverOptions
 ) -> Answer:
-    """Solve a program as a mixed integer linear one; rows that only hold where a variable does get
-    their largest excess as that variable's coefficient.
+    """Solve a program as a mixed integer linear one; a row that holds only where a variable does
+    gets its largest excess as that variable's coefficient (big M).
 
-    The time limit counts from here, building the model included. These solvers have no way out
-    but that limit: a caller who interrupts gets no answer of theirs (see `call_in_thread`).
+    The time limit counts from here, building the model included. Only that limit stops these
+    solvers: a caller who interrupts gets no answer from them (see `call_in_thread`).
     """
     from ortools.math_opt.python import mathopt
 
@@ -236,7 +237,7 @@ def solve_with_mathopt(
                 model, kinds[solver.value], params=parameters, model_params=started
             )
         except (RuntimeError, AttributeError) as error:
-            # HiGHS refuses figures above 1e20, and OR-Tools stumbles over the name of that error.
+            # HiGHS refuses figures above 1e20, and OR-Tools fails on the name of that error.
             _LOG.warning("%s refuses the program, so there is no answer of it: %s", solver, error)
             return None
 
@@ -251,7 +252,7 @@ def solve_with_mathopt(
     reason = result.termination.reason
     if reason is mathopt.TerminationReason.INFEASIBLE:
         return Answer(Status.INFEASIBLE)
-    # Outward by what the solvers take for nothing.
+    # Widened by the solvers' tolerances.
     slack = GAP_TOLERANCE + COST_TOLERANCE * program.count
     bound = max(0.0, result.termination.objective_bounds.dual_bound - slack) * scale
     if not least_peak and _is_whole(program):
@@ -265,7 +266,7 @@ def solve_with_mathopt(
 
 
 def _is_whole(program: BinaryProgram) -> bool:
-    """Whether every cost that a program can have is a whole number."""
+    """Tell whether every cost that a solution can have is a whole number."""
     costs = program.costs.items()
     return all(v not in program.amounts and float(cost).is_integer() for v, cost in costs)
 
@@ -273,7 +274,7 @@ def _is_whole(program: BinaryProgram) -> bool:
 def _built(
     program: BinaryProgram, limit_bytes: int, least_peak: bool
 ) -> tuple[Any, list[Any], float]:
-    """Give the program in MathOpt, its variables, and the factor of its objective."""
+    """Return the program in MathOpt, its variables, and the factor of its objective."""
     from ortools.math_opt.python import mathopt
 
     model = mathopt.Model()

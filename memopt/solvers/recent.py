@@ -1,4 +1,4 @@
-"""The answers to the last few questions, so that a question asked again costs nothing."""
+"""A small cache of recent answers, so that a repeated question costs nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RecentAnswers(Generic[T]):
         self._lock = ForkedLock()
 
     def get(self, key: Hashable, compute: Callable[[], T], complete: Callable[[T], bool]) -> T:
-        """The answer to `key`, computed if absent; one that is not complete is not kept."""
+        """Return the answer to `key`, computed if absent; an incomplete answer is not kept."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)

@@ -1,7 +1,7 @@
-"""How a solver is run: its options, its deadline, and Ctrl-C while it works.
+"""Runs a solver: its options, its deadline, and Ctrl-C while it works.
 
-Solvers run in a thread of their own, so that the caller is told how far they are and may
-interrupt. CP-SAT's own handler of Ctrl-C stays off: it leaves the process without Python's.
+Solvers run in a thread of their own, so that the caller sees progress and may interrupt. CP-SAT's
+own handler of Ctrl-C stays off: it would not restore Python's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memopt.models.status import Status
 
 POLL_S = 0.1
 GRACE_S = 2.0
-"""Seconds by which a solver may look at its own clock too late."""
+"""Seconds by which a solver may overrun its own time limit."""
 
 T = TypeVar("T")
 
@@ -37,14 +37,14 @@ class SolverOptions:
     """Options of one solve.
 
     Attributes:
-        solver: whose search.
+        solver: which solver runs.
         time_limit_s: seconds; None: no limit.
         deterministic_s: CP-SAT's deterministic time, of which one is a few seconds; ends the
             search at the same answer on any machine. None: no limit.
-        progress: called now and then; KeyboardInterrupt ends the search: CP-SAT's with what it
-            has, the others' with nothing.
+        progress: called now and then; KeyboardInterrupt ends the search: CP-SAT returns its best
+            solution so far, the others return nothing.
         workers: CP-SAT's threads; the others run on one.
-        seed: the solver's.
+        seed: the solver's random seed.
         gap: relative gap at which the search may end.
     """
 
@@ -63,12 +63,12 @@ class Stopped(Exception):
 
 @dataclass
 class Deadline:
-    """The end of a search.
+    """The deadline of a search.
 
     Attributes:
-        at_s: on time.monotonic's clock.
+        at_s: the end, by time.monotonic's clock.
         progress: called by `passed`; KeyboardInterrupt ends the search.
-        over: whether `passed` has said so.
+        over: whether `passed` has returned True.
     """
 
     at_s: float = math.inf
@@ -81,21 +81,21 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline, at least 0."""
+        """Return the seconds until the deadline, at least 0."""
         return max(0.0, self.at_s - time.monotonic())
 
     def within(self, seconds: float) -> Deadline:
-        """Give a deadline in so many seconds, or this one where it is earlier."""
+        """Return a deadline in so many seconds, or this one if it is earlier."""
         return Deadline(min(self.at_s, time.monotonic() + seconds), self.progress)
 
     def passed(self, fraction: float, what: str) -> bool:
-        """Tell the caller how far the search is; whether it is to end."""
+        """Report progress, and tell whether the search must end."""
         interrupted = stops(self.progress, fraction, what)
         self.over = self.over or interrupted or time.monotonic() >= self.at_s
         return self.over
 
     def check(self, fraction: float, what: str) -> None:
-        """As `passed`, but raise Stopped if the search is to end."""
+        """Report progress, and raise Stopped if the search must end."""
         if self.passed(fraction, what):
             raise Stopped
 
@@ -108,18 +108,18 @@ def call_in_thread(
     limit_s: float | None = None,
     stop: Callable[[], None] | None = None,
 ) -> T | None:
-    """Return what `call` returns; None where it is not waited for any longer.
+    """Run a call in a thread and return its result; None if it is not waited for any longer.
 
-    Without `stop`, a call that is interrupted, or that overruns, is left to itself: its thread
-    ends at the solver's own time limit, or with the process.
+    Without `stop`, a call that is interrupted or overruns is abandoned: its thread ends at the
+    solver's own time limit, or with the process.
 
     Args:
-        call: what to run; it must let other threads run.
+        call: the function to run; it must release the GIL now and then.
         progress: called now and then, in this thread; KeyboardInterrupt ends the wait, as does
             Ctrl-C itself.
-        what: gives the text to report.
+        what: returns the text to report.
         limit_s: the solver's time limit, if it has one.
-        stop: makes `call` return soon with what it has; it is then waited for.
+        stop: makes `call` return soon with its best result so far, which is then waited for.
 
     Raises:
         Whatever `call` raises.
@@ -127,7 +127,7 @@ def call_in_thread(
     done: list[T] = []
     failed: list[BaseException] = []
 
-    # Not the thread's own join: interrupted, it takes a running thread for one that has ended.
+    # Not `Thread.join`: interrupted, it takes a running thread for one that has ended.
     ended = threading.Event()
 
     def run() -> None:
@@ -145,7 +145,7 @@ def call_in_thread(
             if stops(progress, 0.5, what()) or time.monotonic() > until:
                 break
     except KeyboardInterrupt:
-        # Ctrl-C without a progress that takes it.
+        # Ctrl-C without a `progress` that raises it.
         pass
     while not ended.is_set():
         if stop is None:
@@ -165,7 +165,7 @@ def solve_with_cp_sat(
     Args:
         model: a constraint model, with an objective or without.
         options: the solver is CP-SAT.
-        scale: the factor of the objective's costs, for what is reported.
+        scale: the factor of the objective's costs, for the reported figures.
 
     Returns:
         The status, and the solver, which knows the values and the bound.

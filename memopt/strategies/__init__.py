@@ -30,7 +30,7 @@ STRATEGIES: tuple[Strategy, ...] = (*SINGLE_STRATEGIES, Auto())
 
 
 def resolve(strategy: str | Strategy) -> Strategy:
-    """The strategy of a name, or the user's own instance.
+    """Return the strategy of a name, or the user's own instance.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

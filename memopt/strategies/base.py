@@ -1,4 +1,4 @@
-"""What every strategy is: one frozen value whose fields are its parameters."""
+"""The base class of strategies: one frozen value whose fields are its parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def solution_of(
     proved: float,
     stats: Mapping[str, object],
 ) -> Solution:
-    """Make the solution of a plan: optimal where its gap is at most `proved`.
+    """Make the solution of a plan, optimal where its gap is at most `proved`.
 
     Args:
         plan: a program, or a chain's steps, within the budget.
@@ -56,8 +56,8 @@ def solution_of(
 
 @dataclass(frozen=True)
 class Features:
-    """What a strategy's plans use: running operators again, moving tensors to the host and back,
-    another order, addresses, other implementations of operators, updates that the host runs."""
+    """The features of a strategy's plans: recomputation, transfers to the host and back, another
+    order, addresses, other implementations of operators, updates that the host runs."""
 
     recompute: bool = False
     offload: bool = False
@@ -86,18 +86,18 @@ class Strategy(ABC):
     decides_in_place: ClassVar[bool] = False
 
     def only_exact_implementations(self) -> bool | None:
-        """Whether `memopt.plan` leaves out implementations that change rounding when it looks for
-        alternatives of operators; None: it does not look."""
+        """Tell whether `memopt.plan`, looking for alternatives of operators, leaves out
+        implementations that change rounding; None: it does not look for any."""
         return None
 
     @property
     def plans_forward(self) -> bool:
-        """Whether its plans may need less memory than every operator once where there is no
-        backward. Strategies for chains choose what a backward reads: theirs cannot."""
+        """Tell whether its plans may need less memory, without a backward, than running every
+        operator once. Chain strategies only choose what a backward reads, so theirs cannot."""
         return self.needs != "chain"
 
     def why_not(self, cost_model: CostModel) -> str | None:
-        """Why this strategy cannot plan this cost model; None if it can."""
+        """Return why this strategy cannot plan this cost model; None if it can."""
         if self.needs == "any":
             return None
         wanted = Chain if self.needs == "chain" else Graph
@@ -106,7 +106,7 @@ class Strategy(ABC):
         return f"{self.name} plans a {self.needs}, not a {type(cost_model).__name__}"
 
     def taken(self, cost_model: CostModel, kind: type[Kind]) -> Kind:
-        """The cost model, of the kind the strategy plans.
+        """Return the cost model as the kind that the strategy plans.
 
         Raises:
             ValueError: the strategy cannot plan it; see `why_not`.

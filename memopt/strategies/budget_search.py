@@ -1,9 +1,10 @@
-"""Using up what the chain's accounting leaves: plans of larger chain budgets that still fit.
+"""Uses memory that the chain's accounting leaves free: plans of larger chain budgets that still
+fit.
 
-A chain counts every stage's overheads at their worst, so the program lowered from a chain
-schedule needs at most the schedule's memory, and often less. A schedule planned for more than
-the budget may therefore fit it once lowered: the fastest such schedule is searched here, by
-bisection over the chain's budget.
+A chain counts every stage's overheads at their worst, so the program lowered from a chain schedule
+needs at most the schedule's memory, and often less. A schedule planned for more than the budget may
+therefore fit it once lowered: the fastest such schedule is searched here, by bisection over the
+chain's budget.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from memopt.strategies.store_all import chain_steps
 PROBES = 10
 
 Attempt = Callable[[int | None], Solution]
-"""attempt(total bytes; None: no limit): a strategy's solution of what it plans."""
+"""attempt(total bytes; None: no limit): a strategy's solution of its cost model."""
 
 
 def lowered_peak(view: ChainView, solution: Solution) -> int | None:
-    """Replayed peak of a chain solution's program, total bytes; None without a schedule."""
+    """Return the replayed peak, total bytes, of a chain solution's program; None without one."""
     if solution.steps is None:
         return None
     return replay(view.graph, view.lower(solution.steps)).peak_bytes
 
 
 def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
-    """The plan of the smallest budget that a solution names; its own, if it has one.
+    """Return the plan of the smallest budget that a solution names; its own plan, if it has one.
 
     Args:
         answer: a strategy's solution.
-        attempt: asks the strategy again, where it names a budget and gives no plan with it.
+        attempt: asks the strategy again, where it names a budget without a plan.
     """
     if answer.plans:
         return answer
@@ -49,7 +50,7 @@ def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
 
 
 def smallest_budget(view: ChainView, attempt: Attempt) -> tuple[int, Solution] | None:
-    """(what the strategy's smallest chain schedule needs once lowered, total bytes; it)."""
+    """Return (total bytes of the strategy's smallest chain schedule once lowered; its solution)."""
     least = smallest_plan(attempt(1), attempt)
     peak_bytes = None if least is None else lowered_peak(view, least)
     return None if least is None or peak_bytes is None else (peak_bytes, _looser(view.graph, least))
@@ -61,13 +62,13 @@ def best_that_fits(
     budget_bytes: int,
     probes: int = PROBES,
 ) -> Solution:
-    """The fastest solution found whose program fits the budget.
+    """Return the fastest solution found whose program fits the budget.
 
     Args:
         view: the chain, and the graph that it stands for.
         attempt: solves the chain for a budget.
         budget_bytes: total bytes.
-        probes: larger chain budgets to try; 0 where a solve is dear.
+        probes: larger chain budgets to try; 0 where a solve is slow.
 
     Returns:
         A solution with a schedule, or none with the smallest budget known. Unless nothing is
@@ -106,7 +107,7 @@ def best_that_fits(
 
 
 def _free(graph: Graph, solution: Solution) -> bool:
-    """Whether nothing is recomputed: no schedule is faster."""
+    """Tell whether nothing is recomputed: no schedule is faster."""
     return solution.time_s is not None and solution.time_s <= graph.compute_time_s * (1 + 1e-12)
 
 

@@ -1,8 +1,8 @@
 """A candidate for steps with collectives: every block checkpointed, its collectives prefetched.
 
-Strategies plan as if each collective were waited for, so that gathering a weight again seems to
-cost its whole time. Where the network is hidden behind what is computed it costs none, and FSDP2's
-schedule with checkpointed blocks may be faster than theirs.
+Strategies plan as if each collective were waited for, so gathering a weight again seems to cost its
+whole time. Where the network is hidden behind computation it costs none, and FSDP2's schedule with
+checkpointed blocks may be faster than theirs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def or_checkpointed(
     budget_bytes: int,
     device: Device | None,
 ) -> Solution:
-    """A strategy's solution, or the step with checkpointed blocks, where that is faster.
+    """Return a strategy's solution, or the step with checkpointed blocks if that is faster.
 
     Args:
         graph: with collectives.
@@ -71,9 +71,9 @@ def or_checkpointed(
 
 
 def _candidates(graph: Graph, budget_bytes: int, device: Device | None) -> Iterator[Program]:
-    """All blocks checkpointed and prefetched by one. Beside that prefetch, or a quarter of it: as
-    many of the last blocks as fit left as they are, and as much kept in all of them as fits, what
-    spares most time for its bytes first, which is selective checkpointing."""
+    """Yield the step with all blocks checkpointed and prefetched by one. Then, beside that prefetch
+    or a quarter of it: with as many of the last blocks not checkpointed as fit; and with as many
+    results kept in all blocks as fit, most time saved per byte first (selective checkpointing)."""
     blocks = forward_of_blocks(graph)
     if len(blocks) < 2:
         return

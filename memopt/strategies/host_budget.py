@@ -1,4 +1,4 @@
-"""A limit on host memory, given to whatever strategy moves data."""
+"""Applies a limit on host memory to any strategy that moves data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIELD = "host_budget_bytes"
 
 
 def parse_host_budget(host_budget: int | str | None) -> int | None:
-    """Bytes, of bytes or of a string with a unit such as "6GiB"; 0 forbids every copy.
+    """Parse bytes, or a string with a unit such as "6GiB", into bytes; 0 forbids every copy.
 
     Raises:
         ValueError: an unreadable or negative host budget.
@@ -26,15 +26,15 @@ def parse_host_budget(host_budget: int | str | None) -> int | None:
 
 
 def host_limit(strategy: Strategy, host_budget_bytes: int | None) -> int | None:
-    """What a strategy's plans may have on the host at once, bytes: the smaller of its own limit,
-    if it has one, and the caller's. None: no limit."""
+    """Return the most bytes that a strategy's plans may have on the host at once: the smaller of
+    its own limit, if it has one, and the caller's. None: no limit."""
     own: int | None = getattr(strategy, FIELD, None)
     limits = [limit for limit in (own, host_budget_bytes) if limit is not None]
     return min(limits, default=None)
 
 
 def with_host_budget(strategy: Strategy, host_budget_bytes: int | None) -> Strategy:
-    """The strategy under a host budget; unchanged if it moves nothing or there is none.
+    """Return the strategy under a host budget; unchanged if it moves nothing or there is none.
 
     Raises:
         ValueError: the strategy moves data and takes no host budget.

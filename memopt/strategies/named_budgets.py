@@ -1,7 +1,7 @@
-"""The plans behind the budgets that were named, kept: who names a budget can plan for it again.
+"""Keeps the plans behind named budgets, so that a named budget can be planned again.
 
 A strategy that has no plan names the smallest budget for which it has one. Planned at that budget,
-a search under a time limit may find nothing; then the plan it was named for is used.
+a search under a time limit may find nothing; then the plan behind the name is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_p
 from memopt.strategies.target import Target
 
 MOST_SEARCHES = 16
-"""For a smaller budget than the smallest that is known."""
+"""The most searches for a budget smaller than the smallest known."""
 CAPACITY = 16
-"""Plans kept at a time, the latest."""
+"""The most plans kept; the latest stay."""
 
 
 class KeptPlans:
@@ -42,7 +42,7 @@ class KeptPlans:
                 self._plans.append((strategy, cost_model, budget_bytes, plan))
 
     def least(self, strategy: Strategy, cost_model: CostModel) -> tuple[int, Solution] | None:
-        """(the smallest budget of the strategy for the cost model, its plan) of those kept."""
+        """Return (the strategy's smallest kept budget for the cost model, its plan)."""
         with self._lock:
             plans = tuple(self._plans)
         own = [x[2:] for x in plans if x[0] == strategy and x[1] == cost_model]
@@ -57,8 +57,8 @@ class Planning:
     """One strategy's attempts at one cost model.
 
     Attributes:
-        target: the strategy and what it plans.
-        device: for the check of a plan that is named.
+        target: the strategy and its cost model.
+        device: for the check of a named plan.
         attempt: solves for a budget.
     """
 
@@ -67,13 +67,13 @@ class Planning:
     attempt: Attempt
 
     def smallest(self) -> tuple[int, Solution] | None:
-        """(the smallest budget that the strategy can meet, total bytes; the plan for it)."""
+        """Return (the smallest budget that the strategy can meet, total bytes; the plan for it)."""
         budget_bytes = self._smallest_budget()
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        # In place afterwards, it may need less than it was searched for; and a search within less
-        # may find what one for the smallest budget has not.
+        # With in-place outputs, the plan may need less than the budget it was searched for; and a
+        # search within less may find a plan that the one for the smallest budget missed.
         for _ in range(MOST_SEARCHES):
             peak_bytes = max(1, self._checked(budget_bytes, solution))
             if peak_bytes < budget_bytes:
@@ -91,7 +91,7 @@ class Planning:
         if view is not None:
             found = smallest_budget(view, self.attempt)
             return None if found is None else self._kept(*found)
-        # One byte will hardly do: the answer names the smallest budget that does.
+        # One byte will hardly suffice: the answer names the smallest budget that does.
         answer = self.attempt(1)
         least = smallest_plan(answer, self.attempt)
         if least is None or least is answer:
@@ -99,7 +99,7 @@ class Planning:
         return self._kept(answer.smallest_budget_bytes or least.peak_bytes or 1, least)
 
     def within(self, budget_bytes: int | None) -> Solution:
-        """The strategy's solution; where it has none, the plan that was kept of it, if one fits."""
+        """Return the strategy's solution; if it has none, its kept plan that fits, if any."""
         solution = self.target.solve(budget_bytes, self.attempt)
         if solution.plans or budget_bytes is None:
             return self.target.fastest(solution, budget_bytes, self.device)
@@ -114,13 +114,13 @@ class Planning:
         return replace(solution, smallest_budget_bytes=known[0], smallest=known[1])
 
     def _kept(self, budget_bytes: int, plan: Solution) -> int:
-        """The budget, its plan checked and kept."""
+        """Return the budget, with its plan checked and kept."""
         self._checked(budget_bytes, plan)
         KEPT.keep(self.target.strategy, self.target.graph, budget_bytes, plan)
         return budget_bytes
 
     def _checked(self, budget_bytes: int, plan: Solution) -> int:
-        """The replayed peak of a plan that is named, bytes, as it runs.
+        """Return the replayed peak of a named plan, bytes, as it runs.
 
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.

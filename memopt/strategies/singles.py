@@ -1,4 +1,4 @@
-"""Every strategy that makes its plans itself, in plain sight; `auto` chooses among them."""
+"""Lists every strategy that makes its plans itself; `auto` chooses among them."""
 
 from memopt.strategies.base import Strategy
 from memopt.strategies.joint.strategy import Joint as Joint

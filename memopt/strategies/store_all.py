@@ -1,4 +1,4 @@
-"""Store-all: the framework's own order, nothing recomputed. The yardstick of everything else."""
+"""Store-all: the framework's own order, nothing recomputed. Every other strategy's yardstick."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class StoreAll(Strategy):
 
 
 def chain_steps(chain: Chain) -> tuple[ChainStep, ...]:
-    """F_all of every stage, then every backward."""
+    """Return F_all of every stage, then every backward."""
     forward = [ChainStep(Move.FORWARD_ALL, k) for k in range(1, len(chain) + 1)]
     return (*forward, *(ChainStep(Move.BACKWARD, k) for k in range(len(chain), 0, -1)))
 
 
 def store_all_bytes(chain: Chain) -> int:
-    """Memory of the chain without recomputation, bytes, beyond the resident bytes and a^0."""
+    """Return the bytes of the chain without recomputation, beyond resident bytes and a^0."""
     peak_bytes = replay_chain(chain, chain_steps(chain)).peak_bytes
     return peak_bytes - chain.resident_bytes - chain.input_bytes
 

@@ -1,5 +1,5 @@
-"""A strategy at a cost model. One for chains sees a graph through its view as a chain: the chain is
-solved, and its schedule lowered to a program of the graph."""
+"""A strategy applied to a cost model. A strategy for chains gets a graph's view as a chain: it
+solves the chain, and its schedule is lowered to a program of the graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memopt.strategies.checkpointed_blocks import or_checkpointed
 
 
 def chain_view(cost_model: CostModel) -> ChainView:
-    """The cost model as a graph and its chain, whichever of the two it is."""
+    """Return the cost model, graph or chain, as a graph with its chain."""
     if isinstance(cost_model, Chain):
         return chain_to_graph(cost_model)
     return (linearize_step if has_updates(cost_model) else linearize)(cost_model)
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 
 class LastAnswer(Generic[T]):
-    """Gives an answer again to the question that was asked last: a plan is named, found again and
-    wrapped, each time lowered and checked."""
+    """Remembers the answer to the last question: a plan is named, found again and wrapped, each
+    time lowered and checked."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[object, ...], T] | None = None
 
     def of(self, question: tuple[object, ...], find: Callable[[], T]) -> T:
-        """The answer, found anew for another question."""
+        """Return the answer, found anew for another question."""
         if self._last is None or self._last[0] != question:
             self._last = question, find()
         return self._last[1]
@@ -56,11 +56,11 @@ class LastAnswer(Generic[T]):
 
 @dataclass(frozen=True)
 class Target:
-    """What a strategy plans, and how its solution becomes a program.
+    """A strategy's cost model, and the lowering of its solution to a program.
 
     Attributes:
-        strategy: who plans.
-        graph: what its programs are of; of a bare chain, the graph that it is.
+        strategy: the strategy that plans.
+        graph: the graph its programs run; of a bare chain, the graph made of it.
         view: the graph and its chain, where the chain is solved: by a strategy for chains, and for
             a bare chain by every strategy.
     """
@@ -82,7 +82,7 @@ class Target:
     def of(
         cls, strategy: Strategy, cost_model: CostModel, known: ChainView | None = None
     ) -> Target:
-        """The target; `known` is the cost model's view, where it has been made before."""
+        """Make the target; `known` is the cost model's view, if it was made before."""
         if isinstance(cost_model, Graph) and strategy.needs != "chain":
             return cls(strategy, cost_model)
         view = known or chain_view(cost_model)
@@ -90,26 +90,26 @@ class Target:
 
     @property
     def solved(self) -> CostModel:
-        """What the strategy's `solve` gets."""
+        """Return the cost model that the strategy's `solve` gets."""
         return self.graph if self.view is None else self.view.chain
 
     @property
     def bare_chain(self) -> Chain | None:
-        """The chain, if there is no other cost model."""
+        """Return the chain, if there is no other cost model."""
         return self.view.chain if self.view is not None and self.view.exact else None
 
     @property
     def linearized(self) -> ChainView | None:
-        """The view of a graph as a chain, whose accounting counts more memory than its programs
-        need; None where the strategy's figures are those of its programs."""
+        """Return the view of a graph as a chain, whose accounting counts more memory than its
+        programs need; None where the strategy's figures are those of its programs."""
         return None if self.view is None or self.view.exact else self.view
 
     def why_not(self) -> str | None:
-        """Why the strategy cannot plan this; None if it can."""
+        """Return why the strategy cannot plan this; None if it can."""
         return self.strategy.why_not(self.solved)
 
     def solve(self, budget_bytes: int | None, attempt: Attempt) -> Solution:
-        """The strategy's solution within a budget of the graph's, total bytes."""
+        """Return the strategy's solution within a budget of the graph's, total bytes."""
         if self.linearized is None or budget_bytes is None:
             return self._overlapped(attempt(budget_bytes))
         # One table of a recomputing strategy answers every budget; the others solve anew.
@@ -119,8 +119,8 @@ class Target:
     def fastest(
         self, solution: Solution, budget_bytes: int | None, device: Device | None
     ) -> Solution:
-        """The solution, or checkpointed blocks where collectives make those faster, for strategies
-        that recompute."""
+        """Return the solution, or, from a strategy that recomputes, checkpointed blocks if
+        collectives make those faster."""
         again = self.strategy.features.recompute and self.graph.network_time_s > 0
         if budget_bytes is None or not (again and solution.plans):
             return solution
@@ -128,8 +128,8 @@ class Target:
         return or_checkpointed(self.graph, solution, made, budget_bytes, device)
 
     def _overlapped(self, solution: Solution) -> Solution:
-        """The solution with what it claims where collectives overlap what is computed: strategies
-        plan as if the compute stream waited for each."""
+        """Correct a solution's claims where collectives overlap computation: strategies plan as if
+        the compute stream waited for each."""
         bound_s = solution.lower_bound_s
         if not self.graph.network_time_s or bound_s is None or solution.time_s is None:
             return solution
@@ -145,8 +145,8 @@ class Target:
     def program(
         self, solution: Solution, budget_bytes: int | None = None, device: Device | None = None
     ) -> Program | None:
-        """A solution's program as it runs: in place where it can be, unless the strategy decided
-        that, its collectives early; None where there is no plan.
+        """Return a solution's program as it runs: collectives early, and in-place outputs where
+        possible, unless the strategy decided those; None without a plan.
 
         Args:
             solution: of `solve`.

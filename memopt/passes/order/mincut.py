@@ -1,7 +1,7 @@
 """Lower bounds on the memory of any order, operator by operator.
 
 For a task v let X be the tasks executed before it in some order: X contains the ancestors of v,
-neither v nor its descendants, and is closed under predecessors. What is live when v starts are
+neither v nor its descendants, and is closed under predecessors. Live when v starts are
 the values produced in X that are kept or have a consumer outside X. The least such bytes over
 all X is a minimum cut: a network with one node per value, arc producer → value of the value's
 size, value → consumer and task → predecessor unbounded, the ancestors merged into the source, v
@@ -19,8 +19,8 @@ FREE, SOURCE, SINK = -1, 0, 1
 
 
 def forced_live(tasks: Tasks) -> list[int]:
-    """For each task, a bound on the memory while it runs, without any flow: values whose producer
-    must precede it and that are kept, or have a consumer that is it or must follow it."""
+    """Bound the memory while each task runs, without any flow: count the values whose producer must
+    precede it and that are kept, or have a consumer that is the task or must follow it."""
     outside = [tasks.descendants[task] | 1 << task for task in range(len(tasks))]
     bounds = [
         tasks.base + tasks.output_bytes[task] + tasks.transient[task] for task in range(len(tasks))
@@ -40,8 +40,8 @@ def forced_live(tasks: Tasks) -> list[int]:
 
 
 def last_task_bound(tasks: Tasks) -> int:
-    """A bound from the end of every order: some task without successors runs last, beside
-    everything that is kept, with what it consumes and its transient bytes."""
+    """Bound every order by its end: some task without successors runs last, while all kept values,
+    the values it consumes and its transient bytes are live."""
     kept = tasks.base + sum(value.size for value in tasks.values if value.kept)
     beside = [
         tasks.transient[task]
@@ -54,7 +54,7 @@ def last_task_bound(tasks: Tasks) -> int:
 
 
 def minimum_cut(tasks: Tasks, task: int) -> tuple[int, int]:
-    """(a bound on the memory while `task` runs in any order, the set X that attains it).
+    """Return (a bound on the memory while `task` runs in any order, the set X that attains it).
 
     The set is a bit mask of the tasks executed before `task`, closed under predecessors.
     """

@@ -1,10 +1,10 @@
 """Ordering: the least peak memory over all valid orders (OLLA eq. 14), with a bound.
 
-Minimum cuts give a bound, often met by the framework's own order. Where it is not, the cut at the
-operator of the peak is itself an instruction (execute that set first), then windows around the
-peak are searched exactly, growing until the whole independent part is covered. A short search of
-that kind begins from the framework's order, so that what is nearly right is hardly changed (and as
-easily placed as it was); a long one from the best of greedy orders, too.
+Minimum cuts give a bound, often met by the framework's own order. Where it is not met, the cut at
+the peak's operator says which tasks to execute first. Then windows around the peak are searched
+exactly, growing until they cover the whole independent part. A short search of this kind starts
+from the framework's order, to change it little (it stays as easy to place as it was). A long one
+also starts from the best of greedy orders.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from memopt.passes.order.window_search import Window
 from memopt.passes.timed_search import Improvement, TimedSearch
 
 STATES_FROM_FRAMEWORK = 4_000
-"""States that window searches from the framework's own order may take before others are tried."""
+"""States that window searches from the framework's own order may visit before others are tried."""
 DEFAULT_STATES = 400_000
-"""States that window searches may take in all: some seconds to a minute, everywhere the same."""
+"""States that all window searches may visit: seconds to a minute, the same on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Ordering:
 
     @property
     def gap(self) -> float:
-        """(peak - bound) / bound, 0.0 when the bound is 0."""
+        """Return (peak - bound) / bound, 0.0 when the bound is 0."""
         return relative_gap(self.peak, self.bound)
 
 
@@ -91,7 +91,7 @@ def order_tasks(
 
 
 class _OrderSearch(TimedSearch):
-    """One call of `order_tasks`, on the problem without free tasks."""
+    """One call of `order_tasks`, on the problem without tasks that need no memory of their own."""
 
     def __init__(
         self,
@@ -114,12 +114,12 @@ class _OrderSearch(TimedSearch):
 
     @property
     def peak(self) -> int:
-        """The incumbent's."""
+        """Return the incumbent's peak."""
         return max(self.profile, default=self.tasks.base)
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to find or the time is over."""
+        """Tell whether nothing is left to find or the time is over."""
         return self.peak <= max(self.bound, self.good_enough) or self.out_of_time()
 
     def offer(self, order: Sequence[int]) -> bool:
@@ -136,13 +136,13 @@ class _OrderSearch(TimedSearch):
         return True
 
     def raise_bound(self, bound: int) -> None:
-        """A proof that no order has a smaller peak than `bound`."""
+        """Record a proof that no order has a smaller peak than `bound`."""
         if bound > self.bound:
             self.bound = bound
             self.tell(self.peak, self.bound)
 
     def greedy(self) -> None:
-        """The greedy orders."""
+        """Try the greedy orders."""
         for name, order in greedy_orders(self.tasks):
             if self.offer(order) or name == "framework":
                 self.first = (name, self.peak)
@@ -150,14 +150,14 @@ class _OrderSearch(TimedSearch):
                 return
 
     def cut(self, task: int) -> tuple[int, int]:
-        """The minimum cut at a task, computed once."""
+        """Return the minimum cut at a task, computed once."""
         if task not in self.cuts:
             self.cuts[task] = minimum_cut(self.tasks, task)
             self.raise_bound(self.cuts[task][0])
         return self.cuts[task]
 
     def bound_by_cuts(self, count: int = 8) -> None:
-        """Minimum cuts where they promise most: at the incumbent's highest tasks and at those
+        """Take minimum cuts where they promise most: at the incumbent's highest tasks, and at those
         with the largest forced-live bound."""
         forced = forced_live(self.tasks)
         self.raise_bound(max(last_task_bound(self.tasks), *forced, self.tasks.base))
@@ -170,7 +170,7 @@ class _OrderSearch(TimedSearch):
             self.cut(task)
 
     def follow_cuts(self, rounds: int = 200) -> None:
-        """Move what the cut at the peak leaves out behind the peak, while that helps."""
+        """Move tasks outside the cut at the peak to after the peak, while that helps."""
         for _ in range(rounds):
             if self.done:
                 return
@@ -185,8 +185,8 @@ class _OrderSearch(TimedSearch):
                 return
 
     def windows(self, max_states: int) -> None:
-        """Exact searches around the highest task, in windows of growing width, until all searches
-        took `max_states` states."""
+        """Search windows around the highest task exactly, with growing width, until the searches
+        have visited `max_states` states."""
         width = 12
         while not self.done and self.states < max_states:
             begin, end = self._part()
@@ -202,7 +202,7 @@ class _OrderSearch(TimedSearch):
                 width *= 2
 
     def _part(self) -> tuple[int, int]:
-        """The independent part of the present order that holds the peak."""
+        """Return the independent part of the present order that holds the peak."""
         centre = self.profile.index(self.peak)
         for begin, end in independent_parts(self.tasks, self.order):
             if begin <= centre < end:
@@ -210,7 +210,7 @@ class _OrderSearch(TimedSearch):
         return 0, len(self.order)
 
     def _improve(self, low: int, high: int, max_states: int, *, whole: bool) -> bool:
-        """Search a window: at the bound first, then just below the peak. False: no better."""
+        """Search a window at the bound, then just below the peak; return whether it improved."""
         window = Window(self.tasks, self.order[:low], self.order[low:high])
         peak = self.peak
         target = max(self.bound, self.good_enough)
@@ -230,7 +230,7 @@ class _OrderSearch(TimedSearch):
         return False
 
     def result(self) -> Ordering:
-        """The incumbent in terms of the original tasks."""
+        """Return the incumbent in terms of the original tasks."""
         order = expand_order(self.original, self.kept, self.order)
         peak = self.original.peak(order)
         if self.own_peak < peak:

@@ -10,10 +10,10 @@ Key = Callable[[Run, int, int], tuple[int, ...]]
 
 
 def schedule(tasks: Tasks, key: Key, *, safe_first: bool = True) -> list[int]:
-    """List scheduling: the ready task with the least key(run, task, when it became ready).
+    """Schedule by list: take the ready task with the least key(run, task, when it became ready).
 
-    With `safe_first`, a ready task that does not raise what is live and fits under the peak so
-    far runs at once: whatever order would follow, it is not worse with that task moved here.
+    With `safe_first`, a ready task that does not raise live bytes and fits under the peak so far
+    runs at once: moving it here makes no order worse.
     """
     waiting = [len(earlier) for earlier in tasks.before]
     run = Run(tasks)
@@ -37,8 +37,8 @@ def schedule(tasks: Tasks, key: Key, *, safe_first: bool = True) -> list[int]:
 
 
 def reverse_schedule(tasks: Tasks) -> list[int]:
-    """From the end: of the tasks that can be last, the one with the least memory while it runs,
-    then the one that leaves the least live before it."""
+    """Schedule backwards: of the tasks that can be last, take the one with the least memory while
+    it runs, then the one that leaves the least live before it."""
     values = tasks.values
     waiting = [len(later) for later in tasks.following]
     needed = [value.kept for value in values]
@@ -66,7 +66,7 @@ def reverse_schedule(tasks: Tasks) -> list[int]:
 
 
 def greedy_orders(tasks: Tasks) -> Iterator[tuple[str, Sequence[int]]]:
-    """Named orders: the framework's own; with updates early; least peak memory first; least
+    """Yield named orders: the framework's own; with updates early; least peak memory first; least
     growth first; depth first; reverse."""
     yield "framework", tasks.topological
     yield "early updates", schedule(tasks, lambda _run, t, _since: (t,))

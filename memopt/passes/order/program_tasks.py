@@ -1,4 +1,4 @@
-"""Between programs and the ordering problem: which instance of a tensor feeds which reader."""
+"""Converts between programs and the ordering problem, keeping which instance each reader reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ProgramTasks:
     """A program as an ordering problem.
 
     Attributes:
-        graph: what the program is for.
+        graph: the program's graph.
         tasks: one task per instruction, frees left out (a free is a task only where it ends a
             lifetime that is copied to the host, since it waits for the copy).
         instructions: the instruction of each task.
@@ -33,7 +33,7 @@ class ProgramTasks:
     unread: tuple[tuple[int, ...], ...]
 
     def program(self, order: Sequence[int]) -> Program:
-        """The program in another order: each tensor freed after its last reader."""
+        """Return the program in another order, each tensor freed after its last reader."""
         left = [len(value.consumers) for value in self.tasks.values]
         listed: list[Instruction] = []
         for task in order:
@@ -50,24 +50,23 @@ class ProgramTasks:
 
 
 def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
-    """The ordering problem of a valid program, its own order first.
+    """Make the ordering problem of a valid program, its own order first.
 
-    Orders keep what each instance of a tensor feeds: a re-computed or re-loaded tensor's next
-    lifetime begins after the last reader of the one before. What is computed in place stays so,
-    after every other reader of what it overwrites. Where the loss is the user's (the graph has
-    tangents) nothing crosses the loss boundary. Updates follow every reader of their parameters.
-    Random operators, which share one generator, first run in the order they have; their later runs
-    follow their first, which draws for all of them.
-    Transfers stay between the two computations they are between, so that what they
-    overlap with stays the same, in their order on the links.
+    Each reader keeps its instance of a tensor: the next lifetime of a recomputed or reloaded tensor
+    begins after the last reader of the one before. In-place outputs stay in place, after every
+    other reader of the tensor they overwrite. Where the loss is the user's (the graph has tangents)
+    nothing crosses the loss boundary. Updates follow every reader of their parameters. Random
+    operators share one generator: first runs keep their order, and later runs follow the first
+    runs, which draw. Transfers stay between the same two computations, so that they overlap with
+    the same ones, and keep their order on the links.
     """
     return _Reader(graph, program).result()
 
 
 def in_any_place(problem: ProgramTasks) -> ProgramTasks:
-    """The problem of a program that computes nothing in place, as if every operator took over
-    the storage of a tensor that it may overwrite wherever some order lets it: its optimum is a
-    bound for every order and every choice of what is computed in place."""
+    """Return the problem of a program without in-place outputs, as if every operator took over the
+    storage of a tensor that it may overwrite wherever some order lets it. Its optimum is a bound
+    for every order and every choice of in-place outputs."""
     graph, tasks = problem.graph, problem.tasks
     transient = list(tasks.transient)
     for task, instruction in enumerate(problem.instructions):
@@ -85,7 +84,7 @@ def in_any_place(problem: ProgramTasks) -> ProgramTasks:
 
 
 class _Reader:
-    """Tasks, values and precedences of a program, one kind after the other."""
+    """Reads tasks, values and precedences from a program, one kind after the other."""
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph = graph
@@ -106,7 +105,7 @@ class _Reader:
         self.after: list[set[int]] = [set() for _ in listed]
 
     def result(self) -> ProgramTasks:
-        """The ordering problem."""
+        """Return the ordering problem."""
         values = self._values()
         self._lifetime_order()
         self._update_order()
@@ -128,14 +127,14 @@ class _Reader:
         )
 
     def _readers(self, lifetime: Lifetime) -> set[int]:
-        """The tasks that need a lifetime: its readers, and the Free that waits for its copy."""
+        """Return the tasks that need a lifetime: readers, and a Free that waits for its copy."""
         readers = {self.task_at[position] for position in lifetime.readers}
         if lifetime.copied and not lifetime.overwritten and lifetime.end in self.task_at:
             readers.add(self.task_at[lifetime.end])
         return readers
 
     def _values(self) -> list[tuple[int, int, Value]]:
-        """(producer, tensor, value) of lifetimes, sorted; what nobody reads is transient."""
+        """Return (producer, tensor, value) of lifetimes, sorted; unread lifetimes are transient."""
         found: list[tuple[int, int, Value]] = []
         for lifetime in self.lifetimes:
             size = self.graph.tensors[lifetime.tensor].size_bytes
@@ -152,8 +151,8 @@ class _Reader:
         return sorted(found, key=lambda entry: entry[:2])
 
     def _lifetime_order(self) -> None:
-        """A tensor's next lifetime after the last reader of the one before; a Free that waits, and
-        what takes over a storage, after the readers of that."""
+        """Order a tensor's next lifetime after the last reader of the one before, and both waiting
+        Frees and operators that overwrite a storage after that storage's readers."""
         last: dict[int, Lifetime] = {}
         for lifetime in self.lifetimes:
             if lifetime.transient:
@@ -167,7 +166,7 @@ class _Reader:
                 self.after[end] |= self._readers(lifetime) - {end}
 
     def _update_order(self) -> None:
-        """Updates after every earlier reader of what they read."""
+        """Order updates after every earlier reader of the tensors they read."""
         readers: dict[int, list[int]] = {}
         for task, instruction, operator in self.computes:
             chosen = variant(operator, instruction.implementation)
@@ -179,8 +178,8 @@ class _Reader:
                     readers.setdefault(tensor, []).append(task)
 
     def _draw_order(self) -> set[int]:
-        """First runs of random operators one after the other, later runs after their first; the
-        first runs."""
+        """Order first runs of random operators one after the other, and later runs after their
+        first; return the first runs."""
         first: dict[int, int] = {}
         for task, instruction, operator in self.computes:
             if not operator.random:
@@ -193,14 +192,14 @@ class _Reader:
         return set(first.values())
 
     def _network_order(self) -> None:
-        """Collectives one after the other, as they are."""
+        """Keep collectives in their order."""
         sent = [task for task, _, operator in self.computes if operator.collective is not None]
         for task, later in pairwise(sent):
             self.after[later].add(task)
 
     def _move_order(self) -> None:
-        """Transfers, frees after them and drops of host copies in their order, after the Compute
-        before them and before the one behind."""
+        """Keep transfers, frees after them and drops of host copies in order, between the Computes
+        before and behind them."""
         compute = move = None
         waiting: set[int] = set()
         runs = {task for task, _, _ in self.computes}
@@ -217,7 +216,7 @@ class _Reader:
             move = task
 
     def _boundary_order(self, first_draws: set[int]) -> None:
-        """Precedences between the loss boundary and all else."""
+        """Separate the instructions before the loss boundary from those after it."""
         boundary = self.boundary
         if boundary is None:
             return

@@ -1,12 +1,12 @@
 """Exact reductions of the ordering problem: tasks whose place needs no search.
 
 * A task that needs no memory of its own (no outputs, no transient bytes: an in-place update, a
-  free) is right to run as soon as it can: it never raises memory, and what it frees is freed
-  early. So it is left out, and what it consumes is held by its predecessors instead. This is
-  what OLLA §4.3 (Functions 3 and 4) approximates with control edges to an anchor.
-  It stays in when that would need a task to hold a value that may be produced after it.
-* A task that every other one must precede or follow is a cut point (tasks without memory of
-  their own do not count, they follow their last predecessor at once): what is executed before it
+  free) should run as soon as it can: it never raises memory, and its frees come early. So it is
+  left out, and its predecessors hold the values it consumes. OLLA §4.3 (Functions 3 and 4)
+  approximates this with control edges to an anchor. The task stays in when a task would
+  otherwise have to hold a value that may be produced after it.
+* A task that every other one must precede or follow is a cut point. (Tasks without memory of
+  their own do not count: they follow their last predecessor at once.) The set of tasks before it
   is the same in every order, so the parts between cut points are independent problems.
 """
 
@@ -19,10 +19,10 @@ from memopt.passes.order.tasks import Tasks, Value, mask_of
 
 
 def without_free_tasks(tasks: Tasks) -> tuple[Tasks, tuple[int, ...]]:
-    """The problem without the tasks that need no memory of their own.
+    """Leave out the tasks that need no memory of their own.
 
     Returns (the smaller problem, the original task of each of its tasks). The smallest peak is
-    the same; `expand` turns its orders into orders of the original problem.
+    the same; `expand_order` turns its orders into orders of the original problem.
     """
     stand_ins: dict[int, set[int]] = {}
 
@@ -48,7 +48,7 @@ def without_free_tasks(tasks: Tasks) -> tuple[Tasks, tuple[int, ...]]:
     for value in tasks.values:
         if value.producer in stand_ins:
             continue
-        # What runs before the producer anyway does not prolong the value's life.
+        # Tasks that run before the producer anyway do not prolong the value's life.
         consumers = {
             task
             for task in expand(value.consumers)
@@ -67,19 +67,19 @@ def without_free_tasks(tasks: Tasks) -> tuple[Tasks, tuple[int, ...]]:
 
 
 def free_tasks(tasks: Tasks) -> set[int]:
-    """Tasks that need no memory of their own."""
+    """Return the tasks that need no memory of their own."""
     produce = {value.producer for value in tasks.values if value.size > 0 or value.consumers}
     return {t for t in range(len(tasks)) if tasks.transient[t] == 0 and t not in produce}
 
 
 def _ordered(tasks: Tasks, producer: int, others: set[int]) -> bool:
-    """Whether each of the others is the producer, or must precede or must follow it."""
+    """Tell whether each of the others is the producer, or must precede or follow it."""
     related = tasks.ancestors[producer] | tasks.descendants[producer] | 1 << producer
     return all(related >> task & 1 for task in others)
 
 
 def expand_order(tasks: Tasks, original: Sequence[int], order: Sequence[int]) -> list[int]:
-    """An order of `tasks` from one of `without_free_tasks(tasks)`: the tasks left out run as
+    """Turn an order of `without_free_tasks(tasks)` into one of `tasks`: the tasks left out run as
     soon as they can."""
     waiting = [len(earlier) for earlier in tasks.before]
     planned = {original[task] for task in order}
@@ -103,15 +103,14 @@ def expand_order(tasks: Tasks, original: Sequence[int], order: Sequence[int]) ->
 
 
 def eager(tasks: Tasks, order: Sequence[int]) -> list[int]:
-    """The order with every task that needs no memory of its own run as soon as it can."""
+    """Move every task that needs no memory of its own to where it can run first."""
     free = free_tasks(tasks)
     kept = [task for task in order if task not in free]
     return expand_order(tasks, range(len(tasks)), kept)
 
 
 def cut_points(tasks: Tasks) -> list[int]:
-    """Tasks that are an ancestor or a descendant of every other task that needs memory, in
-    order."""
+    """Return, in order, ancestors or descendants of every other task that needs memory."""
     free = free_tasks(tasks)
     counted = mask_of(task for task in range(len(tasks)) if task not in free)
     everyone = counted.bit_count() - 1
@@ -125,7 +124,7 @@ def cut_points(tasks: Tasks) -> list[int]:
 
 
 def independent_parts(tasks: Tasks, order: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges [begin, end) of an eager order between its cut points. A cut point ends its part
+    """Split an eager order at its cut points into ranges [begin, end). A cut point ends its part,
     and the parts can be ordered independently of each other."""
     position = {task: i for i, task in enumerate(order)}
     ends = sorted({position[task] + 1 for task in cut_points(tasks)} | {len(order)})

@@ -33,7 +33,7 @@ class Tasks:
     Attributes:
         transient: bytes needed only while the task runs.
         values: each with consumers, or kept.
-        after: for each task, tasks that must precede it for other reasons than a value.
+        after: for each task, tasks that must precede it for reasons other than a value.
         base: bytes live throughout.
     """
 
@@ -47,18 +47,18 @@ class Tasks:
 
     @cached_property
     def produced(self) -> Lists:
-        """For each task, the values it produces."""
+        """Return the values that each task produces."""
         return _grouped(len(self), ((value.producer, i) for i, value in enumerate(self.values)))
 
     @cached_property
     def consumed(self) -> Lists:
-        """For each task, the values it consumes."""
+        """Return the values that each task consumes."""
         values = enumerate(self.values)
         return _grouped(len(self), ((task, i) for i, value in values for task in value.consumers))
 
     @cached_property
     def before(self) -> Lists:
-        """For each task, its immediate predecessors, ascending."""
+        """Return each task's immediate predecessors, ascending."""
         sets = [set(tasks) for tasks in self.after]
         for value in self.values:
             for task in value.consumers:
@@ -67,28 +67,28 @@ class Tasks:
 
     @cached_property
     def following(self) -> Lists:
-        """For each task, its immediate successors, ascending."""
+        """Return each task's immediate successors, ascending."""
         before = enumerate(self.before)
         return _grouped(len(self), ((other, task) for task, earlier in before for other in earlier))
 
     @cached_property
     def output_bytes(self) -> tuple[int, ...]:
-        """Bytes of the values each task produces."""
+        """Return the bytes of the values that each task produces."""
         return tuple(sum(self.values[v].size for v in values) for values in self.produced)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """For each task, the set of tasks that must precede it, as a bit mask (OLLA §4.1)."""
+        """Return for each task the tasks that must precede it, as a bit mask (OLLA §4.1)."""
         return _reached(self.topological, self.before)
 
     @cached_property
     def descendants(self) -> tuple[int, ...]:
-        """For each task, the set of tasks that must follow it, as a bit mask."""
+        """Return for each task the tasks that must follow it, as a bit mask."""
         return _reached(self.topological[::-1], self.following)
 
     @cached_property
     def topological(self) -> tuple[int, ...]:
-        """Some valid order: the given one when it is valid."""
+        """Return some valid order: the given one if it is valid."""
         waiting = [len(tasks) for tasks in self.before]
         ready = [task for task, count in enumerate(waiting) if count == 0]
         order: list[int] = []
@@ -104,16 +104,16 @@ class Tasks:
         return tuple(order)
 
     def profile(self, order: Sequence[int]) -> list[int]:
-        """Memory while each task of a valid order runs, bytes."""
+        """Return the memory while each task of a valid order runs, bytes."""
         run = Run(self)
         return [run.execute(task) for task in order]
 
     def peak(self, order: Sequence[int]) -> int:
-        """The largest memory of a valid order, bytes."""
+        """Return the largest memory of a valid order, bytes."""
         return max(self.profile(order), default=self.base)
 
     def is_valid(self, order: Sequence[int]) -> bool:
-        """Whether `order` holds every task once, after its predecessors."""
+        """Tell whether `order` holds every task once, after its predecessors."""
         position = {task: i for i, task in enumerate(order)}
         if len(position) != len(self) or len(order) != len(self):
             return False
@@ -125,7 +125,7 @@ class Tasks:
 
 
 def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> Lists:
-    """For each of `count` tasks, what is paired with it, in the order of the pairs."""
+    """Group pairs by their first element: return the second elements, in order, of each task."""
     lists: list[list[int]] = [[] for _ in range(count)]
     for task, item in pairs:
         lists[task].append(item)
@@ -133,7 +133,7 @@ def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> Lists:
 
 
 def _reached(order: Sequence[int], neighbours: Lists) -> tuple[int, ...]:
-    """For each task, what its neighbours lead to, as a bit mask; neighbours come first in order."""
+    """Return as a bit mask the tasks each one reaches; neighbours come first in `order`."""
     masks = [0] * len(order)
     for task in order:
         for other in neighbours[task]:
@@ -142,7 +142,7 @@ def _reached(order: Sequence[int], neighbours: Lists) -> tuple[int, ...]:
 
 
 class Run:
-    """Memory while tasks are executed one after the other."""
+    """Tracks memory while tasks are executed one after the other."""
 
     def __init__(self, tasks: Tasks) -> None:
         self.tasks = tasks
@@ -150,11 +150,11 @@ class Run:
         self.readers_left = [len(value.consumers) for value in tasks.values]
 
     def during(self, task: int) -> int:
-        """Memory while `task` would run now."""
+        """Return the memory while `task` would run now."""
         return self.live + self.tasks.output_bytes[task] + self.tasks.transient[task]
 
     def freed(self, task: int) -> int:
-        """Bytes that running `task` now would free."""
+        """Return the bytes that running `task` now would free."""
         values = self.tasks.values
         return sum(
             values[v].size
@@ -163,7 +163,7 @@ class Run:
         )
 
     def net(self, task: int) -> int:
-        """How much running `task` now would change what is live."""
+        """Return the bytes by which running `task` now would change live memory."""
         return self.tasks.output_bytes[task] - self.freed(task)
 
     def execute(self, task: int) -> int:
@@ -176,7 +176,7 @@ class Run:
 
 
 def members(mask: int) -> list[int]:
-    """The tasks in a bit mask, ascending."""
+    """Return the tasks in a bit mask, ascending."""
     found = []
     while mask:
         low = mask & -mask
@@ -186,7 +186,7 @@ def members(mask: int) -> list[int]:
 
 
 def mask_of(tasks: Iterable[int]) -> int:
-    """The bit mask of some tasks."""
+    """Return the bit mask of some tasks."""
     mask = 0
     for task in tasks:
         mask |= 1 << task

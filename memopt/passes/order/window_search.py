@@ -16,7 +16,8 @@ from memopt.passes.order.tasks import Tasks
 
 @dataclass(frozen=True, slots=True)
 class WindowResult:
-    """order: one within the limit, or None; proved: with None, there is none; states: visited."""
+    """The result of a search. order: one within the limit, or None; proved: no such order exists;
+    states: states visited."""
 
     order: tuple[int, ...] | None
     proved: bool
@@ -83,7 +84,7 @@ class Window:
                 return WindowResult(tuple(self.window[i] for i in order), True, states)
             if done not in failed:
                 states += 1
-                # Marked at once: coming back here by another way is no better.
+                # Marked as failed at once: reaching it by another way is no better.
                 failed.add(done)
                 fits.sort(reverse=True)
                 stack.append((done, live, ready, len(order), [task for _, _, task in fits]))

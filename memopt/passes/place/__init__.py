@@ -1,1 +1,1 @@
-"""Addresses: an offset for every lifetime, the peak as low as can be."""
+"""Placement: an offset for every lifetime, with the peak as low as possible."""

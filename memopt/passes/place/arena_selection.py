@@ -1,15 +1,15 @@
-"""What to place so that an arena, with all that lies outside it, stays within a limit.
+"""Selects the buffers of an arena that, with all memory outside it, stays within a limit.
 
-A placed plan needs the arena, which is there for the whole step, and the most that lies outside it
-at any instruction: workspace, tangents, what kernels allocate themselves. The two peak at
+A placed plan needs the arena, for the whole step, and the largest memory outside it at any
+instruction: workspace, tangents, tensors that kernels allocate themselves. The two peak at
 different instructions, so placing everything may cost more than the liveness peak. A lifetime that
-is left to the allocator makes the arena smaller where it is live, and what lies outside larger
+is left to the allocator makes the arena smaller where it is live, and the memory outside larger
 only there.
 
-With s_i the bytes of buffer i, f_t what lies outside at time point t in any case, and x_i whether i
-is placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and
-f_t + Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for several values of A: the best
-is often just below the largest, limit - max f_t, so they are dense there.
+With s_i the bytes of buffer i, f_t the memory always outside at time point t, and x_i whether i is
+placed: the most bytes Σ s_i x_i such that A + O <= limit, Σ_{i live at t} s_i x_i <= A and f_t +
+Σ_{i live at t} s_i (1 - x_i) <= O for all t. Greedily, for several values of A: the best is often
+just below the largest, limit - max f_t, so they are dense there.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from memopt.programs.lifetimes import Ints, live_bytes
 from memopt.programs.replay import replay
 
 STEPS = 24
-"""Capacities tried: so many evenly spaced ones, and as many at distances that halve."""
+"""Capacities tried: this many evenly spaced ones, and as many at distances that halve."""
 
 
 def select_buffers(
     graph: Graph, program: Program, buffers: Sequence[Buffer], limit_bytes: int
 ) -> tuple[Buffer, ...] | None:
-    """The buffers to place, as many bytes as found; None: not even nothing is within the limit.
+    """Select the buffers to place, as many bytes as found; None: the limit is below the rest.
 
     Args:
         graph: the cost model of the program.
         program: valid, without offsets.
         buffers: its lifetimes that could be placed.
-        limit_bytes: for the arena (taken to be as large as what is in it at most) and all that
-            lies outside it, resident bytes included.
+        limit_bytes: for the arena (assumed as large as its fullest instant) and all memory outside
+            it, resident included.
     """
     lower, upper, total = _time_points(graph, program, buffers)
     raw = np.array([buffer.size for buffer in buffers], dtype=np.int64)
@@ -70,8 +70,8 @@ def select_buffers(
 def _time_points(
     graph: Graph, program: Program, buffers: Sequence[Buffer]
 ) -> tuple[Ints, Ints, Ints]:
-    """(first time point of each buffer, its end, bytes at each time point): the instructions but
-    for frees, which never need more than what comes before them."""
+    """Return (first time point of each buffer, its end, bytes at each time point). Time points are
+    instructions other than frees, which never need more than the instruction before."""
     before = np.array(program.steps_before, dtype=np.int64)
     lower = before[[buffer.lower for buffer in buffers]]
     upper = before[[buffer.upper for buffer in buffers]]

@@ -1,4 +1,4 @@
-"""Compiled search for what to leave out of an arena of a given size."""
+"""Compiled search for the buffers to leave out of an arena of a given size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Flags = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
-    """Whether so many bytes more keep a limit at every point of a lifetime."""
+    """Tell whether this many more bytes keep a limit at every point of a lifetime."""
     point = begin
     while point < end and level[point] + size <= limit:
         point += 1
@@ -31,20 +31,20 @@ def leave_out(
     room: int,
     shortest: bool,
 ) -> tuple[Flags, bool]:
-    """(which buffers stay in the arena, whether that keeps both limits).
+    """Choose the buffers of the arena; return (which stay, whether that keeps both limits).
 
-    Where the arena is fullest, a buffer goes that fits outside for all its life: the one that frees
-    the most points that are too full, for its bytes; or of those that are enough, or else of all,
-    the one that lives shortest. Then what fits again comes back, largest first.
+    Where the arena is fullest, leave out a buffer that fits outside for all its life: the one that
+    relieves the most overfull points per byte; or, of those large enough (else of all), the one
+    with the shortest life. Then bring back buffers that fit again, largest first.
 
     Args:
         lower, upper: lifetimes, as time points.
         size: bytes.
-        fixed: bytes outside at each point whatever is chosen.
+        fixed: bytes always outside at each point.
         inside: bytes of all buffers at each point.
-        capacity: of the arena.
-        room: the most that may be outside at any point.
-        shortest: which of the two goes.
+        capacity: bytes of the arena.
+        room: the most bytes outside at any point.
+        shortest: leave out the buffer with the shortest life.
     """
     count, points = size.shape[0], fixed.shape[0]
     placed = np.ones(count, np.bool_)
@@ -83,7 +83,7 @@ def leave_out(
 def _bring_back(
     lower: Ints, upper: Ints, size: Ints, inside: Ints, placed: Flags, capacity: int
 ) -> None:
-    """What was left out and fits after all."""
+    """Bring back buffers that were left out and fit after all."""
     for i in np.argsort(-size):
         if not placed[i] and _fits(inside, lower[i], upper[i], size[i], capacity):
             placed[i] = True

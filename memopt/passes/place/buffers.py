@@ -49,7 +49,7 @@ class Buffer:
 
     @property
     def extent(self) -> int:
-        """Bytes it occupies: its size rounded up to its alignment."""
+        """Return the bytes it occupies: its size rounded up to its alignment."""
         return -(-self.size // self.alignment) * self.alignment
 
 
@@ -74,12 +74,12 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """(peak - bound) / bound; 0.0 when both are zero."""
+        """Return (peak - bound) / bound; 0.0 when both are zero."""
         return relative_gap(self.peak, self.bound)
 
     @property
     def fragmentation(self) -> float:
-        """(peak - bound) / peak, as OLLA §5.4 measures it; 0.0 for an empty placement."""
+        """Return (peak - bound) / peak, as OLLA §5.4 measures it; 0.0 for an empty placement."""
         return (self.peak - self.bound) / self.peak if self.peak else 0.0
 
 
@@ -102,7 +102,7 @@ class Layout:
         self.first, self.last, self.times = self._sections()
 
     def _sections(self) -> tuple[Ints, Ints, Ints]:
-        """Sections are counted at starts directly followed by an end."""
+        """Find the sections: at starts directly followed by an end."""
         lowers, uppers = np.unique(self.lower), np.unique(self.upper)
         # The last start before each end is where the live set is maximal.
         position = np.searchsorted(lowers, uppers, side="left") - 1
@@ -115,39 +115,38 @@ class Layout:
         return len(self.buffers)
 
     def reordered(self, order: Ints) -> Layout:
-        """The same buffers, buffer order[i] at position i."""
+        """Return the same buffers with buffer order[i] at position i."""
         return Layout([self.buffers[index] for index in order])
 
     @property
     def sections(self) -> int:
-        """Number of maximal live sets."""
+        """Return the number of maximal live sets."""
         return len(self.times)
 
     @cached_property
     def section_bytes(self) -> Ints:
-        """Bytes live in each section."""
+        """Return the bytes live in each section."""
         return live_bytes(self.first, self.last, self.size, self.sections)
 
     @cached_property
     def duration(self) -> Ints:
-        """Length of each buffer's lifetime, in the instance's own times."""
+        """Return the length of each buffer's lifetime, in the instance's own times."""
         return self.upper - self.lower
 
     @cached_property
     def fullest(self) -> Ints:
-        """Bytes live in the fullest section of each buffer."""
+        """Return the bytes live in the fullest section of each buffer."""
         spans = zip(self.first, self.last, strict=True)
         return np.array([self.section_bytes[a:b].max() for a, b in spans])
 
     @property
     def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """(size, alignment, first section, end of sections) for compiled code."""
+        """Return (size, alignment, first section, end of sections) for compiled code."""
         return self.size, self.alignment, self.first, self.last
 
     @cached_property
     def unit(self) -> int:
-        """Placements whose buffers rest on each other only have offsets that are multiples of
-        this."""
+        """Return the unit that divides all offsets where buffers rest on each other."""
         sizes = self.size.tolist()
         if (self.alignment == 1).all():
             return gcd(*sizes)
@@ -155,12 +154,12 @@ class Layout:
 
     @cached_property
     def bound(self) -> int:
-        """The most bytes live at once: no placement has a smaller peak."""
+        """Return the most bytes live at once: no placement has a smaller peak."""
         return int(self.section_bytes.max(initial=0))
 
     @cached_property
     def twins(self) -> Ints:
-        """For each buffer the preceding one of the same size, alignment and sections, or -1."""
+        """Return each buffer's predecessor of the same size, alignment and sections, or -1."""
         twin = np.full(len(self), -1, dtype=np.int64)
         seen: dict[tuple[int, ...], int] = {}
         for index, key in enumerate(zip(*(x.tolist() for x in self.columns), strict=True)):
@@ -170,7 +169,7 @@ class Layout:
 
     @cached_property
     def members(self) -> tuple[Ints, Ints]:
-        """(start, buffer): section s holds buffer[start[s]:start[s+1]]."""
+        """Return (start, buffer): section s holds buffer[start[s]:start[s+1]]."""
         spans = [np.arange(a, b) for a, b in zip(self.first, self.last, strict=True)]
         section = np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
         owner = np.repeat(np.arange(len(self)), self.last - self.first)
@@ -179,7 +178,7 @@ class Layout:
 
     @cached_property
     def overlaps(self) -> tuple[Ints, Ints]:
-        """(start, other): buffers that share a section with buffer i, i itself left out."""
+        """Return (start, other): buffers that share a section with buffer i, i itself left out."""
         start = [0]
         parts: list[Ints] = []
         everyone = np.arange(len(self))
@@ -193,10 +192,10 @@ class Layout:
 
 
 def lower_bound(buffers: Iterable[Buffer]) -> int:
-    """The most bytes live at once, a lower bound on the peak of every placement."""
+    """Return the most bytes live at once, a lower bound on the peak of every placement."""
     return Layout(tuple(buffers)).bound
 
 
 def peak_of(buffers: Iterable[Buffer], offsets: Mapping[str, int]) -> int:
-    """Largest offset + extent of a placement, bytes."""
+    """Return the largest offset + extent of a placement, bytes."""
     return max((offsets[b.id] + b.extent for b in buffers), default=0)

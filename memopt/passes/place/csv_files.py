@@ -49,8 +49,8 @@ def read_buffers(path: str | Path) -> tuple[tuple[Buffer, ...], dict[str, int] |
 def write_buffers(
     path: str | Path, buffers: Iterable[Buffer], offsets: Mapping[str, int] | None = None
 ) -> None:
-    """Write an instance, with a column of offsets if they are given. The column of alignments
-    is written only where some buffer has one."""
+    """Write an instance, with a column of offsets if given. The column of alignments is written
+    only where some buffer has one."""
     listed = tuple(buffers)
     columns = [*REQUIRED]
     if any(buffer.alignment > 1 for buffer in listed):

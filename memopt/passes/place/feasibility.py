@@ -2,7 +2,7 @@
 
 Variables: offset A_i ∈ [0, capacity - S_i] of each buffer i.
 Constraints: for each maximal live set, the address intervals [A_i, A_i + S_i) are disjoint: one
-AddNoOverlap each. It says what eq. 6-7 say pair by pair with the order variables a and b.
+AddNoOverlap each. Eq. 6-7 say the same pair by pair with the order variables a and b.
 Search: offsets by decreasing lifetime, smallest value first.
 There is no objective: minimising the peak itself is much harder for the solver.
 """

@@ -10,10 +10,10 @@ from memopt.passes.place.buffers import Ints, Layout
 
 
 def pyramid(layout: Layout) -> Ints:
-    """OLLA Function 5: buffers nested in each other, longest first, to be stacked from offset 0.
+    """Nest buffers by OLLA Function 5, longest first, to be stacked from offset 0.
 
-    Each next one is the longest whose lifetime lies within the previous one's. First and last
-    use are those of the *chosen* buffer; as printed, the function takes the last one looked at.
+    Each next one is the longest whose lifetime lies within the previous one's. First and last use
+    are those of the *chosen* buffer; as printed, the function takes the last one looked at.
     """
     chosen: list[int] = []
     duration = layout.duration
@@ -28,8 +28,7 @@ def pyramid(layout: Layout) -> Ints:
 
 
 def orders(layout: Layout) -> Iterator[tuple[str, Ints]]:
-    """Named orders of placement: decreasing size, area, duration, fullest section; start; the
-    pyramid first."""
+    """Yield named orders: decreasing size, area, duration, fullest section; start; the pyramid."""
     duration = layout.duration
     yield "size", np.lexsort((-duration, -layout.size))
     yield "area", np.lexsort((-layout.size, -duration * layout.size))
@@ -44,12 +43,12 @@ def orders(layout: Layout) -> Iterator[tuple[str, Ints]]:
 def greedy_placement(
     layout: Layout, good_enough: int = 0, stop: Callable[[], bool] = lambda: False
 ) -> tuple[str, Ints]:
-    """The best greedy placement: (its name, offsets).
+    """Return the best greedy placement: (its name, offsets).
 
     Args:
         layout: buffers of positive size.
         good_enough: stop at a peak of at most this many bytes.
-        stop: looked at between two orders; the first order is always tried.
+        stop: checked between two orders; the first order is always tried.
     """
     from memopt.passes.place.greedy_kernels import place_in_order
 
@@ -74,14 +73,14 @@ def promoted_placement(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[str, Ints]:
-    """The best of repeated first fits: whoever ends above the target is placed earlier next time.
+    """Return the best of repeated first fits: buffers ending above the target go earlier next time.
 
     Args:
         layout: buffers of positive size.
         target: bytes; a placement of at most this peak ends it.
         rounds: repetitions for each order of the portfolio.
-        seed: of how much earlier.
-        stop: looked at between two repetitions.
+        seed: of how much earlier a buffer goes.
+        stop: checked between two repetitions.
     """
     from memopt.passes.place.greedy_kernels import place_in_order
 
@@ -97,7 +96,7 @@ def promoted_placement(
             if best_peak <= target or stop():
                 return best_name, best
             above = np.flatnonzero(tops > target)
-            # Some go to the very front, the others part of the way.
+            # Some buffers go to the very front, the others part of the way.
             rank[above] *= 0.7 * rng.random(len(above))
             rank[above] -= rng.random(len(above)) < 0.3
     return best_name, best

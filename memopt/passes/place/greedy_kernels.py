@@ -12,8 +12,8 @@ from memopt.passes.place.buffers import Ints
 def place_in_order(
     order: Ints, size: Ints, alignment: Ints, first: Ints, last: Ints, best_fit: bool
 ) -> Ints:
-    """Offsets of all buffers. Each goes into the lowest hole it fits in, or with `best_fit` into
-    the smallest one (the space above everything counts as the largest)."""
+    """Return offsets of all buffers. Each goes into the lowest hole it fits in, or with `best_fit`
+    into the smallest one (the space above everything counts as the largest)."""
     count = size.shape[0]
     offset = np.full(count, -1, np.int64)
     bottoms = np.empty(count, np.int64)

@@ -9,9 +9,9 @@ live over the same sections and are stacked:
     b     l       r     e
 
 With all five it is a spiral, which no straight cut separates; with left and right only (then l = r)
-two stacks of the same height beside each other. Heights that agree are seldom chance, and less so
-the fewer pieces have to agree: the key of a join, the smaller the better, is its number of pieces
-(a spiral's is three less, since two heights agree) and a random part.
+two stacks of the same height beside each other. Equal heights are seldom chance, and less so the
+fewer pieces they consist of. So the key of a join, the smaller the better, is its number of pieces
+(a spiral's is `SPIRAL_LESS` less, since two heights agree) plus a random part.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Floats = npt.NDArray[np.float64]
 
 LOW, MIDDLE, HIGH, LEFT, RIGHT, GROUPS = 0, 1, 2, 3, 4, 5
 MOST_PARTS, MOST_WHOLE = 16, 12
-"""Pieces of a join, and of a stack that is all that lives over its sections, at most."""
+"""The most pieces of a join, and of a stack that holds every piece over its sections."""
 MANY, MANY_IN_SPIRAL = 14, 8
-"""Of more pieces over the same sections only pairs are looked at."""
+"""With more pieces over the same sections, only pairs are tried."""
 STACKS, SLOTS = 2048, 509
-"""Stacks of one group that are looked at; lists of stacks by height (a prime)."""
+"""Stacks tried for one group; slots of the table of stacks by height (a prime)."""
 SURE_KEY, MOST_KEY, SPIRAL_LESS = 1.0, 7.0, 2.9
-"""Keys of a join of all that ends at a boundary with all that begins there, and of many pieces;
-what a spiral's is less."""
+"""Key of a join of all pieces that end at a boundary with all that begin there; the most that the
+number of pieces adds to a key; what is taken off a spiral's key."""
 NEVER = np.inf
 NOISE = 0.5
 """Mean of the random part of a join's key."""
@@ -48,23 +48,23 @@ OPEN, FREE = 0, 1
 
 
 class Forest(NamedTuple):
-    """Pieces by number, buffers first; those that no other contains are on top."""
+    """Pieces by number, buffers first. A piece that no other contains is "on top"."""
 
     piece: Ints
-    """(row, piece): sections FIRST to LAST (excluded), bytes, a random CODE (of a join the
+    """(row, piece): sections FIRST to LAST (excluded), bytes, a random CODE (a join's is the
     exclusive or of its parts'), the first part or -1, the next part of the same join (or the next
     free number), its group there, and the lists of the pieces on top that begin, or end, at the
     same boundary."""
     head: Ints
-    """(side, boundary): the first of those that begin (FIRST) or end (LAST) there, or -1."""
+    """(side, boundary): the first piece that begins (FIRST) or ends (LAST) there, or -1."""
     due: Floats
-    """By boundary: the least key that a join there can have, `NEVER` if there is none."""
+    """By boundary: the least key that a join there can have; `NEVER` if none is possible."""
     tally: Ints
 
 
 class Scratch(NamedTuple):
-    """What a look-out for joins writes. Stacks by (group, number); the best join so far is
-    row 0 of `parts` and `groups`, the one looked at row 1."""
+    """Scratch arrays of the search for joins. Stacks by (group, number); the best join so far is
+    row 0 of `parts` and `groups`, the one being tried row 1."""
 
     random: Ints
     work: Ints
@@ -73,27 +73,27 @@ class Scratch(NamedTuple):
     stacks: Ints
     height: Ints
     members: Ints
-    """Bits: pieces from position `base` on."""
+    """Bit masks of pieces, counted from position `base`."""
     base: Ints
     many: Ints
     far: Ints
-    """The boundary where a stack ends, or begins, on its other side."""
+    """The boundary where a stack ends or begins on its other side."""
     slot: Ints
     same_slot: Ints
-    """Lists of the stacks on the right, by height; -1 ends them."""
+    """Linked lists of the stacks on the right, by height; -1 ends them."""
     taken: Ints
-    """The stack of each group, of the join looked at; -1: none."""
+    """The stack taken for each group of the join being tried; -1: none."""
     parts: Ints
     groups: Ints
     span: Ints
     """Of the best join: first section, end of sections, height, number of parts."""
     forbidden: Ints
-    """The code of a join that is not made now; 0: none."""
+    """The code of a join that must not be made now; 0: none."""
 
 
 @njit(cache=True)
 def _is_open(forest: Forest, piece: int) -> int:
-    """1 for a piece that does not live all the time."""
+    """Return 1 for a piece that does not live all the time, else 0."""
     whole = forest.piece[FIRST, piece] == 0 and forest.piece[LAST, piece] == len(forest.due) - 1
     return 0 if whole else 1
 
@@ -114,7 +114,7 @@ def show(forest: Forest, piece: int) -> None:
 
 @njit(cache=True)
 def _hide(forest: Forest, piece: int) -> None:
-    """Take a piece from the top."""
+    """Take a piece off the top."""
     for side in range(2):
         at = forest.piece[side, piece]
         after, before = forest.piece[NEXT + side, piece], forest.piece[BEFORE + side, piece]
@@ -130,7 +130,7 @@ def _hide(forest: Forest, piece: int) -> None:
 
 @njit(cache=True)
 def join(forest: Forest, scratch: Scratch) -> None:
-    """Make one piece of the best join's parts."""
+    """Join the best join's parts into one piece."""
     piece = forest.tally[FREE]
     forest.tally[FREE] = forest.piece[SIBLING, piece]
     forest.piece[:3, piece] = scratch.span[:3]
@@ -147,7 +147,7 @@ def join(forest: Forest, scratch: Scratch) -> None:
 
 @njit(cache=True)
 def dissolve(forest: Forest, piece: int) -> None:
-    """Put the parts of a piece on top in its place."""
+    """Put the parts of a piece on top, in its place."""
     _hide(forest, piece)
     part = forest.piece[CHILD, piece]
     while part >= 0:
@@ -159,7 +159,7 @@ def dissolve(forest: Forest, piece: int) -> None:
 
 @njit(cache=True)
 def _add(scratch: Scratch, group: int, height: int, base: int, members: int, many: int) -> None:
-    """Add a stack to a group, if there is room."""
+    """Add a stack to a group, if the table has room."""
     k = scratch.stacks[group]
     if k < STACKS:
         scratch.height[group, k], scratch.base[group, k] = height, base
@@ -171,8 +171,8 @@ def _add(scratch: Scratch, group: int, height: int, base: int, members: int, man
 def _add_stacks(
     size: Ints, scratch: Scratch, group: int, begin: int, end: int, most: int, whole: int
 ) -> None:
-    """Add the stacks of pieces[begin:end], which live over the same sections, of up to `most` and
-    of all of them, fewest pieces first."""
+    """Add the stacks of pieces[begin:end], which live over the same sections: of up to `most`
+    pieces and of all of them, fewest pieces first."""
     pieces, many, one = scratch.pieces[group], end - begin, np.int64(1)
     for a in range(many):
         _add(scratch, group, size[pieces[begin + a]], begin + a, 1, 1)
@@ -198,7 +198,7 @@ def _gather(
     forest: Forest, scratch: Scratch, group: int, side: int, at: int, only: int, most: int
 ) -> int:
     """Write the stacks of the pieces that begin or end at a boundary, of all or of those whose
-    other end is `only`; returns the number of pieces."""
+    other end is `only`; return the number of pieces."""
     far, pieces, many = forest.piece[1 - side], scratch.pieces[group], 0
     piece = forest.head[side, at]
     while piece >= 0:
@@ -256,8 +256,8 @@ def _noise(scratch: Scratch) -> float:
 
 @njit(cache=True)
 def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
-    """Find the join with the least key of what ends at a boundary with what begins there; its
-    key."""
+    """Find the join with the least key of pieces that end at a boundary with pieces that begin
+    there; return its key."""
     ending = _gather(forest, scratch, LEFT, LAST, boundary, -1, 3)
     beginning = _gather(forest, scratch, RIGHT, FIRST, boundary, -1, 3)
     scratch.work[0] += 2
@@ -287,7 +287,7 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
 
 @njit(cache=True)
 def _of_height(scratch: Scratch, group: int, height: int) -> int:
-    """The stack of a height with the fewest pieces; -1: there is none."""
+    """Return the stack of a height with the fewest pieces; -1 if there is none."""
     for stack in range(scratch.stacks[group]):
         if scratch.height[group, stack] == height:
             return stack
@@ -296,8 +296,7 @@ def _of_height(scratch: Scratch, group: int, height: int) -> int:
 
 @njit(cache=True)
 def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
-    """Find the spiral with the least key of the gathered stacks; its key if it is less than the
-    best so far."""
+    """Find the spiral with the least key of the gathered stacks; return its key if below `best`."""
     stacks, taken, height = scratch.stacks, scratch.taken, scratch.height
     for middle in range(stacks[MIDDLE]):
         scratch.work[0] += 1 + stacks[HIGH] * stacks[RIGHT] // 64
@@ -323,7 +322,7 @@ def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: fl
 
 @njit(cache=True)
 def _is_first(forest: Forest, side: int, piece: int) -> bool:
-    """Whether no piece before it in its list has the same other end."""
+    """Tell whether no piece before it in its list has the same other end."""
     earlier = forest.piece[BEFORE + side, piece]
     while earlier >= 0:
         if forest.piece[1 - side, earlier] == forest.piece[1 - side, piece]:
@@ -334,7 +333,7 @@ def _is_first(forest: Forest, side: int, piece: int) -> bool:
 
 @njit(cache=True)
 def _spirals_around(forest: Forest, scratch: Scratch, left: int, right: int, best: float) -> float:
-    """The same of all spirals around the pieces that live from `left` to `right`."""
+    """Find the spiral with the least key around the pieces that live from `left` to `right`."""
     before = forest.head[LAST, left]
     while before >= 0:
         begin = forest.piece[FIRST, before]
@@ -356,7 +355,7 @@ def _spirals_around(forest: Forest, scratch: Scratch, left: int, right: int, bes
 
 @njit(cache=True)
 def best_join(forest: Forest, scratch: Scratch, boundary: int) -> float:
-    """Find the join with the least key at a boundary, spirals by their middle; its key."""
+    """Find the join with the least key at a boundary, spirals by their middle; return its key."""
     best = best_beside(forest, scratch, boundary)
     for side in range(2):
         piece = forest.head[side, boundary]

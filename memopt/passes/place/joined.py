@@ -1,11 +1,11 @@
 """Search for a placement within a capacity by joining buffers that fit together exactly.
 
-What is left free at a capacity is taken for buffers, too: where the live bytes rise again by as
+Free space at a capacity is filled with pretended buffers (fillers): where live bytes rise by as
 many as they fell before, one is missing between. So every section is full, and sizes that add up
-are seldom chance: if what begins at some instant has the size of what ends there, the one most
-likely follows the other at the same offset. Buffers are joined, bottom up, into rectangles of time
-and memory (`join_kernels.py`), and the depth-first search places these: often a few dozen, without
-a wrong turn. While it finds none, a local search dissolves some joins and makes others
+are seldom chance: if the buffer that begins at some instant has the size of the one that ends
+there, it most likely follows at the same offset. Buffers are joined, bottom up, into rectangles of
+time and memory (`join_kernels.py`). The depth-first search places these: often a few dozen, without
+a wrong turn. While it fails, a local search dissolves some joins and makes others
 (`rejoin_kernels.py`).
 
 Fillers and joins are guesses. They may exclude every placement, so nothing is proved with them.
@@ -31,24 +31,24 @@ MOST_BUFFERS = 2000
 ROUND_WORK = 70_000_000
 """Work of the shortest round, which joins all anew."""
 STEP_WORK = 240
-"""Units of work for a step of the joins."""
+"""Units of work that a step of joining counts as."""
 CHUNK_STEPS = 37_500
 """Steps of the search for better joins before the pieces are placed again."""
 CORE_WORK = 5_000_000
 """Work to place pieces once."""
 RECENT, MOST_ADDED = 12, 3
-"""Fillers that may end where bytes rise again, and how many of them together."""
+"""The latest fillers that may end where live bytes rise, and the most that end there together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle: sections first to last (excluded), bytes, and what it is made of."""
+    """A rectangle: sections first to last (excluded), bytes, and its parts."""
 
     first: int
     last: int
     size: int
     parts: tuple[tuple[int, int], ...]
-    """(buffer, its height above the ground of the rectangle)."""
+    """(buffer, its height above the rectangle's lowest address)."""
 
 
 def find_joined(
@@ -124,7 +124,7 @@ def _round(
 
 
 def _as_layout(layout: Layout, pieces: list[Piece]) -> Layout:
-    """The pieces as buffers, aligned as their parts are."""
+    """Return the pieces as buffers, aligned as their parts are."""
     steps = [*layout.alignment.tolist()] + [1] * sum(len(piece.parts) for piece in pieces)
     return Layout(
         [
@@ -137,15 +137,15 @@ def _as_layout(layout: Layout, pieces: list[Piece]) -> Layout:
 def fillers(
     layout: Layout, capacity: int, rng: np.random.Generator | None = None
 ) -> list[tuple[int, int, int]]:
-    """Guess what is missing for every section to be full: (first section, end of sections, bytes).
+    """Guess the fillers that make every section full: (first section, end of sections, bytes).
 
-    Where the free bytes rise one begins; where they fall, the fewest end that have together as
-    many bytes, or else those that began last, in parts.
+    A filler begins where the free bytes rise. Where they fall, the fewest fillers of together as
+    many bytes end; failing that, the youngest ones, in parts.
 
     Args:
         layout: the largest live set within the capacity.
         capacity: bytes.
-        rng: draws among those of equal number; None: what began last ends first.
+        rng: draws among those of equal number; None: the last to begin ends first.
     """
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []
@@ -212,12 +212,12 @@ class JoinedBuffers:
 
     @property
     def steps(self) -> int:
-        """Work done so far, in steps of about half a microsecond."""
+        """Return the work done so far, in steps of about half a microsecond."""
         return int(self.scratch.work[0])
 
     @property
     def all_joined(self) -> bool:
-        """Whether all pieces live all the time."""
+        """Tell whether all pieces live all the time."""
         return int(self.best.tally[0]) == 0
 
     def improve(self, steps: int) -> None:
@@ -227,7 +227,7 @@ class JoinedBuffers:
         improve(self.forest, self.kept, self.best, self.scratch, steps)
 
     def pieces(self) -> list[Piece]:
-        """The fewest so far, each with its parts by number."""
+        """Return the fewest pieces so far, each with its parts by number."""
         from memopt.passes.place import join_kernels as kernels
 
         first, last, size = self.best.piece[:3].tolist()
@@ -240,7 +240,7 @@ class JoinedBuffers:
         return pieces
 
     def _parts(self, top: int) -> tuple[tuple[int, int], ...]:
-        """(buffer, height) of all that is in a piece."""
+        """Return (buffer, height) of all buffers in a piece."""
         from memopt.passes.place import join_kernels as kernels
 
         rows, parts, todo = self.best.piece, [], [(top, 0)]
@@ -262,7 +262,7 @@ class JoinedBuffers:
 
 
 def _scratch(most: int, seed: int) -> Scratch:
-    """What looking out for joins writes."""
+    """Make the scratch arrays of the search for joins."""
     from memopt.passes.place import join_kernels as kernels
 
     def zeros(*shape: int) -> Ints:

@@ -1,4 +1,4 @@
-"""Placement: an offset for every buffer, the peak as low as can be (OLLA eq. 15)."""
+"""Placement: an offset for every buffer, the peak as low as possible (OLLA eq. 15)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ QUICK_WORK, ROUND_WORK = 16_000_000, 64_000_000
 """Work of one search at a capacity, between greedy placements and in the first round; each round
 doubles it."""
 TIGHT_SHARES, SHARES = (1.0, 0.5, 0.125), (0.25, 0.5, 4.0)
-"""What the searches (depth first, of joined buffers, local) take of it: at the bound, where local
-search seldom finds what is exactly tight, and above it."""
+"""Shares of that work for each search (depth first, of joined buffers, local): at the bound, where
+local search seldom finds what is exactly tight, and above it."""
 NEAR_PER_MILLE = 7
-"""The first capacity tried above the bound, if nothing as good is known."""
+"""The first capacity tried above the bound, unless the peak is already as low."""
 NEAR_STEPS = 8
-"""A round ends when one such part of the way from the bound to the peak is left."""
+"""A round ends when the capacities left to try span at most 1/8 of those from bound to peak."""
 WITHOUT_LIMIT = 10**18
 DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
@@ -83,11 +83,11 @@ SEARCHES: dict[str, Callable[..., Outcome]] = {
     "joined": find_joined,
     "repair": repaired_placement,
 }
-"""Each looks for a placement within a capacity; only the first can prove that there is none."""
+"""Searches for a placement within a capacity; only the first can prove that there is none."""
 
 
 class _PlacementSearch(TimedSearch):
-    """One call of `place`: the incumbent and the bound, kept outside the solvers."""
+    """One call of `place`: keeps the incumbent and the bound, outside the solvers."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class _PlacementSearch(TimedSearch):
 
     @property
     def good_enough(self) -> int:
-        """The peak to stop at."""
+        """Return the peak to stop at."""
         return self.bound if self.capacity is None else max(self.bound, self.capacity)
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to find."""
+        """Tell whether nothing is left to find."""
         if len(self.layout) == 0:
             return True
         if self.capacity is not None and self.capacity < self.bound and self.best is not None:
@@ -130,13 +130,13 @@ class _PlacementSearch(TimedSearch):
             self.tell(peak, self.bound)
 
     def stack(self) -> None:
-        """One above the other: always valid, needs no compiled code."""
+        """Stack all buffers: always valid, and needs no compiled code."""
         if len(self.layout):
             self.offer(self.layout.size.cumsum() - self.layout.size, "stacked")
 
     def greedy(self, work_limit: int, seed: int) -> int:
-        """The greedy portfolio; then a short search, and greedy placements in better and better
-        orders. The work spent."""
+        """Try the greedy portfolio; then a short search, and greedy placements in better and better
+        orders. Return the work spent."""
         work = 0
         if not self.done:
             name, offsets = greedy_placement(self.layout, self.good_enough, self.out_of_time)
@@ -151,7 +151,7 @@ class _PlacementSearch(TimedSearch):
         return work
 
     def search(self, left: int, seed: int) -> None:
-        """Try what is good enough, then capacities above it, in rounds with limits that double."""
+        """Try the peak to stop at, then capacities above it, in rounds with limits that double."""
         limit, turn = ROUND_WORK, 1
         near = self.good_enough + self.bound * NEAR_PER_MILLE // 1000
         while not self.done:
@@ -170,7 +170,7 @@ class _PlacementSearch(TimedSearch):
             limit, near = 2 * limit, self.peak
 
     def _try(self, target: int, work_limit: int, seed: int, turn: int) -> int:
-        """Search at a capacity by the methods in turn, until one decides it; the work spent."""
+        """Search at a capacity by each method in turn, until one decides it; return the work."""
         shares = TIGHT_SHARES if target == self.layout.bound else SHARES
         work = 0
         for (method, search), share in zip(SEARCHES.items(), shares, strict=True):
@@ -190,7 +190,7 @@ class _PlacementSearch(TimedSearch):
         return work
 
     def cp_sat(self, use_pyramid: bool, num_workers: int, seed: int) -> None:
-        """CP-SAT at the bound (or the capacity)."""
+        """Run CP-SAT at the bound (or the capacity)."""
         if self.done or self.out_of_time():
             return
         fixed = None
@@ -213,7 +213,7 @@ class _PlacementSearch(TimedSearch):
             self.bound = self.good_enough + 1
 
     def result(self) -> Placement:
-        """The incumbent with its proof."""
+        """Return the incumbent with its proof."""
         offsets = {buffer.id: 0 for buffer in self.buffers}
         if self.best is not None:
             for buffer, offset in zip(self.layout.buffers, self.best.tolist(), strict=True):

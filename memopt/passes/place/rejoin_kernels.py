@@ -1,5 +1,4 @@
-"""Compiled local search for joins of all buffers: dissolve some pieces, join again, keep what has
-fewer pieces left."""
+"""Compiled local search for joins: dissolve some pieces, join again, keep it if fewer are left."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from memopt.passes.place.join_kernels import (
 from memopt.passes.place.repair_kernels import random_share
 
 MOST_DISSOLVED, MOST_DEPTH, ACROSS = 3, 3, 0.2
-"""Pieces that are dissolved at once, how many one within the other, and how often one that lives
+"""The most pieces dissolved at once, the most nested ones of them, and how often a piece that lives
 across the boundary is among them."""
 
 
 @njit(cache=True)
 def rejoin(forest: Forest, scratch: Scratch) -> None:
-    """Make the join with the least key, any of equal ones, until there is none."""
+    """Make the join with the least key, any of equal ones, until none is left."""
     while True:
         boundary, least, equal = -1, NEVER, 0
         for k in range(1, len(forest.due) - 1):
@@ -53,8 +52,7 @@ def rejoin(forest: Forest, scratch: Scratch) -> None:
 
 @njit(cache=True)
 def _one_of(forest: Forest, random: Ints, boundary: int, across: bool) -> int:
-    """Draw a joined piece that begins or ends at a boundary, or that crosses it; -1: there is
-    none."""
+    """Draw a joined piece that begins or ends at a boundary, or crosses it; -1 if there is none."""
     chosen, equal = -1, 0
     for start in range(-1, boundary + 1):
         if 0 <= start < boundary and not across:
@@ -73,7 +71,7 @@ def _one_of(forest: Forest, random: Ints, boundary: int, across: bool) -> int:
 
 @njit(cache=True)
 def _ruin(forest: Forest, scratch: Scratch) -> None:
-    """Dissolve some pieces at one boundary; the first of these joins is not made again now."""
+    """Dissolve some pieces at one boundary, and forbid the first of these joins for now."""
     random = scratch.random
     scratch.forbidden[0] = 0
     boundary = 1 + int(random_share(random) * (len(forest.due) - 2))
@@ -109,8 +107,8 @@ def _copy(source: Forest, target: Forest) -> None:
 def improve(forest: Forest, kept: Forest, best: Forest, scratch: Scratch, work_limit: int) -> None:
     """Dissolve and join again for an amount of work, or until all pieces live all the time.
 
-    `kept` is the last forest that was taken (it may have a piece more than the one before), `best`
-    the one with the fewest pieces that do not live all the time.
+    `kept` is the last accepted forest (it may have one piece more than the one before), `best` the
+    one with the fewest pieces that do not live all the time.
     """
     stop_at = scratch.work[0] + work_limit
     while scratch.work[0] < stop_at and best.tally[OPEN] > 0:

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 EXPONENTS = (0.6, 0.4, 0.5, 0.75)
 """Exponents of a buffer's area (bytes times sections) in its first weight, attempt by attempt."""
 TENURES = (0, 1)
-"""Moves for which a buffer just placed is dear to eject."""
+"""Moves for which a buffer just placed is expensive to eject."""
 GRIDS = (None, 32, 128, 1)
-"""Powers of two that divide a size divide its offset, too, up to this part of the bound; None: they
-need not. Where the memory is full most of the time, as with much moved in and out, buffers of
-equal sizes in the same places leave fewer holes between them."""
+"""A power of two that divides a size also divides its offset, up to this part of the bound; None:
+no such rule. Where memory is full most of the time, as with many transfers, buffers of equal sizes
+in the same places leave fewer holes between them."""
 HEAVIEST = 1_000_000
 """The first weight of the buffer with the largest area."""
 STACK_EXPONENTS = ((0.6, 0.6), (0.4, 0.4), (0.5, 0.0), (0.5, 0.25))
-"""Exponents of a buffer's bytes and sections in its first weight, where results are stacked."""
+"""Exponents of a buffer's bytes and sections in its first weight, when results are stacked."""
 STACK_GRIDS = GRIDS[:3]
 STACKED_SHARE, LARGEST_SHARE = 0.15, 0.1
-"""Results are stacked if they have this share of the bound together; one has at most that share."""
+"""Results are stacked if they are at least this share of the bound, and each at most that share."""
 FEWEST_STACKED = 100
-"""Fewer results are not stacked: a few dozen can as well be placed with the rest."""
+"""Fewer results are not stacked: a few dozen can be placed with the other buffers."""
 WORK_PER_OVERLAP = 800
-"""Units of work of the shortest attempts, for each pair of buffers that overlap: enough for every
-buffer to move about 12 times; few do."""
+"""Units of work of the shortest attempts, for each pair of buffers that overlap: enough to move
+every buffer about 12 times; few buffers need it."""
 MOST_WORK = 300_000_000
-"""Work that the longest attempts may take, some tenths of a second."""
+"""Work limit of the longest attempts, some tenths of a second."""
 
 
 def repaired_placement(
@@ -49,11 +49,10 @@ def repaired_placement(
     work_limit: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Search for a placement of peak ≤ `capacity` bytes.
+    """Search for a placement of peak ≤ `capacity` bytes. It proves nothing.
 
-    It proves nothing. Attempts begin with nothing placed (good placements above the capacity are
-    worse to begin with) or, every other one, above `stacked_results`; with settings in turn and
-    lengths by Luby's sequence.
+    Attempts begin with nothing placed (good placements above the capacity are worse starts) or,
+    every other one, above `stacked_results`. Settings take turns; lengths follow Luby's sequence.
 
     Args:
         layout: buffers of positive size.
@@ -61,7 +60,7 @@ def repaired_placement(
         seed: of the random choices.
         turn: how often this was tried before.
         work_limit: units of work in all (about 10⁹ in some seconds); None: no limit.
-        stop: looked at every few tenths of a second.
+        stop: checked every few tenths of a second.
     """
     from memopt.passes.place.repair_kernels import repair
 
@@ -91,7 +90,7 @@ def repaired_placement(
 
 
 class _Problem:
-    """What attempts place: the buffers of a layout above those that are stacked (-1: none)."""
+    """The buffers that attempts place: those of a layout above the stacked ones (-1: others)."""
 
     def __init__(self, layout: Layout, capacity: int, stacked: Ints) -> None:
         self.layout = layout
@@ -103,14 +102,14 @@ class _Problem:
         self.floor = _floor(layout, stacked)[self.chosen]
 
     def fits(self) -> bool:
-        """Whether the stack, and each buffer alone above it, is within the capacity."""
+        """Tell whether the stack, and each buffer alone above it, is within the capacity."""
         top = (self.stacked + self.layout.size)[self.stacked >= 0].max(initial=0)
         alone = _up(self.floor, self.layout.alignment[self.chosen]) + self.size
         return int(max(top, alone.max(initial=0))) <= self.capacity
 
     @cached_property
     def overlaps(self) -> tuple[Ints, Ints]:
-        """As `Layout.overlaps`, of the chosen buffers."""
+        """Return `Layout.overlaps` of the chosen buffers."""
         start, other = self.layout.overlaps
         if len(self.chosen) == len(self.layout):
             return start, other
@@ -122,7 +121,7 @@ class _Problem:
         return np.concatenate(([0], np.cumsum(counts))), number[other[kept]]
 
     def buffers(self, grid: int | None) -> Buffers:
-        """For the compiled search, on a grid (see `GRIDS`) where that leaves room."""
+        """Return the compiled search's buffers, on a grid (see `GRIDS`) where that leaves room."""
         from memopt.passes.place.repair_kernels import Buffers
 
         own, step = self.layout.alignment[self.chosen], _on_grid(self.layout, grid)[self.chosen]
@@ -131,7 +130,7 @@ class _Problem:
         return Buffers(self.size, step, _up(self.floor, step), *self.overlaps)
 
     def completed(self, offset: Ints) -> Ints:
-        """Offsets of all buffers of the layout."""
+        """Return offsets of all buffers of the layout."""
         found = self.stacked.copy()
         found[self.chosen] = offset
         return found
@@ -139,8 +138,8 @@ class _Problem:
 
 @dataclass
 class _Setting:
-    """How an attempt goes about it: exponents of bytes and of sections in the first weights, moves
-    for which a buffer is dear to eject, part of the bound."""
+    """The settings of an attempt: exponents of bytes and of sections in the first weights, moves
+    for which a buffer is expensive to eject, part of the bound."""
 
     problem: _Problem
     exponents: tuple[float, float]
@@ -148,7 +147,7 @@ class _Setting:
     grid: int | None
 
     def arguments(self) -> tuple[Buffers, Ints]:
-        """(buffers, first weights) for the compiled search."""
+        """Return (buffers, first weights) for the compiled search."""
         of_bytes, of_sections = self.exponents
         area = self.problem.size * self.problem.sections ** (of_sections / of_bytes)
         weight: Ints = (1 + HEAVIEST * (area / area.max(initial=1)) ** of_bytes).astype(np.int64)
@@ -156,7 +155,7 @@ class _Setting:
 
 
 def _settings(problems: list[_Problem]) -> list[_Setting]:
-    """One attempt after another; those above a stack between the others."""
+    """Return the settings of attempts; those above a stack alternate with the others."""
     free = [
         _Setting(problems[0], (exponent, exponent), tenure, grid)
         for exponent, tenure, grid in itertools.product(EXPONENTS, TENURES, GRIDS)
@@ -171,11 +170,11 @@ def _settings(problems: list[_Problem]) -> list[_Setting]:
 
 
 def stacked_results(layout: Layout) -> Ints | None:
-    """Offsets of the results, which live to the end: one above the other in the order of their
-    births, so that what is not taken yet is one piece; -1 for the rest. None if results are few.
+    """Stack the results, which live to the end, in the order of their births, so that free memory
+    is one piece; return their offsets, -1 for the rest. None if results are few.
 
-    What a step ends with (gradients, mostly) never leaves again, and where it was put down it
-    divides the memory for good.
+    Results of a step (mostly gradients) are never freed: one placed in the middle divides the
+    memory for good.
     """
     size = layout.size
     results = (layout.last == layout.sections) & (layout.first < layout.sections - 1)
@@ -194,12 +193,12 @@ def stacked_results(layout: Layout) -> Ints | None:
 
 
 def _up(offset: Ints, step: Ints) -> Ints:
-    """The next multiples of `step`."""
+    """Return the next multiples of `step`."""
     return -(-offset // step) * step
 
 
 def _floor(layout: Layout, stacked: Ints) -> Ints:
-    """For each buffer, the top of what is stacked while it lives: that grows and never shrinks."""
+    """Return for each buffer the top of the stack while it lives; the stack only grows."""
     results = np.flatnonzero(stacked >= 0)
     results = results[np.argsort(stacked[results])]
     tops = np.concatenate(([0], (stacked + layout.size)[results]))
@@ -207,7 +206,7 @@ def _floor(layout: Layout, stacked: Ints) -> Ints:
 
 
 def _on_grid(layout: Layout, part: int | None) -> Ints:
-    """Alignments for which placements are valid for the layout's own, see `GRIDS`."""
+    """Return alignments on the grid (see `GRIDS`), each a multiple of the layout's own."""
     if part is None:
         return layout.alignment
     largest = 1 << max(0, (layout.bound // part).bit_length() - 1)

@@ -1,10 +1,10 @@
 """Compiled local search for offsets within a capacity: insert and eject.
 
 Some buffers have an offset, the others wait. A move gives the heaviest waiting buffer the address
-where what lies in its way costs least, and what lay there waits in its turn. The cost of a buffer
-is its weight; whoever is placed by force gets a larger one, so that buffers which are hard to
-place stay where they are and easy ones go around them (after the ejection search of Nagata and
-Bräysy, *A powerful route minimization heuristic*, Operations Research Letters 37, 2009).
+where the buffers in its way cost least; they are ejected and wait. The cost of a buffer is its
+weight. A buffer placed by force gets a larger weight, so that buffers which are hard to place stay
+where they are and easy ones go around them (after the ejection search of Nagata and Bräysy, *A
+powerful route minimization heuristic*, Operations Research Letters 37, 2009).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from memopt.passes.place.buffers import Ints
 
 INFINITE = 1 << 60
 JUST_PLACED = 50
-"""How much dearer a buffer is that was placed a few moves ago."""
+"""Factor on the weight of a buffer that was placed a few moves ago."""
 SORTING = 32
 """Units of work for an event of the sweep over addresses, which are sorted."""
 
 
 class Buffers(NamedTuple):
-    """What is placed: bytes, alignments, least offsets (multiples of the alignments), and who
-    overlaps whom (see `Layout.overlaps`)."""
+    """The buffers to place: bytes, alignments, least offsets (multiples of the alignments), and
+    which of them overlap (see `Layout.overlaps`)."""
 
     size: Ints
     alignment: Ints
@@ -36,14 +36,14 @@ class Buffers(NamedTuple):
 
 @njit(cache=True)
 def random_share(state: Ints) -> float:
-    """The next number in [0, 1) of a linear congruential generator modulo 2³¹ - 1."""
+    """Return the next number in [0, 1) of a linear congruential generator modulo 2³¹ - 1."""
     state[0] = state[0] * 48271 % 2147483647
     return float(state[0]) / 2147483647.0
 
 
 @njit(cache=True)
 def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
-    """Position of the heaviest of the waiting buffers."""
+    """Return the position of the heaviest of the waiting buffers."""
     best = 0
     for k in range(1, count):
         if weight[waiting[k]] > weight[waiting[best]]:
@@ -55,11 +55,10 @@ def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
 def _cheapest(
     step: int, floor: int, top: int, events: Ints, change: Ints, count: int, cost: int, rng: Ints
 ) -> tuple[int, int]:
-    """(offset, cost) where the least lies in the way of a buffer that may start at `floor` to
-    `top`.
+    """Return (offset, cost) of the cheapest offset, from `floor` to `top`, to place a buffer at.
 
-    `cost` is that of `floor`, `change[k]` what it grows by from offset `events[k]` on. Among
-    equals the ends of the shortest range of offsets (the tightest gap), one of them at random.
+    `cost` is that of `floor`, `change[k]` its growth from offset `events[k]` on. Of equals, take an
+    end of the shortest range of offsets (the tightest gap), one of them at random.
     """
     order = np.argsort(events[:count])
     best, best_key, offset = INFINITE, np.inf, floor
@@ -83,15 +82,15 @@ def _cheapest(
 def _obstacles(
     buffers: Buffers, offset: Ints, cost: Ints, buffer: int, top: int, events: Ints, change: Ints
 ) -> tuple[int, int]:
-    """What lies in the way of `buffer` from its least offset to `top`: (number of events, the cost
-    of that least offset), see `_cheapest`."""
+    """Collect the obstacles of `buffer` from its least offset to `top`; return (number of events,
+    the cost of that least offset), see `_cheapest`."""
     step, length, floor = buffers.alignment[buffer], buffers.size[buffer], buffers.floor[buffer]
     found, at_floor = 0, 0
     for k in range(buffers.overlap_start[buffer], buffers.overlap_start[buffer + 1]):
         other = buffers.overlaps[k]
         if offset[other] < 0:
             continue
-        # Offsets from `low` on overlap it, from `high` on no more.
+        # Offsets from `low` to before `high` overlap it.
         low = -(-(offset[other] - length + 1) // step) * step
         high = -(-(offset[other] + buffers.size[other]) // step) * step
         if high <= floor:
@@ -109,7 +108,7 @@ def _obstacles(
 
 @njit(cache=True)
 def _eject(buffers: Buffers, offset: Ints, buffer: int, waiting: Ints, waits: int) -> int:
-    """What overlaps `buffer` waits; returns how many wait now."""
+    """Make the buffers that overlap `buffer` wait; return how many wait now."""
     bottom = offset[buffer]
     top = bottom + buffers.size[buffer]
     for k in range(buffers.overlap_start[buffer], buffers.overlap_start[buffer + 1]):
@@ -133,16 +132,16 @@ def repair(
     tenure: int,
     work_limit: int,
 ) -> int:
-    """Place all buffers within about `work_limit` units of work; `offset` (-1: waits) is written
-    and `rng` moves on. Returns the work: an array as a result would have numba run Python code
-    after the search, where an interrupt becomes a SystemError."""
+    """Place all buffers within about `work_limit` units of work; write `offset` (-1: waits) and
+    advance `rng`. Return the work: if an array were returned, numba would run Python code after the
+    search, where an interrupt becomes a SystemError."""
     count, most = buffers.size.shape[0], 1
     for buffer in range(count):
         most = max(most, buffers.overlap_start[buffer + 1] - buffers.overlap_start[buffer])
     offset[:] = -1
     waiting, waits = np.arange(count), count
     events, change = np.empty(2 * most, np.int64), np.empty(2 * most, np.int64)
-    # `cost` is the weight, or more for those in `recent`, a ring of what was placed just now.
+    # `cost` is the weight, or more for buffers in `recent`, a ring of those placed just now.
     weight, cost = first_weight.copy(), first_weight.copy()
     kept_until = np.zeros(count, np.int64)
     recent = np.full(3 * tenure + 2, -1, np.int64)

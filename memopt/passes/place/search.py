@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from memopt.passes.place.search_kernels import Instance, State
 
 PREFERENCES = ("WAT", "TWA", "A", "BT", "TAW")
-"""Which buffers are preferred: by decreasing lifetime W, area A, bytes of the fullest section T
-(the letters are the minimalloc paper's), area counted in sections B."""
+"""Orders of preference of buffers: by decreasing lifetime W, area A, bytes of the fullest section T
+(letters of the minimalloc paper), area counted in sections B."""
 SLACK_WEIGHTS = (0, 4, -1)
-"""What the tightness of memory counts against a low offset, in quarters; -1: nothing."""
+"""Weights of a section's slack against a low offset, in quarters; -1: slack is ignored."""
 
 NODES_PER_BUFFER = 8
 """Nodes of the shortest attempts; a placement found without backtracking takes one per buffer."""
@@ -30,7 +30,7 @@ CHUNK_WORK = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search at a capacity found.
+    """The result of a search at a capacity.
 
     Attributes:
         offsets: one per buffer of the layout, or None.
@@ -86,11 +86,11 @@ def find_placement(
 def _attempts(
     layout: Layout, rng: np.random.Generator, turn: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Endless (order of preference, slack weight, node limit).
+    """Yield (order of preference, slack weight, node limit) endlessly.
 
-    Each round tries every fixed preference once, with a limit that doubles from round to round,
-    and between them random ones, more nodes in all: short ones, whose luck has a heavy tail,
-    and among them longer ones by Luby's sequence.
+    Each round tries every fixed preference once, with a limit that doubles from round to round.
+    Random preferences come between them and get more nodes in all: short ones, whose luck has a
+    heavy tail, and among them longer ones by Luby's sequence.
     """
     keys = _keys(layout)
     base = NODES_PER_BUFFER * len(layout)
@@ -112,7 +112,7 @@ def _attempts(
 
 
 def luby(index: int) -> int:
-    """Luby's sequence 1, 1, 2, 1, 1, 2, 4, 1, ... for index 1, 2, 3, ..."""
+    """Return Luby's sequence 1, 1, 2, 1, 1, 2, 4, 1, ... for index 1, 2, 3, ..."""
     while index & (index + 1):
         index -= (1 << (index.bit_length() - 1)) - 1
     return (index + 1) >> 1
@@ -139,7 +139,7 @@ def _attempt(
     work_limit: int | None,
     stop: Callable[[], bool],
 ) -> Outcome:
-    """One search with one order of preference, in chunks."""
+    """Search once with one order of preference, in chunks."""
     from memopt.passes.place import search_kernels as kernels
 
     instance, state = _fresh(layout, order)
@@ -165,7 +165,7 @@ def _attempt(
 
 
 def _fresh(layout: Layout, order: Ints) -> tuple[Instance, State]:
-    """The kernel's arrays, buffers renumbered in order of preference."""
+    """Make the kernel's arrays, buffers renumbered in order of preference."""
     from memopt.passes.place import search_kernels as kernels
 
     count, sections = len(layout), layout.sections

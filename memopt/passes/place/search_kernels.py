@@ -5,7 +5,7 @@ letting buffers sink. So the search only puts a buffer at its `least` offset: th
 placed buffers that overlap it. Two things differ from the paper. A node is a yes/no question:
 buffer b is at its least offset, or it is above (then it rests on an unplaced buffer), which
 removes every symmetry of the order of placement without fixing that order; so the next buffer
-can be taken where memory is tightest. And what is known about a buffer's offset is propagated:
+can be taken where memory is tightest. Bounds on each buffer's offset are propagated:
 
 * `reach[b]` ≥ least[b] is the least offset that b can still have. A section (a maximal live set)
   has its floor at the least reach of its unplaced buffers and must fit the remaining bytes
@@ -62,7 +62,7 @@ class Instance(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a search; see `fresh` in the search module."""
+    """The state of a search; see `_fresh` in the search module."""
 
     counters: Ints
     frames: Ints
@@ -71,7 +71,7 @@ class State(NamedTuple):
     touched: Ints
     """Sections to look at again, during propagation."""
     offset: Ints
-    """-1: not placed."""
+    """Offset of each buffer; -1: not placed."""
     least: Ints
     reach: Ints
     floor: Ints
@@ -111,7 +111,7 @@ def _undo(instance: Instance, state: State, trail: Ints, mark: int) -> None:
 
 @njit(cache=True, error_model="numpy")
 def _rests_free(instance: Instance, state: State, buffer: int) -> bool:
-    """Whether no unplaced buffer that overlaps `buffer` fits below its least offset."""
+    """Tell whether no unplaced buffer that overlaps `buffer` fits below its least offset."""
     for k in range(instance.overlap_start[buffer], instance.overlap_start[buffer + 1]):
         other = np.uintp(instance.overlaps[k])
         if (
@@ -126,8 +126,9 @@ def _rests_free(instance: Instance, state: State, buffer: int) -> bool:
 def _select(
     instance: Instance, state: State, low: int, high: int, capacity: int, slack_weight: int
 ) -> int:
-    """The buffer of sections [low, high) to decide on: the least 4·offset + slack_weight·slack,
-    then the least slack (of its tightest section), then the lowest index; -1 if there is none."""
+    """Choose the buffer of sections [low, high) to decide on; -1 if there is none. Prefer the least
+    4·offset + slack_weight·slack, then the least slack (of its tightest section), then the
+    index."""
     best, best_key, best_slack = -1, INFINITE, INFINITE
     state.counters[WORK] += 2 * instance.size.shape[0]
     lowest_top = INFINITE
@@ -188,7 +189,7 @@ def _place(instance: Instance, state: State, trail: Ints, chosen: int) -> None:
 
 @njit(cache=True, error_model="numpy")
 def _lift(instance: Instance, state: State, trail: Ints, chosen: int) -> bool:
-    """`chosen` is above its least offset: it rests on an unplaced buffer, or there is none."""
+    """Lift `chosen` above its least offset, onto an unplaced buffer; False if there is none."""
     top = INFINITE
     state.counters[WORK] += instance.overlap_start[chosen + 1] - instance.overlap_start[chosen]
     for k in range(instance.overlap_start[chosen], instance.overlap_start[chosen + 1]):
@@ -209,10 +210,10 @@ def _lift(instance: Instance, state: State, trail: Ints, chosen: int) -> bool:
 def _infer(
     instance: Instance, state: State, trail: Ints, section: int, capacity: int, room: bool
 ) -> int:
-    """One section: raise its floor and the buffers that cannot be lowest.
+    """Infer over one section: raise its floor and the buffers that cannot be lowest.
 
-    Returns -1 when it does not fit, 1 when some reach rose, else 0. Without room on the trail it
-    only tells whether the section fits.
+    Return -1 when it does not fit, 1 when some reach rose, else 0. Without room on the trail, only
+    check whether the section fits.
     """
     begin, end = instance.member_start[section], instance.member_start[section + 1]
     state.counters[WORK] += 3 * (end - begin)
@@ -250,7 +251,7 @@ def _infer(
 def _propagate(
     instance: Instance, state: State, trail: Ints, low: int, high: int, capacity: int
 ) -> bool:
-    """Infer over the touched sections of [low, high) to a fixed point; False: cannot fit."""
+    """Infer over the touched sections of [low, high) to a fixed point; False: they cannot fit."""
     again, fits = True, True
     while again:
         again = False

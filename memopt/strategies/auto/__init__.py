@@ -1,1 +1,1 @@
-"""The auto strategy: several strategies, and the fastest valid plan among theirs."""
+"""The auto strategy: runs several strategies and keeps the fastest valid plan."""

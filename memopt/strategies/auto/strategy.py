@@ -1,4 +1,4 @@
-"""auto: the strategies that fit, one after the other, and the fastest valid plan of them all."""
+"""auto: runs the strategies that fit, one after the other, and keeps the fastest valid plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from memopt.strategies.singles import SINGLE_STRATEGIES
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEFT_OUT = frozenset({"checkmate", "checkmate-rounding", "joint"})
-"""Left to those who ask for them: dear solvers in whose place monet takes part, and joint, which
-starts from other members' plans itself and wants all of the time."""
+"""Not run by auto: slow solvers whose place monet takes, and joint, which starts from other
+members' plans itself and wants all of the time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Auto(Strategy):
             raise ValueError("Auto: an auto cannot be a member of an auto")
 
     def candidates(self, device: Device | None) -> tuple[Strategy, ...]:
-        """What will be tried, in order, before it is known whether it fits the cost model."""
+        """Return the strategies to try, in order, before their fit to the cost model is known."""
         if self.members:
             return self.members
         # Over a link of unknown speed every transfer would look free.
@@ -95,9 +95,9 @@ class Auto(Strategy):
             over = deadline.passed(0.0, "begins")
             planned = any(outcome.plans for outcome in (*outcomes, *at_once))
             if over and (planned or (index > 0 and not member.quick)):
-                # Without a plan so far, those that have one at once are asked all the same.
+                # Without a plan so far, ask the members that have one at once all the same.
                 continue
-            # What a member leaves over is shared by those after it.
+            # Members share the time that those before them leave over.
             share_s = deadline.left_s / (len(members) - index)
             try:
                 outcome = member.run(budget_bytes, device or Device(), share_s, report)
@@ -147,7 +147,7 @@ def _with_plan(
     least_s: float,
     stats: dict[str, object],
 ) -> Solution:
-    """The winner's plan; the bound holds for the members' classes together."""
+    """Return the winner's plan; the bound holds for the members' classes together."""
     known = [outcome.solution.lower_bound_s for outcome in outcomes]
     bounds = [bound_s for bound_s in known if bound_s is not None]
     complete = not left and len(bounds) == len(known)

@@ -28,13 +28,12 @@ from memopt.strategies.joint.folding import Folding
 from memopt.strategies.joint.relaxation import LinkedModel
 
 LAST, FIRST = -1, 1
-"""Which layer of a group its neighbour sees: that before it sees the first."""
+"""The layer of a group that its neighbour reads: the group before reads the first."""
 
 
 def sure_runs(graph: Graph) -> frozenset[int]:
-    """The operators that every program runs where the framework does: backward ones, and forward
-    ones that results of the forward or effects there need. Others may run after the boundary only.
-    """
+    """Return the operators that every program runs where the framework does: backward ones, and
+    forward ones that forward results or effects need. Others may run after the boundary only."""
     count = graph.first_backward
     made = {t for operator in graph.operators[:count] for t in operator.writes}
     forward = Graph(
@@ -50,7 +49,7 @@ class GroupProgram(BinaryProgram):
 
     Attributes:
         groups: how many layers each group has.
-        group: variable → its group; none of those outside.
+        group: variable → its group; variables outside of groups are missing.
         twins: (what a variable is of each layer, group) → variable.
         name: variable → what it is of each layer.
     """
@@ -60,7 +59,7 @@ class GroupProgram(BinaryProgram):
     twins: dict[tuple[object, int], int] = field(default_factory=dict)
     name: dict[int, object] = field(default_factory=dict)
     any_of: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The runs of an operator by each implementation → how many layers run it at all."""
+    """Number of layers that run an operator at all, by its runs under each implementation."""
     _all_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _said: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = field(default_factory=dict)
     _ends: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class GroupProgram(BinaryProgram):
             self.add([(1, v), (-1, runs)], 0)
 
     def _joined(self, variables: Iterable[int]) -> list[int]:
-        """Variables, those of all implementations of an operator replaced by its runs."""
+        """Return variables, an operator's choices of implementation replaced by its runs."""
         found = list(dict.fromkeys(variables))
         for v in tuple(found):
             together = self._all_of.get(v, ())
@@ -84,7 +83,7 @@ class GroupProgram(BinaryProgram):
         return found
 
     def belongs(self, v: int, name: object, group: int | None) -> int:
-        """Say of a variable what it is, and of which group if of any; give it."""
+        """Record what a variable is of each layer, and its group, if any; return the variable."""
         if group is None:
             return v
         self.group[v], self.name[v], self.twins[name, group] = group, name, v
@@ -111,7 +110,7 @@ class GroupProgram(BinaryProgram):
             new = left not in said
             said.add(left)
             if new and len(said) == len(together):
-                # Whichever implementation runs.
+                # By whichever implementation.
                 self._implies_any(self.any_of[together], right)
 
     def _implies_any(self, left: int, right: Sequence[int]) -> None:
@@ -133,7 +132,7 @@ class GroupProgram(BinaryProgram):
         self.add(terms, 0)
 
     def end(self, x: int, side: int) -> int:
-        """What a variable has of its group's first or last layer."""
+        """Return the share of a variable that belongs to its group's first or last layer."""
         size = self.most.get(x, 1)
         if size == 1:
             return x
@@ -163,24 +162,24 @@ class AggregatedModel(LinkedModel):
         for i in range(self.count):
             if i in short:
                 continue
-            # Else a group's layers may all run on what comes from the layer before the group.
+            # Otherwise a group's layers could all run on results of the layer before the group.
             self.model.at_least_one(self.run[i])
 
     def new_program(self) -> BinaryProgram:
         folding = self.folding
         self.groups = folding.groups
         self.group = [folding.group[i] for i in folding.kept]
-        """Of each operator of the folded step."""
+        """Group of each operator of the folded step."""
         self.of_tensor = {
             folding.image[t]: (folding.group[i], slot, self._place(i))
             for t, (i, slot) in folding.layers.home.items()
         }
-        """Computed tensor of the folded step → (group, which one of which place in each layer)."""
+        """Computed tensor of the folded step → (group, slot and operator place in each layer)."""
         self.there = {what: t for t, what in self.of_tensor.items()}
         return GroupProgram(groups=self.groups)
 
     def _place(self, i: int) -> int:
-        """The operator of the first group at the place of one of the step."""
+        """Return the operator of the first group at the place of an operator of the step."""
         folding = self.folding
         return i if folding.group[i] is None else folding.layers.at(i, folding.first[0])
 
@@ -207,7 +206,8 @@ class AggregatedModel(LinkedModel):
         own = self.group[i]
         if own is None or self.groups[own] == 1:
             return choice.reads
-        # Inside the group, layers read of one another what the first reads of the one before.
+        # Inside the group, a layer reads of the one before what the first reads of the one before
+        # it.
         seen = [self.of_tensor[t] for t in choice.reads if t in self.of_tensor]
         inside = [self.there[own, slot, place] for g, slot, place in seen if g is not None]
         return (*choice.reads, *inside)
@@ -220,7 +220,7 @@ class AggregatedModel(LinkedModel):
 
     def _suffixes(self) -> list[int]:
         def begin(i: int) -> int:
-            """The first operator of a group's layer."""
+            """Return the first operator of a group's layer."""
             g = self.group[i]
             while g is not None and self.groups[g] > 1 and i and self.group[i - 1] == g:
                 i -= 1

@@ -1,7 +1,7 @@
-"""Steps of many equal layers: the bound by groups of layers, plans by way of a folded step.
+"""Plans steps of many equal layers: the bound by groups of layers, plans by way of a folded step.
 
-What takes long (the relaxation, single strategies' plans, local search) sees the folded step, whose
-size does not depend on the number of layers. The whole step only judges what is unfolded.
+The slow parts (the relaxation, single strategies' plans, local search) work on the folded step,
+whose size does not depend on the number of layers. The whole step only judges unfolded plans.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from memopt.strategies.shared.timing import TIMINGS
 GROUPS, BOUND_GROUPS = 8, 12
 """Groups of equal layers, in the step that is planned and in the relaxation."""
 DEEP = 32
-"""Equal layers from which on a step is folded."""
+"""The least number of equal layers for which a step is folded."""
 ROOMS = (0.85, 0.75, 0.65, 0.95, 0.5)
-"""Memory beyond what no plan can do without, as shares of what the layers' share of it is."""
+"""Memory tried beyond what every plan needs, as shares of the layers' part of the room."""
 PLANS = 3
-"""Folded plans that fit when unfolded, at most."""
+"""The most folded plans that fit when unfolded."""
 PLAN_SHARE = 0.28
-"""Of the time left, for one folded plan."""
+"""Share of the time left for one folded plan."""
 CHANGES = 1500
-"""Changes of folded decisions that the whole step judges after each folded plan, at most."""
+"""The most changes of folded decisions that the whole step judges after each folded plan."""
 REACHES = (1, 0, GROUPS)
 RELAXATION_SHARE, RELAXATION_GAP = 0.2, 1e-3
 GOOD = 0.01
@@ -43,12 +43,12 @@ GOOD = 0.01
 
 
 def folded_into(layers: RepeatedLayers, groups: int) -> Folding:
-    """Equal layers in so many groups."""
+    """Divide equal layers into so many groups."""
     return Folding(layers, even_groups(len(layers.core), groups))
 
 
 Planned = tuple[Mover, list[Decisions]]
-"""A folded step's mover, and what was decided."""
+"""A folded step's mover, and the decisions made with it."""
 
 
 @dataclass(eq=False)
@@ -77,22 +77,22 @@ class FoldedSearch(LocalSearch):
         return found
 
     def whole(self) -> Decisions:
-        """The best, as the whole step's."""
+        """Return the best decisions as the whole step's."""
         assert self.best is not None
         return self.unfolding.decisions(self.best[0])
 
 
 @dataclass(eq=False)
 class DeepPlanning:
-    """One budget of a step of many equal layers.
+    """The planning of one budget of a step of many equal layers.
 
     Attributes:
-        folding: to the step that is planned in the whole one's place.
+        folding: to the step that is planned instead of the whole one.
         mover: of the whole step and its budget.
         deadline: of the whole solve.
-        plan: plans a folded step within a budget until a deadline, from what is known, too.
-        bound_s: what no program beats.
-        large_bytes: tensors smaller than this are not moved either, where that is faster.
+        plan: plans a folded step within a budget until a deadline, given decisions found before.
+        bound_s: a lower bound on every program's time.
+        large_bytes: tensors smaller than this may stay unmoved, where that is faster.
     """
 
     folding: Folding
@@ -103,11 +103,11 @@ class DeepPlanning:
     large_bytes: int
     changes_tried: int = field(default=0, init=False)
     folded_cpu_s: float = field(default=0.0, init=False)
-    """Processor time that went to the folded step and to the relaxation."""
+    """Processor time spent on the folded step and on the relaxation."""
 
     @cached_property
     def budgets(self) -> list[int]:
-        """Budgets of the folded step: what it needs in any case, and per layer what there is."""
+        """Return budgets of the folded step: its fixed need, plus shares of the room per layer."""
         layers, folded = self.folding.layers, self.folding.graph
         whole, count = layers.graph, layers.forward.count
         least_bytes = memory_lower_bound(folded)
@@ -116,7 +116,7 @@ class DeepPlanning:
         return [least_bytes + int(share * room * left / count) for share in ROOMS]
 
     def relaxed_bound_s(self) -> float:
-        """The bound by groups of layers, seconds; 0 where the solver has none."""
+        """Return the bound by groups of layers, seconds; 0 where the solver has none."""
         begin = time.process_time()
         folding = folded_into(self.folding.layers, BOUND_GROUPS)
         table = self.mover.table
@@ -139,7 +139,7 @@ class DeepPlanning:
         return bound_s
 
     def found(self) -> Iterator[Moved]:
-        """Runs of the whole step with their transfers, of one folded plan after the other."""
+        """Yield runs of the whole step with transfers, from one folded plan after the other."""
         best_s, plans, known = math.inf, 0, list[Decisions]()
         for budget_bytes in self.budgets:
             over = self.deadline.passed(0.5, f"joint: folded step, {best_s:.6g} s")
@@ -159,7 +159,7 @@ class DeepPlanning:
     def _begun(
         self, folded: Mover, decided: list[Decisions]
     ) -> tuple[FoldedSearch, Decisions] | None:
-        """A search, and the decisions whose unfolded runs are fastest; None where none fit."""
+        """Start a search at the decisions whose unfolded runs are fastest; None if none fit."""
         best: tuple[FoldedSearch, Decisions] | None = None
         judges = self.mover, replace(self.mover, least_bytes=self.large_bytes)
         for at, reach, judge in product(decided, REACHES, judges):
@@ -173,7 +173,7 @@ class DeepPlanning:
         return best
 
     def _finished(self, search: FoldedSearch, at: Decisions) -> Moved:
-        """Go downhill by changes of groups of layers, then by those of the whole step."""
+        """Descend by changes of groups of layers, then by those of the whole step."""
         search.descend(at)
         whole = LocalSearch(search.judge, self.deadline, self.bound_s, most=CHANGES)
         whole.descend(search.whole())

@@ -1,10 +1,10 @@
 """Equal layers of a step: stretches of operators that repeat, and layers that are proved equal.
 
-Stretches are found by what operators are. Layer l of `RepeatedLayers` has the operators of one
+Stretches are found by the kinds of operators. Layer l of `RepeatedLayers` has the operators of one
 repetition of a forward stretch and of one of a backward stretch. Two layers are equal if their
 operators at the same places have the same description: what they read and write, in every
 implementation, is at the same place of the same layer, of the layer before or after, or the same
-tensor from outside; sizes and what the step keeps are the same. Only seconds and workspaces may
+tensor from outside; sizes and the results of the step are the same. Only seconds and workspaces may
 differ.
 """
 
@@ -22,10 +22,10 @@ import numpy as np
 from memopt.models.graph import Graph, Implementation, Operator
 
 LEAST_SAVED = 4
-"""A stretch repeats at least so many operators."""
+"""The least number of operators that a stretch must save by repeating."""
 NUMBER = re.compile(r"_\d+$")
 Slot = tuple[int, int]
-"""(operator, number of one of the tensors that its implementations write)."""
+"""(operator, index among the tensors that its implementations write)."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Stretch:
 
     @property
     def end(self) -> int:
-        """The operator after it."""
+        """Return the operator after it."""
         return self.begin + self.period * self.count
 
     def layer_of(self, i: int) -> int:
-        """The repetition that an operator belongs to."""
+        """Return the repetition that an operator belongs to."""
         return (i - self.begin) // self.period
 
 
@@ -58,12 +58,12 @@ class EqualLayers:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """Stretches that do not overlap, those that repeat most found first."""
+        """Return stretches that do not overlap, those that repeat most operators found first."""
         return self._found(range(self.graph.first_backward))
 
     @cached_property
     def backward_stretches(self) -> tuple[Stretch, ...]:
-        """The same of what runs after the forward."""
+        """Return such stretches of the operators after the forward."""
         return self._found(range(self.graph.first_backward, len(self.graph.operators)))
 
     def _found(self, operators: range) -> tuple[Stretch, ...]:
@@ -72,7 +72,7 @@ class EqualLayers:
         return tuple(_stretches(np.array(numbers, dtype=np.int64), operators.start))
 
     def _kind(self, i: int) -> object:
-        """What operators must share to be alike: name, bytes read and written, alternatives."""
+        """Return what makes operators alike: name, bytes read and written, alternatives."""
         graph, operator = self.graph, self.graph.operators[i]
         return (
             NUMBER.sub("", operator.name),
@@ -85,12 +85,13 @@ class EqualLayers:
 
     @property
     def distinct(self) -> int:
-        """Forward operators, those of equal layers counted once."""
+        """Count forward operators, those of equal layers once."""
         repeated = sum((stretch.count - 1) * stretch.period for stretch in self.stretches)
         return self.graph.first_backward - repeated
 
     def parts(self) -> Iterator[tuple[Stretch, range]]:
-        """Ranges of layers, at least two each: all of a stretch, its halves, their halves, ..."""
+        """Yield ranges of layers, at least two each: a whole stretch, its halves, their halves,
+        ..."""
         for stretch in self.stretches:
             ranges = [range(stretch.count)]
             while ranges:
@@ -104,7 +105,7 @@ class EqualLayers:
 
 
 def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) -> Iterator[Stretch]:
-    """The stretch of a sequence that repeats most operators, and those before and after it."""
+    """Yield the stretch of a sequence that repeats most operators, and those around it."""
     best, saved = None, LEAST_SAVED - 1
     for period in range(1, kinds.size // 2 + 1):
         same = np.concatenate(([0], kinds[:-period] == kinds[period:], [0]))
@@ -124,13 +125,13 @@ def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) ->
 
 
 def written(operator: Operator) -> tuple[int, ...]:
-    """The tensors that any implementation of an operator writes, the operator's own first."""
+    """Return the tensors that an operator writes by any implementation, its own first."""
     others = (t for choice in operator.implementations for t in choice.writes or ())
     return tuple(dict.fromkeys((*operator.writes, *others)))
 
 
 def ways(operator: Operator) -> tuple[Operator | Implementation, ...]:
-    """An operator itself, and its other implementations."""
+    """Return an operator itself, and its other implementations."""
     return (operator, *operator.implementations)
 
 
@@ -151,7 +152,7 @@ class RepeatedLayers:
 
     @classmethod
     def of(cls, graph: Graph) -> RepeatedLayers | None:
-        """Those that repeat most operators; None where nothing repeats in both directions."""
+        """Find the layers that repeat most operators; None if none repeat in both directions."""
         if graph.movable or any(x.collective for x in graph.operators):
             return None
         equal = EqualLayers(graph)
@@ -171,7 +172,7 @@ class RepeatedLayers:
 
     @cached_property
     def layer(self) -> tuple[int | None, ...]:
-        """The layer of each operator, None outside of them."""
+        """Return the layer of each operator, None outside of layers."""
         found: list[int | None] = [None] * len(self.graph.operators)
         for i in range(self.forward.begin, self.forward.end):
             found[i] = self.forward.layer_of(i)
@@ -181,7 +182,7 @@ class RepeatedLayers:
 
     @cached_property
     def home(self) -> dict[int, Slot]:
-        """Computed tensor → the first operator that writes it, and which of its tensors it is."""
+        """Map computed tensors to the first operator that writes them, and their index there."""
         found: dict[int, Slot] = {}
         for i, operator in enumerate(self.graph.operators):
             for slot, t in enumerate(written(operator)):
@@ -190,8 +191,8 @@ class RepeatedLayers:
 
     @cached_property
     def core(self) -> range:
-        """The longest run of layers that are equal, of which others read only the first and the
-        last; empty where there is none."""
+        """Return the longest run of equal layers of which others read only the first and the last;
+        empty if there is none."""
         described = [(n, self._description(n)) for n in range(self.forward.count)]
         runs = [[n for n, _ in same] for key, same in groupby(described, lambda one: one[1]) if key]
         longest = max(runs, key=len, default=[])
@@ -207,7 +208,7 @@ class RepeatedLayers:
         return range(low, high + 1)
 
     def operators_of(self, layer: int) -> tuple[int, ...]:
-        """A layer's operators, of the forward and the backward; () where it has not both."""
+        """Return a layer's forward and backward operators; () if it does not have both."""
         m = self.top - layer
         if not (0 <= layer < self.forward.count and 0 <= m < self.backward.count):
             return ()
@@ -216,14 +217,14 @@ class RepeatedLayers:
         return (*range(first, first + forward.period), *range(second, second + backward.period))
 
     def at(self, i: int, layer: int) -> int:
-        """The operator of a layer that is at the place of operator i in its own."""
+        """Return the operator of `layer` at the place of operator i in its own layer."""
         own = self.layer[i]
         assert own is not None
         forward = i < self.forward.end
         return i + (layer - own) * (self.forward.period if forward else -self.backward.period)
 
     def _read_outside(self, low: int, high: int) -> Iterator[int]:
-        """Layers whose tensors are read by operators of none of the layers from low to high."""
+        """Yield layers whose tensors are read by operators outside the layers from low to high."""
         for i, operator in enumerate(self.graph.operators):
             own = self.layer[i]
             if own is not None and low <= own <= high:
@@ -234,7 +235,7 @@ class RepeatedLayers:
                 yield from (layer for layer in layers if layer is not None)
 
     def _description(self, layer: int) -> tuple[object, ...]:
-        """What a layer must share with equal ones; () where it cannot be equal to any."""
+        """Return what equal layers must share; () if the layer cannot be equal to any."""
         graph = self.graph
         found: list[object] = []
         for i in self.operators_of(layer):
@@ -257,7 +258,8 @@ class RepeatedLayers:
         return tensor.size_bytes, tensor.kind, *kept
 
     def _seen(self, layer: int, t: int) -> tuple[object, ...]:
-        """A tensor as a layer sees it: (layers from here, place there, which); or from outside."""
+        """Return a tensor relative to a layer: (layers from here, place, index), or as an outside
+        one."""
         if t not in self.home:
             return ("outside", -1 if t in self.graph.resident else t)
         i, slot = self.home[t]

@@ -1,8 +1,8 @@
-"""A step with fewer of its equal layers: planned in its place, its decisions unfolded again.
+"""A step with fewer of its equal layers, planned instead of it; its decisions are unfolded again.
 
 Equal layers are divided into groups of neighbours. The folded step has one layer of each group, and
-everything outside of the layers; what a layer reads of the one before or after it, the folded one
-reads of the group's before or after.
+everything outside of the layers. Where a layer reads the layer before or after it, the folded one
+reads that of the group before or after.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ One = TypeVar("One", Operator, Implementation)
 
 
 def even_groups(count: int, groups: int) -> tuple[int, ...]:
-    """Sizes of so many groups of neighbours, as equal as can be, but for the first and the last,
-    which are of one."""
+    """Divide layers into so many groups of neighbours, as even as possible; the first and the last
+    group have one layer. Return the groups' sizes."""
     inner = max(1, groups - 2)
     cuts = [(count - 2) * k // inner for k in range(inner + 1)]
     return (1, *(b - a for a, b in pairwise(cuts)), 1)
@@ -33,7 +33,7 @@ def even_groups(count: int, groups: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Folding:
-    """A step, and what it becomes with one layer of each group.
+    """A step, and the folded step with one layer of each group.
 
     Attributes:
         layers: the equal layers of the step.
@@ -51,13 +51,13 @@ class Folding:
 
     @cached_property
     def first(self) -> tuple[int, ...]:
-        """The first layer of each group, which stands for it."""
+        """Return the first layer of each group, which stands for it."""
         begin = self.layers.core.start
         return tuple(begin + sum(self.groups[:g]) for g in range(len(self.groups)))
 
     @cached_property
     def group(self) -> tuple[int | None, ...]:
-        """The group of each of the step's operators; None outside of all."""
+        """Return the group of each of the step's operators; None outside of all."""
         numbers = [g for g, size in enumerate(self.groups) for _ in range(size)]
         core = self.layers.core
         return tuple(
@@ -67,7 +67,7 @@ class Folding:
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
-        """The operators of the step that the folded one has."""
+        """Return the operators of the step that the folded one has."""
         firsts = set(self.first)
         return tuple(
             i for i, g in enumerate(self.group) if g is None or self.layers.layer[i] in firsts
@@ -75,7 +75,7 @@ class Folding:
 
     @cached_property
     def number(self) -> tuple[int, ...]:
-        """Operator of the step → that of the folded one which stands for it."""
+        """Map each operator of the step to the folded operator that stands for it."""
         places = {i: n for n, i in enumerate(self.kept)}
         return tuple(
             places[i if g is None else self.layers.at(i, self.first[g])]
@@ -84,7 +84,7 @@ class Folding:
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:
-        """The tensors of the step that the folded one has."""
+        """Return the tensors of the step that the folded one has."""
         graph = self.layers.graph
         found = set(graph.tangents) | {t for i in self.kept for t in written(graph.operators[i])}
         for i in self.kept:
@@ -94,7 +94,7 @@ class Folding:
 
     @cached_property
     def image(self) -> dict[int, int]:
-        """Tensor of the step → that of the folded one which stands for it."""
+        """Map each tensor of the step to the folded tensor that stands for it."""
         places = {t: n for n, t in enumerate(self.tensors)}
         found = dict(places)
         for t, (i, slot) in self.layers.home.items():
@@ -106,7 +106,7 @@ class Folding:
 
     @cached_property
     def graph(self) -> Graph:
-        """The folded step. Of a group's seconds and workspaces it has the least."""
+        """Return the folded step, with the least seconds and workspace of each group's layers."""
         whole, own = self.layers.graph, set(self.tensors)
 
         def kept(tensors: tuple[int, ...]) -> list[int]:
@@ -138,7 +138,7 @@ class Folding:
         return self._moved_to(i, _least(replace(operator, implementations=choices), alike))
 
     def _moved_to(self, i: int, one: One) -> One:
-        """An operator, or a way to run it, by the folded step's tensors."""
+        """Return an operator, or one implementation, with the folded step's tensors."""
         reads, writes = (
             None if many is None else tuple(self.seen(i, t) for t in many)
             for many in (one.reads, one.writes)
@@ -147,7 +147,7 @@ class Folding:
         return replace(one, reads=reads, writes=writes, in_place=over)
 
     def seen(self, i: int, t: int) -> int:
-        """The folded step's tensor that stands for one of operator i's."""
+        """Return the folded step's tensor that stands for one of operator i's."""
         g, home = self.group[i], self.layers.home.get(t)
         if g is None or home is None or self.group[home[0]] is None:
             return self.image[t]
@@ -159,7 +159,7 @@ class Folding:
 
 
 def _least(one: One, alike: Sequence[Operator] | Sequence[Implementation]) -> One:
-    """One of several that are alike with the least seconds and workspace of all."""
+    """Return one of several like operators, with the least seconds and workspace of all."""
     return replace(
         one,
         time_s=min(x.time_s for x in alike),
@@ -169,11 +169,11 @@ def _least(one: One, alike: Sequence[Operator] | Sequence[Implementation]) -> On
 
 @dataclass(frozen=True, eq=False)
 class Unfolding:
-    """Runs and flags of the whole step, from those of a folded one.
+    """Turns runs and flags of a folded step into those of the whole step.
 
-    Before each first run of an operator of a group come the repeated runs that are before that of
-    the group's: those of groups up to `reach` away in layers as far from its own, the others, of
-    all layers of theirs, only before the first of the group to run.
+    Repeated runs before the first run of a folded operator come before the first runs it stands
+    for. If its group is at most `reach` groups away, a repeated run comes before each of these, in
+    the layer at that distance. Otherwise it comes before the first of them, for all its layers.
 
     Attributes:
         folding: of the whole step.
@@ -188,23 +188,23 @@ class Unfolding:
 
     @cached_property
     def image(self) -> Ints:
-        """Tensor of the whole step → of the folded one."""
+        """Map tensors of the whole step to the folded step's."""
         found = np.zeros(len(self.whole.graph.tensors), dtype=np.int64)
         for t, n in self.folding.image.items():
             found[t] = n
         return found
 
     def decisions(self, at: Decisions) -> Decisions:
-        """Decisions of the folded step, as the whole step's."""
+        """Return decisions of the folded step as the whole step's."""
         return Decisions(self.runs(at.runs), self.flags(at.stays), self.flags(at.first))
 
     def flags(self, flags: Flags) -> Flags:
-        """What holds of the folded step's tensors, of those they stand for."""
+        """Extend flags of the folded step's tensors to the tensors they stand for."""
         found: Flags = flags[self.image]
         return found
 
     def runs(self, runs: Ints) -> Ints:
-        """The whole step's runs: the keys of all, ascending, say which."""
+        """Return the whole step's runs, sorted by their keys."""
         keys, pending = list[Ints](), list[int]()
         highest = -1
         for run in runs.tolist():
@@ -224,17 +224,17 @@ class Unfolding:
 
     @cached_property
     def _many(self) -> int:
-        """More than any variant; a key is (position, whether it is a first run, variant + 1)."""
+        """Return more than any variant; a key is (position, whether a first run, variant + 1)."""
         return len(self.whole.variants) + 1
 
     def _before(self, i: int) -> Ints:
-        """The keys of what is just before the operators that folded operator i stands for."""
+        """Return the keys of runs just before the operators that folded operator i stands for."""
         if i == BOUNDARY:
             return np.array([4 * self.whole.graph.first_backward * self._many])
         return (4 * self._members[i] + 2) * self._many
 
     def _repeated(self, i: int, run: int) -> Ints:
-        """The keys of a repeated run before folded operator i."""
+        """Return the keys of a repeated run before folded operator i."""
         n = self.folded.variants[run][0]
         others, before, folding = self._members[n], self._before(i), self.folding
         own = None if i == BOUNDARY else self._group[i]
@@ -248,7 +248,7 @@ class Unfolding:
         return before + self._variants(first + (there - self._layer[first]) * step, run)
 
     def _variants(self, operators: Ints, run: int) -> Ints:
-        """The runs of operators as a folded one's, counted from 1."""
+        """Return the variants by which operators run as a folded run does, counted from 1."""
         n = self.folded.variants[run][0]
         place = run - self.folded.number[n, None]
         found: Ints = self._first_variant[operators] + place + 1
@@ -261,7 +261,7 @@ class Unfolding:
 
     @cached_property
     def _group(self) -> list[int | None]:
-        """The group of each of the folded step's operators."""
+        """Return the group of each of the folded step's operators."""
         return [self.folding.group[i] for i in self.folding.kept]
 
     @cached_property
@@ -271,6 +271,6 @@ class Unfolding:
 
     @cached_property
     def _members(self) -> list[Ints]:
-        """Operator of the folded step → those that it stands for, ascending."""
+        """List, ascending, the operators that each folded operator stands for."""
         number = np.array(self.folding.number, dtype=np.int64)
         return [np.flatnonzero(number == n) for n in range(len(self.folding.kept))]

@@ -1,4 +1,4 @@
-"""The program of least memory: runs that need little once everything that may move is away."""
+"""The program of least memory: runs that need little once everything movable is on the host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 
 CHANGES = 3000
-"""Tried at most; a count, so that the budget that is named does not depend on the machine."""
+"""The most changes tried; a count, so that the budget named does not depend on the machine."""
 
 
 def least_memory(mover: Mover, starts: Iterable[Ints]) -> tuple[Ints, int]:
-    """The runs that can meet the smallest budget found, and that budget, total bytes.
+    """Return the runs that can meet the smallest budget found, and that budget, total bytes.
 
     Args:
         mover: says what may move; its own budget does not count.
@@ -46,13 +46,13 @@ def least_memory(mover: Mover, starts: Iterable[Ints]) -> tuple[Ints, int]:
 
 
 def program_within(mover: Mover, runs: Ints, budget_bytes: int) -> Program | None:
-    """The fastest program of runs within a budget, total bytes; None if the host has no room."""
+    """Return the fastest program of runs within total bytes; None if the host has no room."""
     moved = replace(mover, budget_bytes=budget_bytes).thorough(runs)
     return mover.program(moved) if moved.fits else None
 
 
 def smaller(mover: Mover, programs: Iterable[Program | None]) -> Program:
-    """The program of the smallest peak, of those whose host copies find room.
+    """Return the program of the smallest peak, of those whose host copies find room.
 
     Raises:
         InvalidProgramError: there is none.

@@ -1,7 +1,8 @@
-"""What runs need in memory, and when their tensors may be on the host: compiled.
+"""Compiled: the memory that runs need, and when their tensors may be on the host.
 
 The same rules as `with_frees` and `with_in_place`: a tensor lives from its computation to its last
-reader before it is computed again, and an output takes over the storage of what ends there.
+reader before it is computed again, and an output takes over the storage of a tensor that ends
+there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArray
 
 @njit(cache=True, nogil=True)
 def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
-    """(for each read of the runs in turn, whether it is the last one of its lifetime; for each
-    write, whether it is kept; whether everything that is read is there)."""
+    """Return (for each read of the runs in turn, whether it is the last one of its lifetime; for
+    each write, whether it is kept; whether all reads find their tensors)."""
     tensors, points = v.size_bytes.size, runs.size
     needed = v.kept.copy()
     first = np.full(tensors, points)
@@ -54,8 +55,7 @@ def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
 
 @njit(cache=True, nogil=True)
 def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
-    """The runs without those whose results nothing reads; the first of an operator that must run
-    stays."""
+    """Leave out runs whose results nothing reads, but for first runs of operators that must run."""
     points = runs.size
     needed = v.kept.copy()
     seen = np.zeros(must.size, dtype=np.bool_)
@@ -93,10 +93,10 @@ def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
 def memory_of(
     v: VariantArrays, runs: Ints, last: Flags, stays: Flags, least_bytes: int
 ) -> tuple[Ints, Ints]:
-    """(memory of each time point when nothing moves, the gaps).
+    """Return (memory of each time point when nothing moves, the gaps).
 
-    A gap is a row (tensor, after, before, made): between two time points that touch a tensor,
-    exclusive at both ends, it may be on the host; it was made at `made`. Tensors smaller than
+    A gap is a row (tensor, after, before, made). The tensor may be on the host between two time
+    points that touch it, exclusive at both ends; it was made at `made`. Tensors smaller than
     `least_bytes` have none. Gaps are in the order of `before`.
     """
     points, tensors = runs.size, v.size_bytes.size
@@ -111,7 +111,7 @@ def memory_of(
             for t in v.tangents:
                 live += v.size_bytes[t]
             need[p] = live + v.boundary_bytes
-            # A tangent that nothing reads goes at once, unless the framework holds it.
+            # A tangent that nothing reads is freed at once, unless the framework holds it.
             for t in v.tangents:
                 if not v.kept[t] and not _read_later(v, runs, p, t):
                     live -= v.size_bytes[t]
@@ -161,7 +161,7 @@ def _read_later(v: VariantArrays, runs: Ints, after: int, tensor: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def durations_of(v: VariantArrays, runs: Ints) -> Floats:
-    """Seconds of each time point."""
+    """Return the seconds of each time point."""
     found = np.zeros(runs.size)
     for p in range(runs.size):
         if runs[p] >= 0:

@@ -1,8 +1,8 @@
-"""Local search over runs and moves, with the time of the replay as the judge.
+"""Local search over runs and moves, judged by the replayed time.
 
-Descent takes whatever change makes the step faster. Annealing goes on from there and also takes
-slower changes, the fewer the longer it lasts. Both count the changes tried and not seconds, so that
-a search that its time limit does not stop gives the same plan on any machine.
+Descent takes any change that makes the step faster. Annealing continues from there and also takes
+slower changes, fewer and fewer. Both count the changes tried and not seconds, so that a search that
+its time limit does not stop gives the same plan on any machine.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from memopt.strategies.shared.timing import TIMINGS
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""
 COLD = 5e-6
-"""Share of the step's time by which annealing accepts slower changes at last."""
+"""Share of the step's time by which annealing accepts slower changes at its end."""
 NEAR = 1e-4
 """Gap to the bound at which a search ends."""
 
 
 @dataclass(eq=False)
 class LocalSearch:
-    """Searches from runs that fit.
+    """A local search from runs that fit.
 
     Attributes:
         mover: of the graph and its budget.
         deadline: asked now and then.
-        bound_s: what no program beats.
+        bound_s: a lower bound on every program's time.
         seed: of the order in which changes are tried.
-        most: so many changes are tried at most; None: no limit.
+        most: the most changes tried; None: no limit.
         tried: how many changes were judged.
-        best: the fastest decisions and what becomes of them.
+        best: the fastest decisions and their moved runs.
     """
 
     mover: Mover
@@ -50,18 +50,18 @@ class LocalSearch:
     best: tuple[Decisions, Moved] | None = field(default=None, init=False)
 
     def start(self, runs: Ints) -> Decisions:
-        """The decision to run these, with nothing held back from moving."""
+        """Return the decision to run these, with every tensor free to move."""
         nothing = np.zeros(self.mover.arrays.size_bytes.size, dtype=np.bool_)
         return Decisions(runs, nothing, nothing)
 
     @property
     def time_s(self) -> float:
-        """Of the best so far, seconds."""
+        """Return the time of the best so far, seconds."""
         return math.inf if self.best is None else self.best[1].time_s
 
     def judged(self, at: Decisions, most_s: float = math.inf) -> Moved:
-        """What becomes of decisions, kept if it is the best so far; those that take `most_s` or
-        longer may be taken for such as do not fit."""
+        """Judge decisions: place their transfers, and keep them if they are the best so far. Those
+        that take `most_s` or longer may count as not fitting."""
         self.tried += 1
         moved = self.mover.moved(at.runs, at.stays, TIMINGS[:1], at.first, most_s)
         if moved.time_s < self.time_s:
@@ -69,15 +69,14 @@ class LocalSearch:
         return moved
 
     def finished(self) -> Moved:
-        """The best, its copies and fetches under the best of all timings."""
+        """Return the best, its copies and fetches under the best of all timings."""
         assert self.best is not None
         at, moved = self.best
         final = self.mover.moved(at.runs, at.stays, TIMINGS, at.first)
         return final if final.time_s < moved.time_s else moved
 
     def descend(self, at: Decisions) -> Decisions:
-        """Go downhill, in many equal layers at once and then one by one; where no change makes the
-        step faster."""
+        """Descend by changes of many equal layers at once, then one by one, to a local optimum."""
         rng, moved = Random(self.seed), self.judged(at)
         for wide in (True, False):
             going = True
@@ -96,7 +95,7 @@ class LocalSearch:
         return at
 
     def anneal(self, at: Decisions, changes: int, hot: float) -> None:
-        """Wander from decisions, trying so many changes; `hot` is the share of the step's time by
+        """Anneal from decisions, trying so many changes; `hot` is the share of the step's time by
         which slower ones are accepted at first."""
         rng, moved = Random(self.seed), self.judged(at)
         begin, seconds = self.tried, self.deadline.left_s

@@ -19,7 +19,7 @@ from memopt.strategies.shared.run_table import Flags, Ints, RunTable
 from memopt.strategies.shared.timing import TIMINGS, Link, Timing
 
 NEVER = 1 << 60
-"""More bytes than any budget."""
+"""A number of bytes above any budget."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ class Moved:
 
     Attributes:
         runs: see `RunTable`.
-        time_s: of the step, as the replay counts it; infinite: they do not fit.
-        host_bytes: the most on the host.
+        time_s: replayed time of the step; infinite: they do not fit.
+        host_bytes: the peak on the host.
         events: rows (time point, kind, tensor).
         peak_bytes: memory of the runs without any transfer.
     """
@@ -42,7 +42,7 @@ class Moved:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a program within the budget."""
+        """Tell whether there is a program within the budget."""
         return math.isfinite(self.time_s)
 
 
@@ -73,7 +73,7 @@ class Mover:
 
     @cached_property
     def layers(self) -> EqualLayers:
-        """Which layers of the forward are equal."""
+        """Find the equal layers of the forward."""
         return EqualLayers(self.table.graph)
 
     def moved(
@@ -84,11 +84,11 @@ class Mover:
         first: Flags | None = None,
         most_s: float = math.inf,
     ) -> Moved:
-        """The runs with transfers under the best of some timings.
+        """Place transfers for runs under the best of some timings.
 
         Args:
             runs: those whose results nothing reads are left out.
-            stays: tensors that are not to move; None: what may move may.
+            stays: tensors that must not move; None: every movable one may.
             timings: to try.
             first: tensors that move before any others do.
             most_s: step times from this on are of no use: such runs need not fit.
@@ -129,19 +129,19 @@ class Mover:
         return best
 
     def thorough(self, runs: Ints) -> Moved:
-        """The runs with transfers under the best of all timings, whatever the tensors' sizes."""
+        """Place transfers under the best of all timings, whatever the tensors' sizes."""
         found = self.moved(runs, timings=TIMINGS)
         return found if found.fits else replace(self, least_bytes=1).moved(runs, timings=TIMINGS)
 
     def used(self, runs: Ints) -> Ints:
-        """The runs whose results something reads, and those that must be."""
+        """Return the runs whose results are read, and those that must run."""
         from memopt.strategies.joint.lifetime_kernels import used_runs
 
         return used_runs(self.arrays, runs, self.must)
 
     def floor_bytes(self, runs: Ints, stays: Flags | None = None) -> int:
-        """The smallest budget that these runs can meet, total bytes; NEVER where they read what is
-        not there."""
+        """Return the smallest budget that these runs can meet, total bytes; NEVER if they read a
+        tensor that does not exist."""
         from memopt.strategies.joint import lifetime_kernels
 
         v = self.arrays
@@ -158,7 +158,7 @@ class Mover:
         return int((need - off).max())
 
     def program(self, moved: Moved) -> Program:
-        """The program of runs that fit."""
+        """Return the program of runs that fit."""
         assert moved.events is not None
         steps = self.table.instructions(moved.runs, moved.events)
         graph = self.table.graph

@@ -1,4 +1,4 @@
-"""Whole steps whose parameters may live on the host, their activations moved or recomputed."""
+"""Plans whole steps with parameters on the host and their activations moved or recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.strategies.moving.planning import Limits, planned_moves
 from memopt.strategies.shared.chain_programs import programs_of_step
 
 OFFLOAD_SHARE = 0.4
-"""Of the time, what offload-graph may take."""
+"""Share of the time for offload-graph."""
 
 
 def plan_moved(
@@ -28,14 +28,14 @@ def plan_moved(
     deadline: Deadline,
     name: str,
 ) -> Solution:
-    """The fastest of offload-graph's plan and of Rotor's programs with their parameters moved.
+    """Return the faster of offload-graph's plan and Rotor's programs with their parameters moved.
 
     Args:
         graph: a whole step with movable tensors.
         budget_bytes, device: as of `Strategy.solve`.
-        mover: plans without recomputation, within the same host budget and by the same updates.
+        mover: plans without recomputation, under the same host budget and kinds of updates.
         host_bytes: the most that may be on the host.
-        exact_only: leave out updates on the host that round otherwise than the device's.
+        exact_only: leave out updates on the host that round differently from the device's.
         deadline: of the search.
         name: the strategy's, for messages.
     """

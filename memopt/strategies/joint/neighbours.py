@@ -1,7 +1,7 @@
 """Changes of runs and moves: of one run or tensor, or of the same place of many equal layers.
 
-Where a model's layers are equal there are far fewer of the second kind than of the first: some for
-each operator of a layer, times the parts that layers are divided into.
+Where a model's layers are equal there are far fewer changes of the second kind: some for each
+operator of a layer, times the parts that layers are divided into.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.shared.run_table import BOUNDARY, Flags, Ints
 
 Change: TypeAlias = Callable[[], "Decisions | None"]
-"""Makes other decisions; None where that cannot be."""
+"""Makes other decisions; None if that is impossible."""
 
 LONGEST = 64
-"""Operators that one change may run again at most."""
+"""The most operators that one change may run again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """What a local search changes.
+    """The decisions that a local search changes.
 
     Attributes:
         runs: see `RunTable`.
-        stays: tensors that are not to move.
+        stays: tensors that must not move.
         first: tensors that move before any others do.
     """
 
@@ -48,8 +48,8 @@ class Neighbourhood:
     Attributes:
         mover: of the graph and its budget.
         at: the decisions.
-        moved: what became of them; None: only their runs are to change.
-        rng: for their order.
+        moved: their runs with transfers; None: only the runs may change.
+        rng: for the order of changes.
     """
 
     mover: Mover
@@ -79,15 +79,15 @@ class Neighbourhood:
         self._lives = lives
 
     def reads(self, run: int) -> tuple[int, ...]:
-        """Tensors that a variant reads, but for resident ones."""
+        """Return the tensors that a variant reads, without resident ones."""
         return self.mover.table.reads_of[run]
 
     def writes(self, run: int) -> tuple[int, ...]:
-        """Tensors that a variant writes."""
+        """Return the tensors that a variant writes."""
         return self.mover.table.writes_of[run]
 
     def changes(self, wide: bool = False) -> Iterator[Decisions]:
-        """All of them in a random order: one by one, or (`wide`) of equal layers at once."""
+        """Yield all changes in a random order: one by one, or (`wide`) of equal layers at once."""
         single = (self._fewer, self._more, self._moves, self._variants)
         made = list(self._wide()) if wide else [change for kind in single for change in kind()]
         self.rng.shuffle(made)
@@ -100,7 +100,7 @@ class Neighbourhood:
         return Decisions(runs, self.at.stays, self.at.first)
 
     def _fewer(self) -> Iterator[Change]:
-        """Runs that are left out: one, or neighbours."""
+        """Yield changes that leave out one run, or neighbouring runs."""
         begin = None
         for p, again in enumerate([*self.again, False]):
             if again:
@@ -117,12 +117,12 @@ class Neighbourhood:
                 begin = None
 
     def without(self, points: Sequence[int]) -> Decisions:
-        """Nothing runs at some time points."""
+        """Leave out the runs at some time points."""
         return self._with_runs(np.delete(self.at.runs, points))
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int]]:
-        """(tensor, after, before) of the tensors that need not be there all the time."""
+        """Return (tensor, after, before) of each stretch in which a tensor is not needed."""
         v, found = self.mover.arrays, []
         for t, lives in self._lives.items():
             if v.stays[t] or v.size_bytes[t] < self.mover.least_bytes:
@@ -134,7 +134,7 @@ class Neighbourhood:
         return found
 
     def _more(self) -> Iterator[Change]:
-        """Tensors that are made again before a reader."""
+        """Yield changes that make tensors again before a reader."""
         operators = self.mover.table.graph.operators
         for t, _, before in self.gaps:
             run = self.made_by.get(t)
@@ -143,11 +143,11 @@ class Neighbourhood:
                     yield partial(self.made_again, [(t, before)], deep)
 
     def made_again(self, tensors: list[tuple[int, int]], deep: bool) -> Decisions | None:
-        """Tensors made again, each just before a reader; None where none can be.
+        """Make tensors again, each just before a reader; None if none can be.
 
         Args:
             tensors: (tensor, the reader's time point) of each.
-            deep: whether what that reads is made again, too, where it is not there any more.
+            deep: whether operands that are no longer in memory are made again, too.
         """
         again = [
             (before, run)
@@ -158,7 +158,7 @@ class Neighbourhood:
         return self._with_runs(np.insert(self.at.runs, points, runs)) if again else None
 
     def _makers(self, tensor: int, before: int, deep: bool) -> list[int]:
-        """The runs that make a tensor again, see `made_again`; none where that cannot be."""
+        """Return the runs that make a tensor again, see `made_again`; none if impossible."""
         graph, chosen, stack = self.mover.table.graph, set[int](), [tensor]
         while stack:
             t = stack.pop()
@@ -177,14 +177,14 @@ class Neighbourhood:
         return sorted(chosen)
 
     def _there(self, tensor: int, point: int) -> bool:
-        """Whether a tensor is needed before a time point and from it on."""
+        """Tell whether a tensor is needed both before a time point and from it on."""
         lives = self._lives.get(tensor)
         if lives is None:
             return True  # a tangent
         return any(touches[0] < point <= touches[-1] for touches in lives)
 
     def _moves(self) -> Iterator[Change]:
-        """Tensors that move first, or not at all."""
+        """Yield changes that move tensors first, or not at all."""
         events = None if self.moved is None else self.moved.events
         if events is None:
             return
@@ -196,32 +196,32 @@ class Neighbourhood:
                 yield partial(self.toggled, [t], True)
 
     def toggled(self, tensors: list[int], first: bool) -> Decisions:
-        """Tensors that move first, or not at all; where all of them do already, in turn again."""
+        """Make tensors move first, or not at all; if all of them do already, undo that."""
         stays, moves_first = self.at.stays.copy(), self.at.first.copy()
         which, other = (moves_first, stays) if first else (stays, moves_first)
         which[tensors], other[tensors] = not which[tensors].all(), False
         return Decisions(self.at.runs, stays, moves_first)
 
     def _variants(self) -> Iterator[Change]:
-        """Other implementations of a run."""
+        """Yield changes of the implementation of one run."""
         for p in range(len(self.runs)):
             yield from self._other_variants([p])
 
     def _other_variants(self, points: list[int]) -> Iterator[Change]:
-        """Runs of the same kind by another implementation."""
+        """Yield changes of the implementation of runs of the same kind."""
         run = self.runs[points[0]]
         for place in range(len(self.mover.table.others[run]) if run >= 0 else 0):
             yield partial(self.by_another, points, place)
 
     def by_another(self, points: list[int], place: int) -> Decisions:
-        """Runs by another implementation: by which of the others."""
+        """Run time points by another implementation: the one at `place` among the others."""
         runs, others = self.at.runs.copy(), self.mover.table.others
         for p in points:
             runs[p] = others[runs[p]][place]
         return self._with_runs(runs)
 
     def _wide(self) -> Iterator[Change]:
-        """The changes of all of a stretch's layers, or of a part of them."""
+        """Yield the changes of all of a stretch's layers, or of a part of them."""
         for stretch, layers in self.mover.layers.parts():
             begin, period = stretch.begin + layers[0] * stretch.period, stretch.period
             again = self._again(range(begin, begin + len(layers) * period))
@@ -232,7 +232,7 @@ class Neighbourhood:
 
     @cached_property
     def _longest_gap(self) -> dict[int, int]:
-        """Tensor → the reader before which it is not needed for longest."""
+        """Map each tensor to the reader before its longest gap."""
         found: dict[int, tuple[int, int]] = {}
         for t, after, before in self.gaps:
             found[t] = max(found.get(t, (0, 0)), (before - after, before))
@@ -240,18 +240,18 @@ class Neighbourhood:
 
     @cached_property
     def _points(self) -> dict[int, list[int]]:
-        """Operator → its time points."""
+        """Map operators to their time points."""
         found: dict[int, list[int]] = {}
         for p, operator in enumerate(self.operators):
             found.setdefault(operator, []).append(p)
         return found
 
     def _again(self, operators: range) -> list[int]:
-        """Time points at which any of some operators runs again."""
+        """Return time points at which any of some operators runs again."""
         return [p for i in operators for p in self._points.get(i, ())[1:]]
 
     def _place(self, operators: range) -> Iterator[Change]:
-        """The changes of one place of several layers."""
+        """Yield the changes of one place of several layers."""
         again = self._again(operators)
         if again:
             yield partial(self.without, again)

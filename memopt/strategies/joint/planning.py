@@ -38,42 +38,42 @@ from memopt.strategies.shared.run_table import Ints, RunTable
 from memopt.strategies.target import Target
 
 START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
-"""Of the time left: for single strategies' plans, the relaxation, programs in larger budgets, and
-descents beyond the first."""
+"""Shares of the time left: for single strategies' plans, the relaxation, programs in larger
+budgets, and descents beyond the first."""
 SMALL = 1e-3
-"""Tensors below this share of what the step adds to the resident bytes stay where they are."""
+"""Tensors below this share of the bytes that the step adds to the resident ones never move."""
 DESCENTS, BUDGETS, SWEPT = 12, 10, 32
-"""Starts of the local search, and larger budgets that are recomputed to, by rotor and by stages."""
+"""Starts of the local search, and larger budgets for recomputation by rotor and by stages."""
 HEATS = (3e-4, 1e-2, 3e-3)
-"""Of annealings, each from the best of those before; for large tensors the second is better."""
+"""Start temperatures of annealings, each from the best so far; the second suits large tensors."""
 CHANGES_EACH = 50
-"""Annealing tries so many changes for each operator at most, or as many as there are operators."""
+"""Annealing tries at most this many changes per operator, or the number of operators if more."""
 PROVED, CLOSE = 1e-6, 2e-3
-"""Gaps at which a plan is optimal, and at which it is good enough to try nothing dear."""
+"""Gaps at which a plan is optimal, and at which it is too good for slow searches."""
 MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
-"""Those that only move, and those that are asked where the relaxation has no plan close to the
-bound; the others, if there is none after a descent from what these have found."""
+"""Strategies that only move, and strategies that start where the relaxation has no plan close to
+the bound. The others start if a descent from these plans finds none either."""
 
 
 def least_moved(graph: Graph, whole: Program) -> int:
-    """The bytes of a tensor that is large enough to be moved, and to count in the relaxation;
-    `whole` is the step as it is."""
+    """Return the least bytes of a tensor that may move and counts in the relaxation; `whole` is the
+    program of the step as it is."""
     peak_bytes = replay(graph, whole).peak_bytes
     return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
 
 
 @dataclass(eq=False)
 class JointPlanning:
-    """What is known while one budget is planned.
+    """The state of planning one budget.
 
     Attributes:
         graph, budget_bytes, device: as in `Strategy.solve`.
         allowed: which implementations may be chosen.
         host_bytes: the most that may be on the host; 0: nothing moves.
         deadline: of the whole solve.
-        changes: how many changes each annealing may try.
+        changes: the most changes that each annealing tries.
         seed: the local search's.
-        least_bytes: tensors smaller than this stay where they are; None: as SMALL says.
+        least_bytes: tensors smaller than this never move; None: as SMALL says.
     """
 
     graph: Graph
@@ -101,23 +101,23 @@ class JointPlanning:
 
     @property
     def limit_bytes(self) -> int:
-        """The budget, or more than anything needs."""
+        """Return the budget; without one, more than any step needs."""
         return 2**60 if self.budget_bytes is None else self.budget_bytes
 
     @cached_property
     def mover(self) -> Mover:
-        """Makes runs fit the budget."""
+        """Make the mover, which makes runs fit the budget."""
         least_bytes = self.least_bytes or least_moved(self.graph, self.small[0])
         return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
 
     @property
     def near(self) -> bool:
-        """Whether nothing can be much faster."""
+        """Tell whether no program can be much faster."""
         return self.best is not None and self.best[1] <= self.bound_s * (1 + CLOSE)
 
     @property
     def done(self) -> bool:
-        """Whether nothing can be faster."""
+        """Tell whether no program can be faster."""
         return self.best is not None and self.best[1] <= self.bound_s * (1 + PROVED)
 
     def offer(self, program: Program, source: str) -> None:
@@ -129,7 +129,7 @@ class JointPlanning:
             self.best = program, timeline.time_s, source
 
     def solution(self, members: Sequence[Member]) -> Solution:
-        """Plan, and say what is proved."""
+        """Plan, and return the solution with its proof."""
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
         possible = memory_lower_bound(self.graph) <= self.limit_bytes
@@ -140,7 +140,7 @@ class JointPlanning:
                 for names in (MOVERS, CHAINS)
             )
             if not self.done:
-                # First, since what it finds out about stages serves the larger budgets, too.
+                # First, since what it learns about stages also serves the larger budgets.
                 self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
@@ -158,8 +158,8 @@ class JointPlanning:
         return self._with_plan(program, source)
 
     def _deep(self, members: Sequence[Member]) -> bool:
-        """Plan by way of a folded step, where there are many equal layers; whether there is a
-        plan."""
+        """Plan by way of a folded step, if there are many equal layers; tell whether it found
+        one."""
         layers = RepeatedLayers.of(self.graph)
         if layers is None or len(layers.core) < DEEP:
             return False
@@ -198,7 +198,7 @@ class JointPlanning:
         return self.best is not None
 
     def decided(self) -> list[Decisions]:
-        """The best that the local search has decided, and the runs of the best program."""
+        """Return the best decisions of the local search, and the runs of the best program."""
         found = [] if self.decisions is None else [self.decisions[0]]
         if self.best is not None:
             try:
@@ -210,14 +210,14 @@ class JointPlanning:
 
     @property
     def _beats_moving(self) -> bool:
-        """Whether the best plan is as fast as any can be that runs nothing twice."""
+        """Tell whether the best plan is as fast as any plan can be that runs nothing twice."""
         if self.best is None or not self.host_bytes:
             return False
         problem = graph_problem(self.graph, self.device)
         return self.best[1] <= problem.lower_bound_s(self.limit_bytes)
 
     def _start(self, members: Sequence[Member]) -> None:
-        """Plans of single strategies, within their share of the time."""
+        """Get plans of single strategies, within their share of the time."""
         until = self.deadline.within(START_SHARE * self.deadline.left_s)
         lines = list(self.stats.get("starts", ()))  # type: ignore[call-overload]  # a tuple
         for number, member in enumerate(members):
@@ -248,7 +248,7 @@ class JointPlanning:
             return  # by implementations that may not be chosen here
 
     def _relax(self) -> None:
-        """The relaxation: a bound, and programs close to it."""
+        """Solve the relaxation: a bound, and programs close to it."""
         if self.deadline.passed(0.3, "joint: relaxation"):
             return
         search = LinkedSearch(
@@ -268,7 +268,7 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Recompute down to larger budgets, for the mover to do the rest."""
+        """Recompute to meet larger budgets; the mover does the rest."""
         if self.deadline.passed(0.5, "joint: larger budgets"):
             return
         timeline = replay(self.graph, self.small[0])
@@ -292,7 +292,7 @@ class JointPlanning:
             self._seed(program)
 
     def _descend(self) -> None:
-        """Go downhill from the fastest of the runs known."""
+        """Descend from the fastest of the runs known."""
         known = self._distinct()
         self.runs = []
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
@@ -304,12 +304,12 @@ class JointPlanning:
                 self._finish(search)
 
     def _distinct(self) -> list[Moved]:
-        """The runs known that fit, each once, what nothing reads left out; the fastest first."""
+        """Return the known runs that fit, each once, without unread runs; the fastest first."""
         found = {moved.runs.tobytes(): moved for moved in map(self.mover.moved, self.runs)}
         return sorted((one for one in found.values() if one.fits), key=lambda one: one.time_s)
 
     def _anneal(self) -> None:
-        """Wander from the best that the local search has found, and from what that finds again."""
+        """Anneal from the best decisions of the local search, and again from the result."""
         count = len(self.graph.operators)
         most = max(CHANGES_EACH, count) * count
         for number, hot in enumerate(HEATS):
@@ -324,7 +324,7 @@ class JointPlanning:
         return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
 
     def _finish(self, search: LocalSearch) -> None:
-        """Take what a local search has found."""
+        """Take the result of a local search."""
         self.changes_tried += search.tried
         if search.best is None:
             return
@@ -333,7 +333,7 @@ class JointPlanning:
             self.decisions = search.best
 
     def _least(self) -> Program:
-        """The program of least memory known."""
+        """Return the program of least memory known."""
         programs = [*self.small, *programs_of_chain(self.graph, [1], self.deadline)]
         for program in programs[1:]:
             self._seed(program)
@@ -355,7 +355,7 @@ class JointPlanning:
         return solution_of(program, timeline, self.bound_s, PROVED, stats)
 
     def _without_plan(self, least: Program) -> Solution:
-        """The smallest budget known, and whether a smaller one is proved impossible."""
+        """Return the smallest budget known, and whether a smaller one is proved impossible."""
         proved = memory_lower_bound(self.graph) > self.limit_bytes
         self.bound_s = time_lower_bound(self.graph)
         named = self._with_plan(least, "least memory")

@@ -33,14 +33,14 @@ from memopt.solvers.binary_program import Term
 from memopt.strategies.shared.time_points import TimePointModel
 
 UNITS = 1000.0
-"""The runs of a step, in the units of the rows of time: solvers' tolerances are absolute."""
+"""Scale of the sum of a step's runs in the time rows: solvers' tolerances are absolute."""
 SUFFIXES = 12
-"""So many groups of forward operators have a row of their own."""
+"""The most groups of forward operators with a row of their own."""
 
 
 @dataclass
 class LinkedModel(TimePointModel):
-    """The relaxation of a graph and its link.
+    """The relaxation of a graph and its link (see the module).
 
     Attributes:
         device: link rates.
@@ -91,7 +91,7 @@ class LinkedModel(TimePointModel):
         return super()._sources(point, t) + back
 
     def _sure(self, t: int, k: int) -> bool:
-        # Others may be on the host.
+        # Other tensors may be on the host.
         return t in self.graph.kept
 
     def _held(self, point: int, values: tuple[bool, ...]) -> set[int]:
@@ -108,8 +108,7 @@ class LinkedModel(TimePointModel):
         return super()._held(point, values) | here | (set(back) - made_later)
 
     def _run_terms(self, point: int) -> list[Term]:
-        """Seconds of the runs between a time point and the next, in units; -1: before the
-        boundary."""
+        """Return the seconds, in units, of the runs after a time point; -1: before the boundary."""
         if point < 0:
             found = [(i, self.run[i]) for i in range(self.first)]
         else:
@@ -119,7 +118,7 @@ class LinkedModel(TimePointModel):
         return self._seconds(found)
 
     def _seconds(self, runs: Iterable[tuple[int, list[int]]]) -> list[Term]:
-        """Seconds of (operator, variables of its implementations), in units."""
+        """Return the seconds, in units, of (operator, variables of its implementations)."""
         return [
             (choice.time_s / self.unit_s, v)
             for i, variables in runs
@@ -132,7 +131,7 @@ class LinkedModel(TimePointModel):
             self.model.add([*copies, *((-seconds, v) for seconds, v in time)], 0.0)
 
     def _times(self, begin: int, end: int) -> list[Term]:
-        """Runs and waits from time point `begin` to `end`; -1 and len(at) + 1: the step's ends."""
+        """Return runs and waits from time point `begin` to `end`; -1 and len(at) + 1: the ends."""
         parts = range(begin, end)
         runs = [term for part in parts for term in self._run_terms(part)]
         return runs + [(1.0, self.w[part + 1]) for part in parts]
@@ -152,7 +151,7 @@ class LinkedModel(TimePointModel):
             self._at_most([(seconds[t], self.h[0][t]) for t in late], time)
 
     def _suffixes(self) -> list[int]:
-        """Forward operators from which on the copies have a row of their own."""
+        """Return the forward operators at which rows for copies of their own begin."""
         return list(range(0, self.first, max(1, self.first // SUFFIXES)))
 
     def _homeward(self) -> None:

@@ -21,7 +21,7 @@ from memopt.strategies.shared.timing import TIMINGS
 
 @dataclass
 class LinkedSearch(TimePointSearch):
-    """Solves the relaxation with time points and slack where its program does not fit.
+    """Solves the relaxation, adding time points and slack where its program does not fit.
 
     Attributes:
         mover: makes runs fit by transfers; its budget is the search's.
@@ -70,8 +70,8 @@ class LinkedSearch(TimePointSearch):
         return self._offered(built.program(answer.values), stays)
 
     def _offered(self, program: Program, stays: Flags) -> tuple[Program, Timeline]:
-        """Offer the program with what transfers it needs. Give it with those of the answer, which
-        may need more memory than there is."""
+        """Offer the program with the transfers it needs. Return it with the answer's transfers,
+        which may leave it over the budget."""
         runs = self.mover.table.runs_of(program)
         moved = self.mover.moved(runs, timings=TIMINGS, first=~stays)
         if moved.fits:
@@ -80,7 +80,7 @@ class LinkedSearch(TimePointSearch):
         least_bytes = max(self.budget_bytes, self.mover.floor_bytes(runs, stays))
         mover = replace(self.mover, budget_bytes=least_bytes)
         moved = mover.moved(runs, stays, TIMINGS)
-        # Where the host has no room for these moves, the program needs what it needs without.
+        # If the host has no room for these moves, return the program without them.
         program = mover.program(moved) if moved.fits else with_in_place(self.graph, program)
         return program, self._offer_within(program)
 

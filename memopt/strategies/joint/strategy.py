@@ -24,7 +24,7 @@ from memopt.strategies.target import Target
 
 DEFAULT_TIME_LIMIT_S = 60.0
 SOLVED_EXACTLY = 96
-"""Operators up to which MONeT's programs are a start, too."""
+"""The most operators for which MONeT's programs are a start, too."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Joint(Strategy):
         return self.exact_only
 
     def allowed(self, operator: Operator, name: str) -> bool:
-        """Whether the plan may run `operator` by its implementation `name`."""
+        """Tell whether the plan may run `operator` by its implementation `name`."""
         return not self.exact_only or next(
             choice.exact for choice in operator.implementations if choice.name == name
         )
@@ -113,7 +113,7 @@ class Joint(Strategy):
         return planning.solution(self.starts(graph, linked))
 
     def starts(self, graph: Graph, linked: bool) -> tuple[Member, ...]:
-        """The strategies that plans start from, those that can plan the graph."""
+        """Return the strategies that plans start from and that can plan the graph."""
         strategies: list[Strategy] = [RotorMenus(exact_only=self.exact_only)]
         if linked:
             strategies.append(OffloadGraph(self.host_budget_bytes))

@@ -30,9 +30,9 @@ class CheckmateModel(GraphModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.again: list[dict[int, int]] = []
-        """R: stage → operator → variable."""
+        """R: variable by stage and operator."""
         self.before: list[dict[int, int]] = []
-        """S: stage → tensor → variable."""
+        """S: variable by stage and tensor."""
         self.early: dict[int, int] = {}
         """R of the first backward stage, before the loss boundary."""
         live: dict[int, int] = {}
@@ -42,8 +42,8 @@ class CheckmateModel(GraphModel):
             self.boundary_row(live.items())
 
     def _useful(self, t: int) -> set[int]:
-        """Find the ancestors of the operators from t on: no other is run again in stage t, nor one
-        that reads a parameter which the step has updated by then."""
+        """Find the operators that may run again in stage t: ancestors of the operators from t on
+        that read no parameter which the step has updated by then."""
         found: set[int] = set()
         operators, producer = self.graph.operators, self.graph.producer
         stack = [v for j in range(t, len(operators)) for v in operators[j].reads]
@@ -55,7 +55,7 @@ class CheckmateModel(GraphModel):
         return {i for i in found if i < t and self._may_repeat(i, t)}
 
     def _may_repeat(self, i: int, t: int) -> bool:
-        """Whether operator i may run again in stage t."""
+        """Tell whether operator i may run again in stage t."""
         updated = {
             v
             for one in self.graph.operators[:t]
@@ -68,7 +68,7 @@ class CheckmateModel(GraphModel):
         return operator.recomputable and not stale
 
     def _stage(self, t: int, live: dict[int, int]) -> dict[int, int]:
-        """Add the variables and rows of stage t; give what is live after it."""
+        """Add the variables and rows of stage t; return the tensors live after it."""
         if t == self.first:
             for i in sorted(self._useful(t)):
                 self.early[i], live = self._turn(i, live)
@@ -87,7 +87,7 @@ class CheckmateModel(GraphModel):
         return live
 
     def _turn(self, i: int, live: dict[int, int]) -> tuple[int, dict[int, int]]:
-        """Add operator i's turn to run: its variable, and what is live after it."""
+        """Add operator i's turn to run; return its variable, and the tensors live after it."""
         model, operator = self.model, self.graph.operators[i]
         run = model.variable(operator.time_s)
         for v in operator.reads:
@@ -120,8 +120,8 @@ class CheckmateModel(GraphModel):
         return self._lowered(stages, early)
 
     def rounded(self, values: tuple[float, ...]) -> Program:
-        """Round a relaxation in two phases (Checkmate §5): S above a half is saved, then R is what
-        that needs."""
+        """Round a relaxation in two phases (Checkmate §5): save S above a half, then run its
+        needs."""
         operators, producer = self.graph.operators, self.graph.producer
         saved = [{v for v, x in stage.items() if values[x] > 0.5} for stage in self.before]
         have: set[int] = set()

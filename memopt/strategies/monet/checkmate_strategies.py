@@ -55,7 +55,7 @@ class Checkmate(SolvedExactly):
         self, graph: Graph, budget_bytes: int, deadline: Deadline
     ) -> tuple[Status, Program | None, float | None]:
         status, program, bound_s = super().search(graph, budget_bytes, deadline)
-        # Kernels are chosen after the program: its bound is of the default ones.
+        # Kernels are chosen after the program: its bound is that of the default ones.
         return status, program, None if self.fastest else bound_s
 
     def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:

@@ -1,4 +1,4 @@
-"""What may be claimed of the best program that a search found."""
+"""Claims about the best program that a search found: optimal, feasible or infeasible."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from memopt.strategies.base import solution_of
 
 
 def counted_exactly(graph: Graph) -> bool:
-    """Whether what MONeT's and Checkmate's programs prove of a graph holds for all its programs
-    that run operators again in their way.
+    """Tell whether proofs by MONeT's and Checkmate's programs hold for all programs of a graph that
+    run operators again in their way.
 
     Both papers' operators write one tensor each, into a storage of its own, and all of them run.
-    Here, a program may do with less: it may run an operator with several outputs twice between two
-    others, once for each output; let an output take over the storage of what dies there; and leave
-    out operators whose results nothing needs. A plan of the programs is a plan in any case.
+    Programs here may need less: they may run an operator with several outputs twice between two
+    others, once for each output; let an output take over the storage of a tensor that dies there;
+    and leave out operators whose results nothing needs. Plans of the two programs are always valid.
     """
     plain = all(
         len(operator.writes) <= 1
@@ -32,14 +32,14 @@ def counted_exactly(graph: Graph) -> bool:
 def solution(
     graph: Graph, program: Program, bound_s: float, proved: float, stats: dict[str, object]
 ) -> Solution:
-    """`solution_of` a program that moves nothing."""
+    """Return the `solution_of` a program that moves nothing."""
     return solution_of(program, replay(graph, program), bound_s, proved, stats)
 
 
 def without_plan(
     graph: Graph, smallest: Program, proved: bool, stats: dict[str, object]
 ) -> Solution:
-    """Say that there is no program within the budget, proved or not; name the smallest known."""
+    """Return a solution without a plan, infeasible if proved; name the smallest plan known."""
     least = solution(graph, smallest, time_lower_bound(graph), 0.0, {})
     return Solution(
         Status.INFEASIBLE if proved else Status.UNKNOWN,

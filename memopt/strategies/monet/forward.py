@@ -1,8 +1,8 @@
-"""Plans of graphs without a backward: an inference, or any DAG.
+"""Plans graphs without a backward: an inference, or any DAG.
 
-The class is Checkmate's and Moccasin's (Bartan et al., 2023): every operator that must run, for the
-first time in the graph's order, and repeated runs in between, as many as are useful. Repeated runs
-are annealed (`forward_kernels`); the bound is that of `forward_bound`.
+The class is Checkmate's and Moccasin's (Bartan et al., 2023): every operator that must run does so
+first in the graph's order, with any number of repeated runs in between. Repeated runs are annealed
+(`forward_kernels`); the bound is that of `forward_bound`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from memopt.strategies.monet.forward_kernels import PERIOD, GraphArrays, Ints, a
 from memopt.strategies.shared.incumbent import SAME, Incumbent
 
 PART, STEPS, WORK = 10_000, 40, 12_000_000
-"""Steps of the search between two looks at the clock, at most: altogether, for each operator,
-and over the number of operators and operands."""
+"""The most steps of the search between two looks at the clock: in all, for each operator, and over
+the number of operators and operands."""
 RUNS = (3, 12, *[50] * 12)
-"""Parts of one annealing after the other."""
+"""The number of parts of each annealing, one annealing after the other."""
 HOT, COLD = 1.0, 0.02
-"""Warmth of an annealing, in mean times of an operator."""
+"""Temperatures of an annealing, first and last, in mean times of an operator."""
 QUICK = 2
-"""Annealings before the bound is sought."""
+"""Annealings before the bound is computed."""
 BISECTIONS = 8
 
 
 @dataclass(frozen=True)
 class ForwardSearch:
-    """The search in one graph; operators run as they are, without their implementations.
+    """A search for programs of one graph; operators run as they are, without their implementations.
 
     Attributes:
         graph: all forward.
-        seed: of all that is random.
+        seed: of all random choices.
     """
 
     graph: Graph
@@ -49,12 +49,12 @@ class ForwardSearch:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Operators that must run, in the graph's order."""
+        """Return the operators that must run, in the graph's order."""
         return tuple(sorted(needed_operators(self.graph)))
 
     @cached_property
     def arrays(self) -> GraphArrays:
-        """The graph for the compiled code: operators by their place in `order`."""
+        """Return the graph for the compiled code: operators by their place in `order`."""
         graph, operators = self.graph, [self.graph.operators[i] for i in self.order]
         tensors = [t for operator in operators for t in operator.writes]
         number = {t: n for n, t in enumerate(tensors)}
@@ -80,27 +80,27 @@ class ForwardSearch:
 
     @cached_property
     def once(self) -> Ints:
-        """The sequence in which nothing runs again."""
+        """Return the sequence in which nothing runs again."""
         return np.arange(len(self.order), dtype=np.int64)
 
     @property
     def steps(self) -> int:
-        """Steps of a part."""
+        """Return the steps of a part."""
         operators, operands = self.arrays.again.size, self.arrays.reads.size
         return max(PERIOD, min(PART, STEPS * operators, WORK // (1 + operators + operands)))
 
     def peak(self, sequence: Ints) -> int:
-        """Bytes that a sequence needs, without what is resident."""
+        """Return the peak bytes of a sequence, without resident ones."""
         return int(memory(sequence, self.arrays).max(initial=0))
 
     def program(self, sequence: Ints) -> Program:
-        """The program of a sequence, in place where it may be."""
+        """Return the program of a sequence, with in-place outputs where allowed."""
         runs = computes(self.graph, (self.order[i] for i in sequence))
         return with_in_place(self.graph, Program(with_frees(self.graph, runs)))
 
     def annealing(self, limit: int, run: int) -> Iterator[Ints]:
-        """One annealing from the sequence in which nothing runs again: after each of its parts
-        the fastest sequence within `limit` bytes of that part, empty if there was none."""
+        """Anneal from the sequence in which nothing runs again. Yield, after each part, its fastest
+        sequence within `limit` bytes, empty if there was none."""
         sequence, price, parts = self.once, 1.0, RUNS[run]
         for part in range(parts):
             warmth = [HOT * (COLD / HOT) ** ((part + more) / parts) for more in (0, 1)]
@@ -111,8 +111,8 @@ class ForwardSearch:
             yield best
 
     def smallest(self) -> Program:
-        """The program of the smallest peak that short annealings find, within less and less, by
-        halves. The same however fast the machine is."""
+        """Return the program of the smallest peak that short annealings find, within limits that
+        halve. The result does not depend on the machine's speed."""
         best, high = self.once, self.peak(self.once)
         low = memory_lower_bound(self.graph) - self.graph.resident_bytes - 1
         for _ in range(BISECTIONS):

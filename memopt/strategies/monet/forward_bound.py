@@ -1,16 +1,16 @@
 """A bound for graphs without a backward: the relaxation at the first runs of some operators.
 
-Time point c is the first run of operator k_c. Between two of them, and after the last, only which
-operators run again counts, not when. So its optimum bounds every program that runs operators for
+Time point c is the first run of operator k_c. Between two of them, and after the last, it counts
+which operators run again, but not when. So its optimum bounds every program that runs operators for
 the first time in the graph's order, each as often again as it likes.
 
 Variables: h[c,t] tensor t is in memory at time point c
     r[c,i] operator i runs again after it, before the next
     a[c,t] tensor t is in memory all the time from c to the next
-Constraints: h[c+1,t] ≤ h[c,t] + what runs in between and writes t → `_there`
-    what runs after c, again or first, finds its operands there or written since → `_reads`
+Constraints: h[c+1,t] ≤ h[c,t] + runs in between that write t → `_there`
+    runs after c, again or first, find their operands in memory there or written since → `_reads`
     results are there at the end; Σ_t h[c,t] |t| + operator k_c's own ≤ budget → `_time_point`
-    a[c,t] ≥ h[c,t] + h[c+1,t] - 1 - r[c,what writes t] → `_throughout`
+    a[c,t] ≥ h[c,t] + h[c+1,t] - 1 - r[c, operators that write t] → `_throughout`
     r[c,i] = 1: Σ_t a[c,t] |t| + operator i's operands and own ≤ budget, of watched i → `_watch`
 """
 
@@ -27,12 +27,12 @@ from memopt.solvers.binary_program import BinaryProgram
 from memopt.solvers.running import Deadline, Solver, SolverOptions
 
 GAP = 1e-5
-"""Of the time of repeated runs, at which one relaxation ends."""
+"""Gap at which one relaxation ends, as a share of the time of repeated runs."""
 ROUND_SHARE = 0.4
 """Share of the time left that one relaxation may take."""
 MOST_POINTS = 48
 MORE = 2
-"""Time points added at once."""
+"""Time points added after each solve."""
 
 
 @dataclass
@@ -55,14 +55,14 @@ class ForwardBoundModel:
         graph = self.graph
         self.needed = needed_operators(graph)
         self.held: list[dict[int, int]] = []
-        """h: time point → tensor → variable."""
+        """h: variable by time point and tensor."""
         self.runs: list[dict[int, int]] = []
-        """r: time point → operator → variable."""
+        """r: variable by time point and operator."""
         for point, k in enumerate(self.at):
             self._time_point(point, k)
             self._reads(point)
         self.through: dict[tuple[int, int], int] = {}
-        """a: (time point, tensor) → variable."""
+        """a: variable by (time point, tensor)."""
         points = {(bisect_left(self.at, k) - 1, i) for k, i in self.watched}
         for point, i in sorted(points):
             if point in range(len(self.at) - 1) and i in self.runs[point]:
@@ -73,11 +73,11 @@ class ForwardBoundModel:
                 self.model.at_least_one(self._there(last, t))
 
     def _end(self, point: int) -> int:
-        """Give the operator at the next time point."""
+        """Return the operator at the next time point."""
         return self.at[point + 1] if point + 1 < len(self.at) else len(self.graph.operators)
 
     def _time_point(self, point: int, k: int) -> None:
-        """Add what is in memory at a time point, and what may run after it."""
+        """Add the tensors in memory at a time point, and the runs after it."""
         graph, model = self.graph, self.model
         tensors = self._wanted(k)
         held = {t: model.variable() for t in sorted(tensors)}
@@ -90,7 +90,7 @@ class ForwardBoundModel:
         self.held.append(held)
         self.runs.append({i: model.variable(graph.operators[i].time_s) for i in again})
         for t, v in held.items():
-            # A result that was read stays.
+            # A result that was read stays in memory.
             stays = t in graph.kept and any(i < k and i in self.needed for i in graph.readers[t])
             if stays or t in graph.operators[k].reads:
                 model.fixed[v] = True
@@ -98,13 +98,13 @@ class ForwardBoundModel:
         model.memory(self._own(k), [(size[t].size_bytes, v) for t, v in held.items()])
 
     def _own(self, i: int) -> int:
-        """Give the bytes of a run of operator i beside its operands."""
+        """Return the bytes of a run of operator i beside its operands."""
         operator, size = self.graph.operators[i], self.graph.tensors
         own = sum(size[t].size_bytes for t in operator.writes) + operator.workspace_bytes
         return own - (size[operator.writes[0]].size_bytes if operator.in_place else 0)
 
     def _throughout(self, point: int, t: int) -> int:
-        """Give the variable of a tensor in memory from a time point to the next."""
+        """Return the variable of a tensor in memory from a time point to the next."""
         if (point, t) not in self.through:
             self.through[point, t] = found = self.model.variable()
             terms = [(1, self.held[point][t]), (1, self.held[point + 1][t]), (-1, found)]
@@ -116,7 +116,7 @@ class ForwardBoundModel:
         """Count the memory of operator i's repeated run after a time point."""
         graph, operator = self.graph, self.graph.operators[i]
         if len(operator.writes) != 1:
-            # It may run for one of its results alone.
+            # The run may be for one of its results alone.
             return
         operands = {t for t in operator.reads if t in graph.producer}
         size = graph.tensors
@@ -127,7 +127,7 @@ class ForwardBoundModel:
         self.model.memory(own, terms, when=self.runs[point][i])
 
     def _wanted(self, k: int) -> set[int]:
-        """Find the tensors written before operator k of use from there on."""
+        """Find the tensors written before operator k that are of use from there on."""
         graph = self.graph
         stack = [t for i in range(k, len(graph.operators)) if i in self.needed
                  for t in graph.operators[i].reads]  # fmt: skip
@@ -143,13 +143,13 @@ class ForwardBoundModel:
         return found
 
     def _there(self, point: int, t: int) -> list[int]:
-        """List what gives an earlier tensor between a time point and the next."""
+        """List variables that make an earlier tensor available from a time point to the next."""
         maker = self.graph.producer[t]
         found = [self.held[point][t]] if t in self.held[point] else []
         return found + ([self.runs[point][maker]] if maker in self.runs[point] else [])
 
     def _reads(self, point: int) -> None:
-        """What runs after a time point finds its operands."""
+        """Require that runs after a time point find their operands."""
         graph, model, begin = self.graph, self.model, self.at[point]
         for i, v in self.runs[point].items():
             for t in graph.operators[i].reads:
@@ -161,8 +161,8 @@ class ForwardBoundModel:
                     model.at_least_one(self._there(point, t))
 
     def sequence(self, values: tuple[bool, ...]) -> list[int]:
-        """Read a solution as operators in the order in which they run, again as late as they
-        can, in whatever memory that takes."""
+        """Read a solution as a sequence of operators, repeated runs as late as possible, whatever
+        memory that takes."""
         order = sorted(self.needed)
         found = [i for i in order if i < self.at[0]]
         for point, begin in enumerate(self.at):
@@ -178,7 +178,7 @@ class ForwardBoundModel:
         return found
 
     def _late(self, tensors: Iterable[int], again: set[int], have: set[int]) -> list[int]:
-        """List the runs, of those still to come, that make tensors which are not there."""
+        """List repeated runs, of those still to come, that make tensors which are not in memory."""
         wanted: set[int] = set()
         stack = list(tensors)
         while stack:
@@ -194,17 +194,17 @@ class ForwardBoundModel:
 
 @dataclass
 class ForwardBound:
-    """Solves the relaxation again and again, with time points where its plan needs too much.
+    """Solves the relaxation repeatedly, adding time points where its plan needs too much memory.
 
     Attributes:
         graph: all forward.
         budget_bytes: total bytes.
-        memory: bytes, without what is resident, at every run of a sequence of operators.
+        memory: bytes, without resident ones, at every run of a sequence of operators.
         deadline: asked before every solve.
-        bound_s: what no program of the class beats, seconds.
+        bound_s: a lower bound on the time of every program of the class, seconds.
         infeasible: whether there is no program of the class.
         at, watched: of `ForwardBoundModel`.
-        sequence: the last relaxation's plan, which may not keep the budget.
+        sequence: the last relaxation's plan, which may exceed the budget.
     """
 
     graph: Graph
@@ -224,7 +224,7 @@ class ForwardBound:
         self.bound_s = self.least_s
 
     def run(self) -> ForwardBound:
-        """Raise the bound until a relaxation is a plan, or time or points run out; give this."""
+        """Raise the bound until a relaxation is a plan, or time or points run out; return self."""
         sequence: list[int] | None = sorted(needed_operators(self.graph))
         while sequence is not None and len(self.at) < MOST_POINTS:
             what = f"forward bound {self.rounds}, {self.bound_s:.6g} s"
@@ -235,7 +235,7 @@ class ForwardBound:
         return self
 
     def solved(self) -> list[int] | None:
-        """Solve the relaxation; give its plan, if it has one."""
+        """Solve the relaxation; return its plan, if it has one."""
         options = SolverOptions(
             Solver.HIGHS,
             time_limit_s=max(1.0, ROUND_SHARE * self.deadline.left_s),
@@ -250,8 +250,8 @@ class ForwardBound:
         return built.sequence(answer.values) if answer.values else None
 
     def _more(self, sequence: list[int]) -> bool:
-        """Add time points and watched runs where a sequence needs most beyond the budget, not all
-        in one place; whether there were any."""
+        """Add time points and watched runs where a sequence exceeds the budget most, not all in one
+        place; tell whether there were any."""
         limit = self.budget_bytes - self.graph.resident_bytes
         operators = sorted(needed_operators(self.graph))
         following = iter([*operators, len(self.graph.operators)])

@@ -1,8 +1,8 @@
 """Compiled annealing over sequences of operators in which some run again.
 
 A sequence has every operator once in the graph's order, and repeated runs in between. A reader
-takes the latest copy before it, so that a sequence stays valid whichever repeated runs are taken
-out or moved. A copy is in memory from its run to its last reader, a result's first to the end.
+takes the latest copy before it, so a sequence stays valid whichever repeated runs are removed or
+moved. A copy is in memory from its run to its last reader; a result's first copy to the end.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ NOTHING = -1
 PERIOD = 500
 """Steps between two changes of the price of bytes."""
 FASTER, SLOWER, STEP = 0.2, 0.8, 1.15
-"""Of a period's steps beyond the budget: below this share bytes get cheaper, above it dearer, by
-this factor."""
+"""Shares of a period's steps over the budget: below the first, bytes get cheaper, above the second
+dearer, by the factor STEP."""
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e3
 ADDED, TAKEN = 0.5, 0.8
-"""Of the steps, those up to ADDED add runs, those up to TAKEN take some out, the others move
-one."""
+"""Shares of the steps: up to ADDED add runs, up to TAKEN remove some, the others move one."""
 AT_EXCESS = 0.7
-"""How often runs are added on behalf of a position beyond the budget."""
+"""How often runs are added for the sake of a position over the budget."""
 TRIALS = 200
 LATE = 0.8
 """How often added runs come just before the reader, not earlier."""
 NEIGHBOURS = 0.3
-"""How often some of the repeated runs after one go with it."""
+"""How often some of the repeated runs after a removed one are removed with it."""
 REACH = 20.0
 """Standard deviation of a move, in positions."""
 
@@ -42,7 +41,7 @@ class GraphArrays(NamedTuple):
 
     Attributes:
         reads_at, reads: tensors that operator i reads: reads[reads_at[i]:reads_at[i + 1]].
-        writes_at, writes: those that it writes.
+        writes_at, writes: tensors that it writes, likewise.
         made_by: tensor → operator.
         size: tensor → bytes.
         kept: tensor → whether it is a result.
@@ -65,7 +64,7 @@ class GraphArrays(NamedTuple):
 
 @njit(cache=True)
 def memory(sequence: Ints, graph: GraphArrays) -> Ints:
-    """Bytes at every run of a sequence."""
+    """Return the bytes at every run of a sequence."""
     length, tensors = sequence.size, graph.size.size
     found = np.zeros(length + 1, np.int64)
     begin = np.full(tensors, NOTHING, np.int64)
@@ -80,7 +79,7 @@ def memory(sequence: Ints, graph: GraphArrays) -> Ints:
             t = graph.writes[k]
             if begin[t] != NOTHING:
                 if graph.kept[t]:
-                    # Written beside the result, and gone with the run.
+                    # Written beside the result, and freed after the run.
                     found[position] += graph.size[t]
                     found[position + 1] -= graph.size[t]
                     continue
@@ -100,7 +99,7 @@ def memory(sequence: Ints, graph: GraphArrays) -> Ints:
 
 @njit(cache=True)
 def excess(need: Ints, budget: int) -> float:
-    """Sum of the bytes beyond the budget at every run."""
+    """Sum the bytes over the budget at every run."""
     total = 0.0
     for position in range(need.size):
         if need[position] > budget:
@@ -110,7 +109,7 @@ def excess(need: Ints, budget: int) -> float:
 
 @njit(cache=True)
 def time_of(sequence: Ints, graph: GraphArrays) -> float:
-    """Seconds of a sequence."""
+    """Return the seconds of a sequence."""
     total = 0.0
     for position in range(sequence.size):
         total += graph.seconds[sequence[position]]
@@ -119,7 +118,7 @@ def time_of(sequence: Ints, graph: GraphArrays) -> float:
 
 @njit(cache=True)
 def without_useless(sequence: Ints, graph: GraphArrays) -> Ints:
-    """The sequence without repeated runs that nothing reads from."""
+    """Leave out repeated runs that nothing reads from."""
     needed = np.zeros(graph.size.size, np.bool_)
     again = repeated(sequence, graph)
     stays = np.ones(sequence.size, np.bool_)
@@ -139,7 +138,7 @@ def without_useless(sequence: Ints, graph: GraphArrays) -> Ints:
 
 @njit(cache=True)
 def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
-    """For every position, whether its operator ran before."""
+    """Tell for every position whether its operator ran before."""
     seen = np.zeros(graph.again.size, np.bool_)
     found = np.zeros(sequence.size, np.bool_)
     for position in range(sequence.size):
@@ -150,8 +149,8 @@ def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
 
 @njit(cache=True)
 def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
-    """For every tensor, the first position from `at` on that reads its copy in memory before `at`;
-    the sequence's length for results; NOTHING where there is no such copy, or no reader."""
+    """Return for every tensor the first position from `at` on that reads its copy in memory before
+    `at`; the sequence's length for results; NOTHING without such a copy or reader."""
     found = np.full(graph.size.size, NOTHING, np.int64)
     for position in range(at):
         i = sequence[position]
@@ -172,7 +171,7 @@ def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
 
 @njit(cache=True)
 def some_position(need: Ints, budget: int) -> int:
-    """A position at random, often one beyond the budget."""
+    """Draw a position, often one over the budget."""
     found = np.random.randint(0, need.size)
     if np.random.random() < AT_EXCESS:
         for _ in range(TRIALS):
@@ -184,8 +183,8 @@ def some_position(need: Ints, budget: int) -> int:
 
 @njit(cache=True)
 def some_tensor(at: int, i: int, ahead: Ints, graph: GraphArrays) -> int:
-    """A tensor that need not be in memory at a position, at random, large ones that are read late
-    more often; NOTHING if there is none.
+    """Draw a tensor that need not be in memory at a position, large ones that are read late more
+    often; NOTHING if there is none.
 
     Args:
         at: the position.
@@ -209,8 +208,8 @@ def some_tensor(at: int, i: int, ahead: Ints, graph: GraphArrays) -> int:
 
 @njit(cache=True)
 def with_runs(sequence: Ints, at: int, first: int, share: float, graph: GraphArrays) -> Ints:
-    """The sequence with operator `first` run again at a position, and before it a random share of
-    those that make what it reads, and so on, where that is not in memory anyway."""
+    """Run operator `first` again at a position, and before it a random share of the operators that
+    make its operands, and so on, if these are not in memory anyway."""
     ahead = next_reads(sequence, at, graph)
     chosen = np.zeros(graph.again.size, np.bool_)
     chosen[first] = True
@@ -226,7 +225,7 @@ def with_runs(sequence: Ints, at: int, first: int, share: float, graph: GraphArr
 
 @njit(cache=True)
 def with_more(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
-    """Split the lifetime of a tensor: an operator runs again before the tensor's next reader."""
+    """Split the lifetime of a tensor: run an operator again before the tensor's next reader."""
     at = some_position(need, budget)
     ahead = next_reads(sequence, at + 1, graph)
     t = some_tensor(at, sequence[at], ahead, graph)
@@ -240,7 +239,7 @@ def with_more(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> In
 
 @njit(cache=True)
 def with_less(sequence: Ints, again: npt.NDArray[np.bool_], at: int) -> Ints:
-    """Take out the repeated run at a position, and sometimes some that follow it at once."""
+    """Remove the repeated run at a position, and sometimes some that follow it directly."""
     end = at + 1
     if np.random.random() < NEIGHBOURS:
         most = at + 1 + np.random.randint(1, 4)
@@ -263,7 +262,7 @@ def with_moved(sequence: Ints, at: int) -> Ints:
 
 @njit(cache=True)
 def changed(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
-    """A neighbour of a sequence, at random."""
+    """Draw a neighbour of a sequence."""
     again = repeated(sequence, graph)
     positions = np.nonzero(again)[0]
     draw = np.random.random()

@@ -1,5 +1,5 @@
-"""The shared solve of MONeT, Checkmate and its rounding: a graph coarsened for a solver, a plan to
-start from, what is proved and what is not."""
+"""The solve shared by MONeT, Checkmate and its rounding: a graph coarsened for a solver, a plan to
+start from, and what is proved."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from memopt.strategies.shared.time_point_search import CLOSE
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_SHARE = 0.125
-"""Share of the time limit for the plan of the smallest peak, in the solver's own time, of which a
-second may take a few of the clock's; less than LEAST_S of it is none."""
+"""Share of the time limit for the plan of the smallest peak, in the solver's deterministic time (a
+unit may take some seconds); below LEAST_S there is no such search."""
 LEAST_S = 0.01
 PROVED = 1e-6
-"""Gap at which a plan counts as optimal: the solver's whole numbers round costs."""
+"""Gap at which a plan counts as optimal: the solver rounds costs to whole numbers."""
 
 
 BOUND_SHARE, EXACT_SHARE = 0.4, 0.5
-"""Of a graph without a backward: share of the time left for the relaxation; then, if it is small,
-for the search."""
+"""Shares of the time left, for a graph without a backward: for the relaxation; then, if it is
+small, for the search."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class GraphStrategy(Strategy):
         """Solve the coarse graph: (status, program, a bound in s for the strategy's class)."""
 
     def least(self, graph: Graph, limit_s: float, progress: Progress | None) -> Program | None:
-        """Find the program of the smallest peak in the search's class; the same however fast the
-        machine is, so that the budget it names can be planned again."""
+        """Find the program of the smallest peak in the search's class. It does not depend on the
+        machine's speed, so that the budget it names can be planned again."""
         return None
 
     def incumbent(self, graph: Graph, budget_bytes: int | None) -> tuple[Program | None, Program]:
-        """Give a program within the budget, if there is one, and that of the smallest peak known:
+        """Return a program within the budget, if there is one, and that of the smallest peak known:
         the search starts there, and returns nothing slower."""
         return rotor_programs(graph, budget_bytes) if self.start else (None, stored(graph))
 
@@ -90,13 +90,14 @@ class GraphStrategy(Strategy):
         return program
 
     def as_they_are(self, graph: Graph) -> bool:
-        """Whether no plan of the strategy's class runs an operator by another implementation."""
+        """Tell whether plans of the strategy's class run operators by their own implementation
+        only."""
         return not any(operator.implementations for operator in graph.operators)
 
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
-        """Offer `best` programs of a graph that is too large for `search`; give a bound in s for
+        """Offer `best` programs of a graph that is too large for `search`; return a bound in s for
         every plan of the strategy's class."""
         return None
 
@@ -129,18 +130,18 @@ class GraphStrategy(Strategy):
         best, smallest = self._start(graph, budget_bytes, stats)
         coarse = coarsen(graph, self.max_operators)
         stats["operators"] = len(coarse.graph.operators)
-        # A proof for the merged graph says nothing about plans that tear a group apart.
+        # A proof for the merged graph says nothing about plans that split a group.
         merged = len(coarse.graph.operators) < len(graph.operators)
         exact = not merged and not spared_operators(graph)
         proves = exact and counted_exactly(graph)
         # Operators with implementations are not merged: a stage for each may be too many.
         too_large = len(coarse.graph.operators) > 2 * self.max_operators
-        # A search that has nothing to start from leaves time for a plan of the smallest peak.
+        # Without a start, the search leaves time for a plan of the smallest peak.
         search_s = limit_s if best.program is not None else limit_s * (1 - LEAST_SHARE)
         status, found, bound_s, whole_s = Status.UNKNOWN, None, None, None
         impossible = memory_lower_bound(graph) > limit_bytes
         if not (exact or impossible):
-            # All of the graph in a coarser program: a bound, and often a plan close to it.
+            # The whole graph in a coarser program: a bound, and often a plan close to it.
             whole_s = self.whole(best, limit_bytes, deadline, stats)
         until = Deadline(begin + search_s, progress)
         if impossible:
@@ -164,10 +165,10 @@ class GraphStrategy(Strategy):
         stats["chosen"] = best.source
         unproved = exact and not proves and found is not None
         if (unproved or (merged and bound_s is None)) and not best.near(least_s, CLOSE):
-            # The search's own bound is one of merged graphs, or not one of plans in place, say.
+            # The search's own bound may hold for merged graphs only, or not for in-place outputs.
             bound_s = self.bound(graph, limit_bytes, deadline)
         if best.source not in (self.name, "least memory"):
-            # The solver's bound on memory may not be able to represent it: kept all the same.
+            # The start is kept even if the solver's bound on memory cannot represent it.
             stats["outside_the_program"] = found is None and status is Status.INFEASIBLE
         stats["solve_s"] = time.monotonic() - begin
         # Plans outside the class (Rotor's, polished ones) may be faster than its bound.
@@ -215,7 +216,7 @@ class GraphStrategy(Strategy):
     def _start(
         self, graph: Graph, budget_bytes: int | None, stats: dict[str, object]
     ) -> tuple[Incumbent, Program]:
-        """Give the plan to start from, polished, and the program of the smallest peak known."""
+        """Return the plan to start from, polished, and the program of the smallest peak known."""
         best = Incumbent(graph, budget_bytes)
         program, smallest = self.incumbent(graph, budget_bytes)
         if program is not None:
@@ -226,7 +227,7 @@ class GraphStrategy(Strategy):
     def _smallest(
         self, coarse: Coarsening, smallest: Program, limit_s: float, progress: Progress | None
     ) -> Program:
-        """Give the program of the smallest peak known, or that of a search for it."""
+        """Return the program of the smallest peak known, or that of a search for it."""
         found = self.least(coarse.graph, LEAST_SHARE * limit_s, progress)
         if found is None:
             return smallest
@@ -234,5 +235,5 @@ class GraphStrategy(Strategy):
 
 
 def _expanded(coarse: Coarsening, program: Program) -> Program:
-    """Give the whole graph's program of a coarse one, in place where it may be."""
+    """Return the whole graph's program of a coarse one, with in-place outputs where allowed."""
     return with_in_place(coarse.fine, coarse.expand(program))

@@ -39,9 +39,9 @@ class MonetModel(GraphModel):
         self.backward = [
             k for k in range(self.first, self.count) for _ in range(2 if self._split(k) else 1)
         ]
-        """Stage → its operator."""
+        """Operator of each stage."""
         self.maker = {t: writers[-1][0] for t, writers in self.made.items()}
-        """Forward tensor → the operator that writes it, under any implementation."""
+        """The operator that writes each forward tensor, under any implementation."""
         self.useful = self._useful()
         self.d = [self.run_variables(i) for i in self.forward]
         self.s: list[dict[int, int]] = []
@@ -58,7 +58,7 @@ class MonetModel(GraphModel):
         self._results()
 
     def _results(self) -> None:
-        """Require that gradients the step ends with are written; by two stages, once each."""
+        """Require that the step's gradients are written, and by one of two stages only."""
         written: dict[int, list[int]] = defaultdict(list)
         for k, index in enumerate(self.backward):
             self._add_writers(written, index, self.b[k])
@@ -75,16 +75,15 @@ class MonetModel(GraphModel):
                 writers[t].append(v)
 
     def _split(self, k: int) -> bool:
-        """Whether a backward operator may run twice, some implementation leaving out some of its
-        outputs."""
+        """Tell whether a backward operator may run twice, by one with fewer outputs each."""
         operator = self.graph.operators[k]
         whole = set(operator.writes)
         partial = any(not whole <= set(choice.writes) for _, choice in self.choices[k])
         return partial and operator.recomputable
 
     def _useful(self) -> list[frozenset[int]]:
-        """For each stage, find the forward operators whose results it or a later one may need: no
-        other is run again in it (the tighter bound of appendix A)."""
+        """Find for each stage the forward operators whose results it or a later one may need: no
+        other runs again in it (the tighter bound of appendix A)."""
         useful: list[frozenset[int]] = []
         found: set[int] = set()
         for k in reversed(self.backward):
@@ -105,7 +104,7 @@ class MonetModel(GraphModel):
         return {t: j for j in sorted(among) for _, choice in self.choices[j] for t in choice.reads}
 
     def _forward_pass(self) -> None:
-        """Eq. 1, the choice of one implementation each, and what may be saved."""
+        """Add eq. 1, the choice of one implementation each, and the tensors that may be saved."""
         model, graph = self.model, self.graph
         last = self._last_reader(self.forward)
         writers: dict[int, list[int]] = defaultdict(list)
@@ -126,7 +125,7 @@ class MonetModel(GraphModel):
             self.boundary_row(self.s[0].items())
 
     def _gradients(self, k: int) -> list[int]:
-        """L̂_k: tensors of the backward (and tangents) that stage k finds and must keep."""
+        """Return L̂_k: tensors of the backward (and tangents) that stage k finds and must keep."""
         later = {
             t for j in self.backward[k:] for _, choice in self.choices[j] for t in choice.reads
         } | self.graph.kept
@@ -135,7 +134,7 @@ class MonetModel(GraphModel):
         return sorted((written | set(self.graph.tangents)) & later)
 
     def _stage(self, k: int) -> None:
-        """Eq. 5-8 and 12 of one stage."""
+        """Add eq. 5-8 and 12 of one stage."""
         model, now, after = self.model, self.s[k], self.s[k + 1]
         found = self._gradients(k)
         gradient_bytes = self.bytes_of(found)
@@ -187,7 +186,7 @@ class MonetModel(GraphModel):
                         model.implies_any(v, [now[t], *writers[t]])  # eq. 7, first part
 
     def _reads_gradients(self, k: int, chosen: int, choice: Operator | Variant) -> None:
-        """An operator's gradients must have been written by the implementations chosen before."""
+        """Require that the chosen implementations wrote an operator's gradients before."""
         writers: dict[int, list[int]] = defaultdict(list)
         for index, variables in zip(self.backward[:k], self.b, strict=False):
             self._add_writers(writers, index, variables)

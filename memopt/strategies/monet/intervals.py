@@ -42,16 +42,16 @@ WINDOW = 12
 LARGEST_WINDOW = 96
 WINDOW_S = 6.0
 NEAR = 1e-6
-"""Gap to the bound at which the search ends, and share of the time to win at least."""
+"""Gap to the bound at which the search ends, and least share of the time that a gain must have."""
 MOST_RUNS = 4
-"""Programs that run some operator more often are left as they are."""
+"""Programs that run some operator more often than this are not searched."""
 
 Runs = tuple[tuple[int, int, str | None], ...]
 """(stage, operator, implementation) of every run, in order; stage -1 is the forward."""
 
 
 def runs_of(graph: Graph, program: Program) -> Runs:
-    """List the runs of a program: all that the interval program decides."""
+    """List the runs of a program: every decision of the interval program."""
     stage, found = 0, []
     for position, run in reversed(program.computes):
         if program.boundary is not None and position < program.boundary:
@@ -74,7 +74,7 @@ def program_of(graph: Graph, runs: Runs) -> Program:
 
 @dataclass
 class _Copy:
-    """A copy of a tensor: written at `start` where `written` holds, kept to `end`."""
+    """A copy of a tensor: written at `start` if `written` holds, kept to `end`."""
 
     start: Any
     end: Any
@@ -108,7 +108,7 @@ class IntervalModel:
         self.choices = [choices_of(operator, allowed) for operator in graph.operators]
         self.copies: dict[int, list[_Copy]] = defaultdict(list)
         self.x: dict[tuple[int, int], list[Any]] = {}
-        """(operator, run) → its choices; run 0 of the operators after the forward, too."""
+        """Choices of (operator, run); also run 0 of the operators after the forward."""
         self.stage: dict[tuple[int, int], Any] = {}
         self.intervals: list[Any] = []
         self.demands: list[int] = []
@@ -202,7 +202,7 @@ class IntervalModel:
                     model.add_bool_or(written)
 
     def _any(self, literals: list[Any]) -> Any:
-        """Give a literal that is the sum of literals of which at most one holds."""
+        """Return a literal that is the sum of literals of which at most one holds."""
         if len(literals) == 1:
             return literals[0]
         either = self.model.new_bool_var("")
@@ -210,7 +210,7 @@ class IntervalModel:
         return either
 
     def _operands(self, i: int, run: int) -> None:
-        """Say where a run's implementation finds what it reads."""
+        """Require that a run's implementation finds its operands."""
         model, event = self.model, self._event(i, run)
         reads = dict.fromkeys(t for _, choice in self.choices[i] for t in choice.reads)
         for t in reads:
@@ -263,7 +263,7 @@ class IntervalModel:
     def solve(
         self, time_limit_s: float | None = None, seed: int = 0, below_s: float | None = None
     ) -> tuple[Status, Runs | None, float]:
-        """Give (status, the runs of the fastest program found, a bound in seconds for the class).
+        """Return (status, the runs of the fastest program found, a bound in seconds for the class).
 
         Args:
             time_limit_s: seconds at most.
@@ -298,10 +298,10 @@ def search_windows(
     deadline: Deadline,
     bound_s: float = 0.0,
 ) -> int:
-    """Offer `best` faster programs; give the number of windows solved.
+    """Offer `best` faster programs; return the number of windows solved.
 
-    Windows of neighbouring forward operators are freed in turn, half of each overlapping the
-    next; where a round of them finds nothing faster they grow.
+    Windows of neighbouring forward operators are freed in turn, half of each overlapping the next.
+    They grow after a round that finds nothing faster.
 
     Args:
         best: with a valid program within the budget.
@@ -314,8 +314,8 @@ def search_windows(
     graph, runs, solved = best.graph, runs_of(best.graph, best.program), 0
     if not _fits(graph, runs, budget_bytes):
         return solved
-    # This program's copies all have storages of their own: what starts by computing in place
-    # would be none of its solutions. What it finds must keep the budget.
+    # Copies here all have storages of their own. A start with in-place outputs is no solution of
+    # this program; programs that it finds must keep the budget.
     room_bytes = max(budget_bytes, _separate_bytes(graph, runs))
     size = WINDOW
     while size <= LARGEST_WINDOW:
@@ -340,7 +340,7 @@ def search_windows(
 
 
 def _most(runs: Runs) -> int:
-    """Give one run more than any operator has, at least two."""
+    """Return one run more than any operator has, at least two."""
     number: dict[int, int] = defaultdict(int)
     for _, i, _ in runs:
         number[i] += 1
@@ -348,7 +348,7 @@ def _most(runs: Runs) -> int:
 
 
 def _fits(graph: Graph, runs: Runs, budget_bytes: int) -> bool:
-    """Whether the runs, in this program's order, are a program within the budget."""
+    """Tell whether the runs, in this program's order, fit the budget."""
     if _most(runs) > MOST_RUNS:
         return False
     try:
@@ -358,7 +358,7 @@ def _fits(graph: Graph, runs: Runs, budget_bytes: int) -> bool:
 
 
 def _separate_bytes(graph: Graph, runs: Runs) -> int:
-    """Give the peak of the runs with every output in a storage of its own."""
+    """Return the peak of the runs with every output in a storage of its own."""
     return replay(graph, without_in_place(program_of(graph, runs))).peak_bytes
 
 

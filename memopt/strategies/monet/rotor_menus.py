@@ -105,7 +105,7 @@ class RotorMenus(Strategy):
         return False
 
     def allowed(self, operator: Operator, name: str) -> bool:
-        """Whether the plan may run `operator` by its implementation `name`."""
+        """Tell whether the plan may run `operator` by its implementation `name`."""
         return not self.exact_only or next(
             choice.exact for choice in operator.implementations if choice.name == name
         )
@@ -113,7 +113,7 @@ class RotorMenus(Strategy):
     def _alternatives(
         self, view: Linearization, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> tuple[Program | None, Program | None, bool]:
-        """Give the best program of the stages' alternatives, that of the smallest peak, and
+        """Return the best program of the stages' alternatives, that of the smallest peak, and
         whether the search ended."""
         if deadline.passed(0.0, "stage menus"):
             return None, None, False

@@ -1,4 +1,4 @@
-"""A strategy whose 0-1 program of a coarsened graph is solved as it is."""
+"""A strategy that gives a coarsened graph's 0-1 program to a solver unchanged."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from memopt.strategies.shared.chain_programs import rotor_programs
 
 @dataclass(frozen=True)
 class SolvedExactly(GraphStrategy):
-    """A strategy whose 0-1 program is solved as it is.
+    """A strategy that gives its 0-1 program to a solver unchanged.
 
     Attributes:
-        solver: who solves it: "cp-sat", "highs" or "scip".
+        solver: "cp-sat", "highs" or "scip".
     """
 
     solver: Solver = Solver.CP_SAT
 
     def __post_init__(self) -> None:
-        # A plan file, or a user, gives the name.
+        # The name may come from a plan file or a user.
         object.__setattr__(self, "solver", Solver(self.solver))
 
     @abstractmethod

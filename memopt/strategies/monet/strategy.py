@@ -59,10 +59,10 @@ class Monet(SolvedExactly):
         object.__setattr__(self, "choices", Choices(self.choices))
 
     def allowed(self, operator: Operator, name: str) -> bool:
-        """Whether the solver may run `operator` by its implementation `name`.
+        """Tell whether the solver may run `operator` by its implementation `name`.
 
-        By what it does to the dependences: the same reads and writes (algorithms of a
-        convolution), tensors of its own (intermediate-activated), or other operands.
+        This depends on the dependences it changes: none (algorithms of a convolution), tensors of
+        its own (intermediate-activated), or other operands.
         """
         choice = next(c for c in operator.implementations if c.name == name)
         if self.exact_only and not choice.exact:
@@ -74,8 +74,8 @@ class Monet(SolvedExactly):
         return _kind(operator, choice) is self.choices
 
     def model(self, graph: Graph) -> MonetModel | CheckmateModel:
-        """Build the program of a graph under these choices; Checkmate's, whose stages are those of
-        all operators, of one without a backward."""
+        """Build the program of a graph under these choices. Without a backward it is Checkmate's,
+        whose stages are those of all operators."""
         return CheckmateModel(graph) if graph.is_forward else MonetModel(graph, self.allowed)
 
     def as_they_are(self, graph: Graph) -> bool:
@@ -121,7 +121,7 @@ class Monet(SolvedExactly):
 def _kind(operator: Operator, choice: Implementation) -> Choices:
     """Tell which of the ablation's options an implementation belongs to."""
     if "convolution" in operator.target:
-        # One gradient alone is another algorithm, whatever it reads.
+        # One gradient alone counts as another algorithm, whatever it reads.
         return Choices.CONV
     if choice.packed:
         return Choices.INTERMEDIATE

@@ -1,5 +1,5 @@
-"""How fast any program of a whole step with movable tensors can be: what the link must carry, what
-must be computed, and what the host does of it."""
+"""Lower bounds on the time of whole steps with movable tensors: the link's transfers, the device's
+computations, and the host's share of these."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from memopt.models.graph import Graph, Operator
 from memopt.programs.moved import changed_by
 
 SAFETY = 1 - 1e-9
-"""Of a linear program's value, for its solver's tolerance."""
+"""Factor on a linear program's value, for its solver's tolerance."""
 
 
 def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
-    """No program of a step with movable tensors is faster within a budget, whatever it recomputes.
+    """Bound the time of any program of a step with movable tensors within a budget, in s.
 
-    What the forward reads and the budget cannot hold is fetched before the loss boundary; what
-    the backward and the updates read and the budget cannot hold is fetched after it, while what
-    updates change and the budget cannot hold goes back. Forward and backward each take at least
-    that long, and as long as their operators. (Latencies are left out; a link without duplex
-    carries both directions one after the other.)
+    The bound holds whatever is recomputed. Tensors that the forward reads and the budget cannot
+    hold are fetched before the loss boundary. Those that the backward and the updates read are
+    fetched after it, while tensors that updates change and the budget cannot hold go back. Forward
+    and backward each take at least that long, and as long as their operators. (Latencies are left
+    out; a link without duplex carries both directions one after the other.)
 
-    Where the host may run updates, each is split between host and device at will: a linear program
-    over the shares, with the host's time and the gradients' copies beside.
+    Where the host may run updates, each is split freely between host and device: a linear program
+    over the shares, which adds the host's time and the gradients' copies.
     """
     need = _needed(graph, device)
     held = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
@@ -52,12 +52,12 @@ class _HostedUpdate:
     """An update that the host may run.
 
     Attributes:
-        compute_s, host_s: seconds of the device and of the host, if that one runs it.
-        read: what the device must have for it alone.
+        compute_s, host_s: seconds if the device, or the host, runs it.
+        read: bytes that only this update reads on the device.
         changed: bytes that go back if the device runs it.
-        gradients: bytes that go to the host if that runs it.
-        fetched: bytes of what it changes that the forward reads: they come anew in each step
-            whose update the host runs.
+        gradients: bytes that go to the host if the host runs it.
+        fetched: changed bytes that the forward reads: they are fetched anew in each step whose
+            update the host runs.
     """
 
     compute_s: float
@@ -70,13 +70,13 @@ class _HostedUpdate:
 
 @dataclass
 class _Needed:
-    """What every program does: before the loss boundary (0) and after it (1).
+    """The work of every program: before the loss boundary (0) and after it (1).
 
     Attributes:
         compute_s: seconds of the operators.
         read: movable tensors that the operators read.
         changed: movable tensors that updates change on the device.
-        choices: the updates that the host may run; nothing of them is in the others.
+        choices: the updates that the host may run; the other fields leave them out.
     """
 
     sizes: list[int]
@@ -86,7 +86,7 @@ class _Needed:
     choices: list[_HostedUpdate] = field(default_factory=list)
 
     def bytes(self, tensors: set[int]) -> int:
-        """The sum of their sizes."""
+        """Sum the sizes of tensors."""
         return sum(self.sizes[t] for t in tensors)
 
 
@@ -123,7 +123,7 @@ def _needed(graph: Graph, device: Device) -> _Needed:
 
 
 def _shared_s(need: _Needed, held: int, device: Device) -> float:
-    """The linear program: least forward + backward over the host's share of each update.
+    """Solve the linear program: least forward + backward over the host's share of each update.
 
     Variables: the two halves' times, and for each update the share that the host runs.
     """
@@ -166,7 +166,7 @@ def _shared_s(need: _Needed, held: int, device: Device) -> float:
 
 
 def _before_boundary(graph: Graph) -> frozenset[int]:
-    """Forward operators that the outputs depend on: they run before the loss boundary."""
+    """Find forward operators that the outputs depend on: they run before the loss boundary."""
     found: set[int] = set()
     waiting = [graph.producer[t] for t in graph.outputs if t in graph.producer]
     while waiting:

@@ -1,9 +1,9 @@
-"""Which updates of a base program the host may run, and the shares of them that are tried.
+"""The updates of a base program that the host may run, and the shares of them that are tried.
 
-The gradient of such an update goes to the host where the base frees it; parameter and state stay
-there, so that neither comes for the update nor goes back after it (ZeRO-Offload, arXiv:2101.06840,
-which does so with all of them or none). The first updates of the step are taken first: what the
-host does for them is over before the step is.
+The gradient of such an update goes to the host where the base frees it. Parameter and state stay
+there, so neither is fetched for the update nor copied back after it. (ZeRO-Offload,
+arXiv:2101.06840, does so with all updates or none.) The first updates of the step are taken first,
+so that the host finishes them before the step ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 
 SHARES = (1.0, 0.0, 0.75, 0.5, 0.25)
-"""Of the bytes that updates change, what the host changes."""
+"""Shares of the bytes that updates change, to be changed by the host."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HostUpdate:
 
     Attributes:
         op: the operator.
-        implementation: the name of the one on the host.
+        implementation: the name of its implementation on the host.
         gradient: the tensor that is copied to the host for it.
         time_s: seconds of the host.
     """
@@ -37,8 +37,7 @@ class HostUpdate:
 
 
 def without_host_updates(graph: Graph, *, inexact_only: bool = False) -> Graph:
-    """The graph, all of whose updates run on the device; or all that would round otherwise on the
-    host."""
+    """Make all updates run on the device; or only those that round differently on the host."""
     operators = []
     for one in graph.operators:
         kept = tuple(c for c in one.implementations if not c.on_host or (inexact_only and c.exact))
@@ -47,8 +46,8 @@ def without_host_updates(graph: Graph, *, inexact_only: bool = False) -> Graph:
 
 
 def possible(graph: Graph, program: Program) -> list[HostUpdate]:
-    """The updates of a program that the host could run, in its order: those whose gradient is one
-    tensor, which the program does not move, and frees after them."""
+    """Return the updates of a program that the host could run, in its order: those whose gradient
+    is one tensor, which the program does not move, and frees after them."""
     moved = {t for x in program for t in x.effects(graph).host_begins}
     freed = set(_frees(graph, program).values())
     found = []
@@ -64,7 +63,7 @@ def possible(graph: Graph, program: Program) -> list[HostUpdate]:
 
 
 def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate, ...]]:
-    """The first of the updates, up to each of `SHARES`; all of them first."""
+    """Yield the first of the updates, up to each of `SHARES`; all of them first."""
     sizes = [
         sum(graph.tensors[t].size_bytes for t in graph.operators[one.op].reads) for one in updates
     ]
@@ -82,7 +81,7 @@ def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate
 def without(
     graph: Graph, program: Program, updates: tuple[HostUpdate, ...]
 ) -> tuple[Program, dict[int, HostUpdate]]:
-    """The program without these updates, and the position of a gradient's Free → its update."""
+    """Return the program without these updates, and the update of each gradient's Free position."""
     if not updates:
         return program, {}
     ops = {one.op for one in updates}
@@ -94,7 +93,7 @@ def without(
 
 
 def _frees(graph: Graph, program: Program) -> dict[int, int]:
-    """Position of a Free → its tensor."""
+    """Map positions of Frees to their tensors."""
     runs = dict(program.computes)
     ends = ((i, x.effects(graph).ends) for i, x in enumerate(program) if i not in runs)
     return {position: tensors[0] for position, tensors in ends if tensors}

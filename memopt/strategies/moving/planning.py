@@ -1,8 +1,8 @@
-"""Planning whole steps whose parameters and optimizer state may live on the host.
+"""Plans whole steps whose parameters and optimizer state may live on the host.
 
-`planned_moves` takes base programs (whoever made them: every operator once, activations moved or
-recomputed) and keeps the fastest program that `memopt.strategies.moving.stays` makes of one
-within the budgets, with none, some or all of the updates run by the host.
+`planned_moves` takes base programs (from any source: every operator once, activations moved or
+recomputed). From each, `memopt.strategies.moving.stays` makes programs within the budgets, with
+none, some or all of the updates on the host; the fastest one is kept.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from memopt.strategies.moving.stays import CHOICES, MovedBase, RoomChoice
 
 PROVED = 1e-9
 SCOUTS = tuple(one for one in CHOICES if one.reserve == 0.3 and not one.for_returns)
-"""The programs that are made with each share of the updates on the host."""
+"""Settings of the programs that are made with each share of the updates on the host."""
 CARRIED = (0.2, 0.5, 1.0)
 """Shares of the room that may stay on the device from one step to the next, where the step is
-repeated; none is tried, too."""
+repeated; 0 is tried, too."""
 CLOSE = 1.1
-"""So many times the best time with updates on the host is close to it."""
+"""The base without updates on the host is close to the best up to this many times its time."""
 
 Tried: TypeAlias = tuple[float, int, MovedBase]
-"""The least time of a base's programs, its number, the base."""
+"""(least time of a base's programs, the base's number, the base)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may take.
+    """The limits of a plan.
 
     Attributes:
         device_bytes: total, of the device.
@@ -60,13 +60,13 @@ class Limits:
 
 
 def fixed_graph(graph: Graph) -> Graph:
-    """The step without movable tensors: parameters and state are resident, and updated there."""
+    """Return the step with parameters and state resident, and updated on the device."""
     return replace(without_host_updates(graph), movable=())
 
 
 def early_steps(graph: Graph) -> Iterator[Program]:
-    """The step in the graph's order, every operator once, with updates as early as they can be;
-    and with the graph's own."""
+    """Yield the step in the graph's order, every operator once, with updates as early as possible;
+    then with the graph's own order of updates."""
     if updates_of(graph):
         first = store_all(without_updates(fixed_graph(graph)))
         yield with_in_place(graph, with_early_updates(fixed_graph(graph), first))
@@ -81,15 +81,15 @@ def planned_moves(
     name: str,
     known: Solution | None = None,
 ) -> Solution:
-    """The fastest program known within the limits.
+    """Return the fastest program known within the limits.
 
     Args:
         graph: a step with movable tensors.
         device: link rates.
         limits: budgets and deadline. Until there is a plan, all bases are tried.
-        bases: (who made it, program), the movable tensors resident in it.
+        bases: (its source, program), the movable tensors resident in it.
         name: the strategy's, for messages.
-        known: a plan without moves, which the one returned is at least as fast as.
+        known: a plan without moves; the plan returned is at least as fast.
 
     Raises:
         InfeasibleBudgetError: plans within the device's budget need more host memory.
@@ -112,7 +112,7 @@ def planned_moves(
 
 @dataclass
 class _Search:
-    """The fastest program so far, and the base that needs the least memory."""
+    """Holds the fastest program so far, and the base that needs the least memory."""
 
     graph: Graph
     device: Device
@@ -126,8 +126,8 @@ class _Search:
         self.bound_s = link_bound_s(self.graph, self.limits.device_bytes, self.device)
 
     def offer(self, program: Program, source: str) -> float:
-        """Keep a program that keeps the budgets, if it is the fastest; its time, infinite beyond
-        them."""
+        """Keep a program within the budgets if it is the fastest; return its time, else
+        infinity."""
         timeline = replay(self.graph, program, self.device)
         self.tried += 1
         if timeline.peak_bytes > self.limits.device_bytes:
@@ -140,10 +140,10 @@ class _Search:
         return timeline.time_s
 
     def base(self, program: Program, source: str) -> None:
-        """Offer what can be made of one base: with each share of the updates on the host a few
-        programs, and all of them with the best of those shares, and with none if that is close;
-        where the step is repeated, also those that leave something on the device. However late it
-        is, one program is made of it."""
+        """Offer programs of one base: a few with each share of the updates on the host; then all,
+        with the best of those shares, and with share 0 if that is close; where the step is
+        repeated, also those that leave tensors on the device. Even after the deadline, one program
+        is made."""
         updates = possible(self.graph, program)
         found: list[Tried] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
@@ -166,8 +166,8 @@ class _Search:
             self._thorough(found, _leaving(rest), source)
 
     def _thorough(self, rows: list[Tried], choices: Sequence[RoomChoice], source: str) -> None:
-        """Offer more programs of the best of some bases, the first of them, and of that without
-        updates on the host if it is close."""
+        """Offer more programs of the best of some bases, of the first of them, and of the base
+        without updates on the host if it is close."""
         for time_s, _, base in rows:
             if self.over:
                 break
@@ -175,8 +175,8 @@ class _Search:
                 self._tried(base, choices, source)
 
     def _tried(self, base: MovedBase, choices: Sequence[RoomChoice], source: str) -> float:
-        """Offer a base's programs; the least time of those within the budgets. Where host memory is
-        limited, gradients may leave it at once, too."""
+        """Offer a base's programs; return the least time of those within the budgets. Where host
+        memory is limited, also try gradients that leave it at once."""
         name = f"{source}, {len(base.hosted)} updates on the host" if base.hosted else source
         least_s, listed = math.inf, list(choices)
         if base.hosted and math.isfinite(self.limits.host_bytes):
@@ -189,20 +189,21 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether to return what there is."""
+        """Tell whether to return the best so far."""
         return self.done or (self.best is not None and not self.limits.deadline.left_s)
 
     def _hopeless(self, base: MovedBase) -> bool:
-        """Whether the base alone, without any stall for moved tensors, is slower than the best."""
+        """Tell whether the base alone, without stalls for moved tensors, is slower than the
+        best."""
         return self.best is not None and base.timeline.time_s >= self.best[1].time_s
 
     @property
     def done(self) -> bool:
-        """Whether nothing can be faster."""
+        """Tell whether nothing can be faster."""
         return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + PROVED)
 
     def solution(self, name: str, began_s: float) -> Solution:
-        """The plan, or the smallest budget known."""
+        """Return the plan, or the smallest budget known."""
         if self.best is not None:
             return self._of(*self.best, self.bound_s, began_s)
         assert self.least is not None
@@ -240,7 +241,7 @@ class _Search:
 
 
 def _leaving(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
-    """The choices, each with some share of the room left to what stays until the next step."""
+    """Return the choices, each with some share of the room for what stays until the next step."""
     return [replace(one, carried=share) for one in choices for share in CARRIED]
 
 
@@ -250,13 +251,13 @@ def activation_bases(
     solve: Callable[[Graph, int], Solution],
     shares: Iterable[float],
 ) -> Iterator[tuple[str, Program]]:
-    """Programs whose activations fit into some of the room that resident parameters leave.
+    """Yield programs whose activations fit into some of the room that resident parameters leave.
 
     Args:
         graph: a step with movable tensors.
         budget_bytes: total.
         solve: plans the step with resident parameters, within a total budget.
-        shares: of the budget, what activations may take; the rest is for moved tensors.
+        shares: of the budget, for activations; the rest is for moved tensors.
     """
     fixed = graph.resident_bytes - graph.movable_bytes
     resident = fixed_graph(graph)

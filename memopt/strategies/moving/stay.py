@@ -1,4 +1,4 @@
-"""When a moved tensor is on the device, from one step into the next included."""
+"""When a moved tensor is on the device, including from one step into the next."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Stay:
 
     Attributes:
         before: the same tensor's stay before this one, which an early copy may meet.
-        carried: whether it is the rest of a stay that began in the step before with an update: the
-            new value goes to the host now.
-        leaves: whether it goes on in the next step.
+        carried: whether it continues a stay that began in the step before with an update; the new
+            value is copied to the host now.
+        leaves: whether it continues in the next step.
     """
 
     tensor: int
@@ -35,12 +35,12 @@ class Stay:
 
     @property
     def joins(self) -> bool:
-        """Whether it goes on from the stay before: nothing is copied."""
+        """Tell whether it continues the stay before: nothing is copied."""
         return self.before is not None and self.before.end + 1 == self.begin
 
 
 def linked(stays: Iterable[Stay]) -> list[Stay]:
-    """The stays of one tensor, each with the one before."""
+    """Link the stays of one tensor, each to the one before."""
     found = list(stays)
     for first, second in pairwise(found):
         second.before = first
@@ -49,7 +49,7 @@ def linked(stays: Iterable[Stay]) -> list[Stay]:
 
 @dataclass(frozen=True)
 class Seam:
-    """What lies between a step and the next one.
+    """The seam between a step and the next one.
 
     Attributes:
         changed: tensor → the instruction that updates it.
@@ -57,7 +57,7 @@ class Seam:
         device: link rates.
         size: bytes of a tensor.
         budget_bytes: total.
-        most_bytes: what may stay on the device from one step to the next.
+        most_bytes: the most that may stay on the device from one step to the next.
     """
 
     changed: Mapping[int, int]
@@ -68,15 +68,15 @@ class Seam:
     most_bytes: int
 
     def carry(self, stays: dict[int, list[Stay]], used: Ints) -> float:
-        """Let what is updated last stay on the device until the next step's forward has hidden its
-        copy to the host, or until that reads it.
+        """Let the tensors updated last stay on the device until the next step's forward has hidden
+        their copies to the host, or reads them.
 
         Args:
-            stays: of each tensor, in order; changed here. What need not move at all goes.
-            used: bytes in use during each instruction; likewise.
+            stays: of each tensor, in order; changed here. Tensors that need not move are removed.
+            used: bytes in use during each instruction; changed here.
 
         Returns:
-            Until when the link to the host is busy with these copies, seconds of the next step.
+            When the link to the host has finished these copies, in seconds of the next step.
         """
         busy_s, left, last = 0.0, self.most_bytes, len(used) - 1
         for tensor in sorted(stays, key=lambda t: (-self.changed.get(t, -1), t)):

@@ -1,12 +1,11 @@
 """Whole steps whose parameters and optimizer state live on the host: what to keep, when to copy.
 
 Given a program that treats the movable tensors as resident (a *base*), every movable tensor is on
-the device at least while something reads it. What room the budget leaves is spent twice: on
-keeping tensors between two readers, or for the whole step, which saves copies, and on copies that
-begin before their reader needs them and end after an update, which hides them. Keeping is decided
-by bytes saved per byte held, for several orders and for several shares of the room; the exact
-replay chooses. Not from a paper; ZeRO-Offload (arXiv:2101.06840) and its successors move all or
-nothing.
+the device at least while something reads it. The room that the budget leaves has two uses. Keeping
+tensors between two readers, or for the whole step, saves copies. Starting copies before their
+reader needs them, and ending them after an update, hides them. What to keep is decided by bytes
+saved per byte held, for several orders and shares of the room; the exact replay chooses. Not from a
+paper; ZeRO-Offload (arXiv:2101.06840) and its successors move all or nothing.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ from memopt.strategies.moving.on_host import HostUpdate, without
 from memopt.strategies.moving.stay import Ints, Seam, Stay, linked
 
 RESERVES = (0.0, 0.1, 0.3, 0.6, 0.9)
-"""Shares of the room that are left for copies under way."""
+"""Shares of the room that are reserved for copies under way."""
 ROUNDS = 3
-"""Schedules of one choice, each with the times of the one before."""
+"""Schedules of one choice, each with the times of the previous one."""
 
 
 @dataclass(frozen=True)
 class RoomChoice:
-    """How the room is spent.
+    """How to spend the room.
 
     Attributes:
         whole_first: whether tensors are kept for the whole step before they are kept between two
             readers.
         reserve: see `RESERVES`.
-        for_returns: the share of the reserve that copies to the host have for themselves.
+        for_returns: the share of the reserve for copies to the host alone.
         carried: the share of the room that may stay on the device from one step to the next, where
             the step is repeated.
-        drops_at_once: whether a gradient's host copy goes as soon as its device copy has, for
+        drops_at_once: whether a gradient's host copy is dropped as soon as its device copy is, for
             which the compute stream waits, not when its update on the host should be over.
     """
 
@@ -96,12 +95,12 @@ class MovedBase:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The base's own."""
+        """Return the base's own timeline."""
         return replay(self.graph, self.program, self.device)
 
     @cached_property
     def touched(self) -> dict[int, list[int]]:
-        """Movable tensor → the instructions that read it, ascending."""
+        """Map movable tensors to the instructions that read them, ascending."""
         movable, found = set(self.graph.movable), dict[int, list[int]]()
         for position, run in self.program.computes:
             for tensor in dict.fromkeys(run.effects(self.graph).reads):
@@ -111,7 +110,7 @@ class MovedBase:
 
     @cached_property
     def changed(self) -> dict[int, int]:
-        """Movable tensor → the instruction that updates it."""
+        """Map movable tensors to the instruction that updates them."""
         movable, found = set(self.graph.movable), dict[int, int]()
         for position, run in self.program.computes:
             changed = changed_by(self.graph, self.graph.operators[run.op])
@@ -120,13 +119,13 @@ class MovedBase:
 
     @cached_property
     def of_host(self) -> frozenset[int]:
-        """What the host updates."""
+        """Return the tensors that the host updates."""
         reads = (t for one in self.hosted for t in self.graph.operators[one.op].reads)
         return frozenset(reads) & frozenset(self.graph.movable)
 
     @cached_property
     def least_bytes(self) -> Ints:
-        """Memory during each instruction when tensors are there only while they are read."""
+        """Return memory during each instruction if movable tensors are present only while read."""
         need = np.array(self.timeline.step_bytes, dtype=np.int64)
         need -= sum(map(self.size, self.of_host.union(self.touched)))  # what nothing reads stays
         for tensor, positions in self.touched.items():
@@ -135,17 +134,17 @@ class MovedBase:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that moves of this base can meet."""
+        """Return the smallest budget that moves of this base can meet."""
         return int(self.least_bytes.max(initial=0))
 
     def size(self, tensor: int) -> int:
-        """Bytes of a tensor."""
+        """Return the bytes of a tensor."""
         return self.graph.tensors[tensor].size_bytes
 
     def candidates(
         self, budget_bytes: int, choices: Iterable[RoomChoice] = CHOICES
     ) -> Iterator[Program]:
-        """Programs within a budget of at least `floor_bytes`: one base, several choices."""
+        """Yield programs within a budget of at least `floor_bytes`: one base, several choices."""
         for choice in choices:
             plan = _Room(self, budget_bytes, choice)
             plan.keep()
@@ -159,7 +158,7 @@ class MovedBase:
 
 @dataclass(eq=False)
 class _Room:
-    """The memory of one choice while it is being spent."""
+    """Spends the memory of one choice, and builds its program."""
 
     base: MovedBase
     budget_bytes: int
@@ -175,12 +174,12 @@ class _Room:
 
     @property
     def reserve_bytes(self) -> int:
-        """What is not spent on keeping tensors."""
+        """Return the bytes that are not spent on keeping tensors."""
         return int(self.choice.reserve * (self.budget_bytes - self.base.floor_bytes))
 
     @property
     def for_returns(self) -> int:
-        """The part of the reserve that copies to the host have for themselves."""
+        """Return the part of the reserve for copies to the host alone."""
         return int(self.choice.for_returns * self.reserve_bytes)
 
     def keep(self) -> None:
@@ -222,7 +221,7 @@ class _Room:
                 stays[index].end = stays.pop(index + 1).end
 
     def program(self, starts_s: npt.NDArray[np.float64]) -> tuple[Program, list[int]]:
-        """The program, and the position in it of every instruction of the base.
+        """Return the program, and the position in it of every instruction of the base.
 
         Args:
             starts_s: when each instruction of the base starts, if the moves go as expected.
@@ -249,8 +248,8 @@ class _Room:
     def _fetches(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
     ) -> Iterator[tuple[int, int, Stay]]:
-        """(instruction at which its copy would best begin, 0, stay), for a link that is busy from
-        the latest moment at which all copies come in time."""
+        """Yield (instruction at which its copy would best begin, 0, stay), for a link that is busy
+        from the latest moment at which all copies come in time."""
         latest_s = math.inf
         for stay in sorted(stays, key=lambda s: (s.begin, s.tensor), reverse=True):
             if stay.carried:
@@ -262,8 +261,8 @@ class _Room:
     def _returns(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64], busy_s: float
     ) -> Iterator[tuple[int, int, Stay]]:
-        """(the update, the instruction before which its copy to the host should be over, stay), for
-        a link that is busy until `busy_s`."""
+        """Yield (the update, the instruction before which its copy to the host should be over,
+        stay), for a link that is busy until `busy_s`."""
         free_s, host_s, graph = busy_s, 0.0, self.base.graph
         operators = dict(self.base.program.computes)
         self.drops = {}

@@ -1,4 +1,4 @@
-"""Offloading strategies (Offloading §4–6), and what the paper does not have: an exact solver."""
+"""Offloading strategies (Offloading §4–6), and an exact solver, which the paper does not have."""
 
 from memopt.strategies.offload.autoswap import AutoSwap as AutoSwap
 from memopt.strategies.offload.dynprog import DynProg as DynProg

@@ -1,4 +1,4 @@
-"""The yardstick AutoSwap of Offloading §6.1: what it moves, in the paper's model."""
+"""The yardstick AutoSwap of Offloading §6.1: its choice of transfers, in the paper's model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AutoSwap(ChainOffload):
             study.enqueue_trial({other: float(other == name) for other in SCORES})
         study.optimize(objective, n_trials=self.trials, timeout=time_limit_s)
         if not results:
-            # However little time there is: one set of weights.
+            # Even without time: one set of weights.
             study.optimize(objective, n_trials=1)
         allowed = {
             offloaded: time_s

@@ -28,21 +28,21 @@ class Candidates:
         self.fixed = [_scaled(doa), _scaled(aoa), _scaled(self._weighted(problem.need_bytes))]
 
     def _weighted(self, need: Bytes) -> Seconds:
-        """The excess over the budget integrated over each absence, byte seconds."""
+        """Integrate the excess over the budget over each absence, byte seconds."""
         # An operation that takes no time counts a little, so that its excess is not overlooked.
         weight = self.problem.durations_s + 1e-9 * (self.problem.compute_time_s + 1e-9)
         excess: Seconds = self.absent @ (np.maximum(need, 0) * weight)
         return excess
 
     def select(self, weights: Seconds) -> tuple[int, ...]:
-        """Indices by decreasing score until every operation fits."""
+        """Select indices by decreasing score until every operation fits."""
         need = self.problem.need_bytes.copy()
         base = sum((w * s for w, s in zip(weights[:3], self.fixed, strict=True)), np.zeros(1))
         left = np.ones(len(self.indices), dtype=np.bool_)
         chosen: list[int] = []
         while (need > 0).any():
             score = base + weights[3] * _scaled(self._weighted(need))
-            # What helps no operation that still lacks room is not moved.
+            # An activation that helps no operation which still lacks room is not moved.
             helps = left & (self.absent & (need > 0)).any(axis=1)
             pick = int(np.argmax(np.where(helps, score, -np.inf)))
             left[pick] = False

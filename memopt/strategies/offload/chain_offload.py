@@ -1,4 +1,4 @@
-"""What the chain offloading strategies share: checks, program, replays, the Solution."""
+"""The base of chain offloading strategies: checks, program, replays, the Solution."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PAPER = "Optimal GPU-CPU Offloading Strategies (Beaumont, Eyraud-Dubois, Shilova
 
 
 def linked(strategy: Strategy, device: Device | None) -> Device:
-    """The device whose link the strategy plans for.
+    """Return the device whose link the strategy plans for.
 
     Raises:
-        ValueError: none is named.
+        ValueError: no device is named.
     """
     if device is None:
         raise ValueError(
@@ -47,13 +47,13 @@ def linked(strategy: Strategy, device: Device | None) -> Device:
 
 @dataclass(frozen=True)
 class OffloadChoice:
-    """What a strategy decides to move.
+    """A strategy's decision about what to move.
 
     Attributes:
-        transfers: what moves, in which order.
-        lower_bound_s: a bound on the time of every whole-transfer schedule, if one was proved.
+        transfers: the moved activations, in order.
+        lower_bound_s: a proved bound on the time of every whole-transfer schedule, if any.
         optimum_s: the least time of all of them, up to the resolution it was proved with.
-        stats: counts worth showing.
+        stats: counts for the solution's stats.
     """
 
     transfers: Transfers
@@ -85,14 +85,14 @@ class ChainOffload(Strategy):
 
     @abstractmethod
     def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
-        """What to move, for a problem with an excess and at least the smallest capacity."""
+        """Choose what to move, for a problem with an excess and at least the smallest capacity."""
 
     def smallest_capacity(self, problem: OffloadProblem) -> int:
-        """The smallest capacity for which the strategy has a plan, bytes, resident excluded."""
+        """Return the smallest capacity with a plan of the strategy, bytes, resident excluded."""
         return problem.floor_bytes
 
     def least_choice(self, problem: OffloadProblem) -> OffloadChoice:
-        """What to move at the smallest capacity, at once: Greedy's set."""
+        """Choose what to move at the smallest capacity, at once: Greedy's set."""
         return OffloadChoice(ordered_transfers(np.flatnonzero(greedy_amounts(problem)).tolist()))
 
     def solve(
@@ -141,11 +141,11 @@ class ChainOffload(Strategy):
         )
 
     def _least_feasible(self, problem: OffloadProblem) -> int:
-        """The smallest capacity for which there is a plan within the host budget, too."""
+        """Return the smallest capacity with a plan that also keeps the host budget."""
         return max(self.smallest_capacity(problem), self._least_with_host(problem))
 
     def _least_with_host(self, problem: OffloadProblem) -> int:
-        """The smallest capacity that Greedy meets within the host budget, bytes: the first
+        """Return the smallest capacity that Greedy meets within the host budget, bytes: the first
         activations move, whole, as long as the host has room for them."""
         amounts = np.where(problem.movable, problem.sizes, 0)
         if self.host_budget_bytes is not None:
@@ -153,7 +153,7 @@ class ChainOffload(Strategy):
         return problem.least_capacity(amounts)
 
     def within_host(self, amounts_bytes: int) -> bool:
-        """Whether so many bytes fit the host budget."""
+        """Tell whether so many bytes fit the host budget."""
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
 
 
@@ -187,7 +187,7 @@ def _replays(
     steps: tuple[ChainStep, ...],
     timeline: Timeline,
 ) -> dict[str, object]:
-    """The same decisions in the paper's model, beside the program's own figures."""
+    """Replay the same decisions in the paper's model, for comparison with the program's figures."""
     amounts = problem.amounts(np.array(transfers.out, dtype=np.int64))
     return {
         "offloaded": tuple(step.stage for step in steps if step.move is Move.OFFLOAD),

@@ -32,7 +32,7 @@ NO_LAST = -1
 
 @njit(cache=True)
 def advance(data: RecurrenceData, state: Floats, i: int, offloaded: bool, new: Floats) -> None:
-    """From label `state` of i to label `new` of i+1: (2)-(5), (7), (8).
+    """Advance label `state` of i to label `new` of i+1: (2)-(5), (7), (8).
 
     It waits for ε^F_i (1) and ε^B_i (6, with ex^B_i), in data of their own direction.
     """
@@ -53,7 +53,7 @@ def advance(data: RecurrenceData, state: Floats, i: int, offloaded: bool, new: F
 
 @njit(cache=True)
 def turning_idle(data: RecurrenceData, state: Floats, last: int) -> float:
-    """ε_G, idle time between F_L and B_L (9, 10)."""
+    """Return ε_G, the idle time between F_L and B_L (9, 10)."""
     ratio = data.ratio
     out, back = state[OUT], state[BACK]
     if out <= 0 and back <= 0:
@@ -85,23 +85,23 @@ def turning_idle(data: RecurrenceData, state: Floats, last: int) -> float:
 
 @njit(cache=True)
 def remaining(state: Floats, i: int, excess: Floats, left: Floats, ratio: float) -> float:
-    """A lower bound on the idle time still to come.
+    """Return a lower bound on the idle time still to come.
 
-    excess[i]: what the later operations lack, all of x_i.. counted as kept; left[i]: time of
+    excess[i]: bytes that the later operations lack, all of x_i.. counted as kept; left[i]: time of
     the operations from F_i to B_i.
     """
     more = state[KEPT] + excess[i]
     if more > 0:
         out, back = max(0.0, state[OUT]) + more, max(0.0, state[BACK]) + more
     else:
-        # Without further offloads, those under way may use the link's spare time outside.
+        # Without further offloads, those in progress may use the link's spare time outside.
         out, back = state[OUT], state[BACK]
     return float(max(0.0, out + back * ratio - left[i]))
 
 
 @njit(cache=True)
 def evaluate(data: RecurrenceData, offloaded: Bools) -> float:
-    """Total idle time of one set of offloads; infinite if it does not fit."""
+    """Return the total idle time of one set of offloads; infinite if it does not fit."""
     state, new = np.zeros(4), np.zeros(4)
     last = NO_LAST
     for i in range(len(data.sizes)):
@@ -118,7 +118,7 @@ def evaluate(data: RecurrenceData, offloaded: Bools) -> float:
 def dominates(
     a: Floats, last_a: int, b: Floats, last_b: int, ratio: float, exact: bool, tolerance: float
 ) -> bool:
-    """Whether label a makes label b superfluous, but for `tolerance`; kept(a) ≤ kept(b)."""
+    """Tell whether label a makes label b superfluous, up to `tolerance`; kept(a) ≤ kept(b)."""
     lead = b[IDLE] - a[IDLE]
     if lead < 0:
         return False
@@ -133,7 +133,7 @@ def thin(
     states: Floats, lasts: Ints, links: Links, start: int, begin: int, end: int,
     exact: bool, ratio: float, tolerance: float,
 ) -> int:  # fmt: skip
-    """Keep in place what no label from `start` on dominates, of labels begin..end by idle time.
+    """Drop in place the labels begin..end, sorted by idle time, that one from `start` on dominates.
 
     Returns the end of the labels kept.
     """
@@ -156,13 +156,13 @@ def select(
     states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float,
     free_kept: float,
 ) -> tuple[int, int]:  # fmt: skip
-    """Drop dominated labels in place; return how many are left and how many `width` cost.
+    """Drop dominated labels in place; return how many are left and how many `width` cut off.
 
-    The labels are sorted by kept data. One that keeps less has more on the host: it can follow
-    one that keeps more only if it keeps at least `free_kept`, so that all the rest may leave, too.
-    When not exact, only labels of equal kept data are compared (and the last offloaded index is
-    ignored); if more than `width` of them are left, those that nearly are dominated go, too, so
-    that what stays is spread over the front.
+    The labels are sorted by kept data. One that keeps less has more on the host. It can follow one
+    that keeps more only if it keeps at least `free_kept`, so that the rest may move, too. When not
+    exact, only labels of equal kept data are compared (and the last offloaded index is ignored); if
+    more than `width` of them are left, nearly dominated ones are dropped, too, so that the rest is
+    spread over the front.
     """
     left, cut, position, free = 0, 0, 0, 0
     while position < count:
@@ -233,7 +233,7 @@ def expand(
 
 @njit(cache=True)
 def future(data: RecurrenceData) -> tuple[Floats, Floats]:
-    """`excess` and `left` of `remaining`, for every i."""
+    """Return `excess` and `left` of `remaining`, for every i."""
     n = len(data.sizes)
     excess = np.full(n + 1, -np.inf)
     left = np.zeros(n + 1)
@@ -247,7 +247,7 @@ def future(data: RecurrenceData) -> tuple[Floats, Floats]:
 def solve(
     data: RecurrenceData, limit: float, host: float, width: int, exact: bool
 ) -> tuple[Bools, float, int, int]:
-    """The set of offloads with the least idle time.
+    """Find the set of offloads with the least idle time.
 
     Labels that cannot come below `limit` are not followed. Returns (offloaded, idle time, labels
     made, labels cut off by `width`); the idle time is infinite if no label is left.

@@ -16,12 +16,12 @@ from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
 
 LABELS_PER_STATE = 48
-"""Labels with equal kept data that are followed; the sets lost are counted in the statistics."""
+"""Labels with equal kept data that are followed; the stats count the sets cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynProgResult:
-    """What the dynamic program found.
+    """The result of the dynamic program.
 
     Attributes:
         amounts: bytes of each x_j to offload; None: nothing was found.
@@ -76,7 +76,7 @@ def solve_dynprog(
 
 
 def _finite(problem: OffloadProblem) -> OffloadProblem:
-    """The problem with rates that the recurrences can multiply: infinite becomes very fast."""
+    """Replace infinite rates by very fast ones, which the recurrences can multiply."""
     fast = 1e9 * (1.0 + float(problem.sizes.sum()))
     return replace(
         problem,
@@ -88,7 +88,7 @@ def _finite(problem: OffloadProblem) -> OffloadProblem:
 def _run(
     problem: OffloadProblem, data: RecurrenceData, exact: bool, host: float
 ) -> tuple[npt.NDArray[np.bool_], float, int, int]:
-    """One run of the dynamic program, bounded by the first eager set that fits the units."""
+    """Run the dynamic program once, bounded by the first eager set that fits the units."""
     from memopt.strategies.offload import dynprog_kernels as kernels
 
     limit = np.inf

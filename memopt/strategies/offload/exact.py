@@ -97,7 +97,7 @@ class OffloadExact(ChainOffload):
 
 
 def _serial_s(problem: OffloadProblem) -> float:
-    """Time in which any plan can be done: nothing overlaps."""
+    """Return the time in which any plan can be done: nothing overlaps."""
     rates = 1 / problem.to_host_bytes_per_s + 1 / problem.from_host_bytes_per_s
     count = int(problem.movable.sum())
     moved = float(problem.sizes[problem.movable].sum()) * rates + 2 * count * problem.latency_s
@@ -105,7 +105,7 @@ def _serial_s(problem: OffloadProblem) -> float:
 
 
 def _fastest(problem: OffloadProblem, known: list[Transfers]) -> Transfers | None:
-    """The known decisions whose program is fastest; None if none has one."""
+    """Return the known decisions whose program is fastest; None if none has one."""
     timed = [(best_schedule(problem, transfers), transfers) for transfers in known]
     built = [(made[1].time_s, transfers) for made, transfers in timed if made is not None]
     return min(built, key=lambda entry: entry[0])[1] if built else None

@@ -53,16 +53,16 @@ class Ticks:
     exact: bool
 
     def up(self, time_s: float) -> int:
-        """The first tick not before a time."""
+        """Return the first tick not before a time."""
         return _ceil(time_s / self.tick_s)
 
     def lower_s(self, ticks: int, events: int) -> float:
-        """A bound in ticks as a bound in seconds: a path has at most `events` rounded times."""
+        """Convert a bound in ticks to seconds: a path has at most `events` rounded times."""
         return (ticks if self.exact else ticks - events) * self.tick_s
 
 
 def choose_ticks(problem: OffloadProblem, horizon_s: float, resolution: int) -> Ticks:
-    """Ticks in which all times are whole, if there are few enough of them; else horizon/resolution.
+    """Choose ticks in which all times are whole, if they are few enough; else horizon/resolution.
 
     Args:
         problem: operations and link.
@@ -85,7 +85,7 @@ def choose_ticks(problem: OffloadProblem, horizon_s: float, resolution: int) -> 
 
 
 def _common_tick(times_s: list[float]) -> float | None:
-    """The largest time of which all are multiples; None if they are no small fractions."""
+    """Return the largest time of which all are multiples; None if they are no small fractions."""
     fractions = [Fraction(time_s).limit_denominator(LARGEST_DENOMINATOR) for time_s in times_s]
     for fraction, time_s in zip(fractions, times_s, strict=True):
         if abs(float(fraction) - time_s) > 1e-12 * max(1.0, time_s):
@@ -98,17 +98,17 @@ def _common_tick(times_s: list[float]) -> float | None:
 
 
 def _ceil(value: float) -> int:
-    """Rounded up, but a value that is whole up to rounding errors stays."""
+    """Round up, but keep a value that is whole up to rounding errors."""
     return math.ceil(value - 1e-6)
 
 
 @dataclass(frozen=True)
 class ExactSolution:
-    """What the solver found.
+    """The solver's result.
 
     Attributes:
         out: offloaded indices in the order of their copies to the host.
-        back: in the order of their return.
+        back: the same indices in the order of their return.
         time_s: makespan in rounded-up ticks; an upper bound on the real one.
         lower_bound_s: no schedule is faster.
         proved: whether the solver closed its gap.
@@ -157,11 +157,11 @@ class ExactModel:
         self.model.minimize(self.end(2 * self.stages - 1))
 
     def end(self, k: int) -> Any:
-        """End of operation k."""
+        """Return the end of operation k."""
         return self.start[k] + self.ticks.durations[k]
 
     def backward(self, j: int) -> int:
-        """The operation B_j."""
+        """Return the index of operation B_j."""
         return 2 * self.stages - 1 - j
 
     def operations(self) -> None:
@@ -271,7 +271,7 @@ class ExactModel:
             self.model.add(last >= sum(moved))
 
     def away(self, j: int, k: int, instant: Any) -> Any:
-        """z_{j,k}: x_j is not on the device at an instant of operation k."""
+        """Return z_{j,k}: x_j is not on the device at an instant of operation k."""
         z = self.model.new_bool_var(f"z{j}_{k}")
         self.model.add_implication(z, self.offloaded[j])
         self.model.add(self.free[j] <= instant).only_enforce_if(z)
@@ -296,8 +296,8 @@ class ExactModel:
                 add(self.back_start[j], up(float(schedule.prefetches_s[j, 0])))
 
     def solve(self, options: SolverOptions) -> ExactSolution | None:
-        """Solve; None if nothing was found in time. Deterministic time, unlike wall time, gives
-        one worker the same answer every time.
+        """Solve; None if nothing was found in time. Limited by deterministic time, one worker gives
+        the same answer every time.
 
         Raises:
             ValueError: the solver rejects the model.

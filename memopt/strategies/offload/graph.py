@@ -46,9 +46,9 @@ from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_
 from memopt.strategies.shared.timing import TIMINGS
 
 PROVED = 1e-12
-"""Gap at which a plan is optimal: sums of floats in another order."""
+"""Gap at which a plan is optimal, since float sums depend on their order."""
 SHARES = (0.8, 0.5, 0.25)
-"""Of the room, what activations may take where parameters move, too."""
+"""Shares of the room for activations, where parameters move, too."""
 
 Score = Callable[[GraphProblem, Absence], tuple[float, ...]]
 
@@ -118,7 +118,7 @@ class OffloadGraph(Strategy):
         time_limit_s: float | None,
         progress: Progress | None,
     ) -> Solution:
-        """A step whose parameters may move; never slower than where they are resident."""
+        """Plan a step whose parameters may move; never slower than with resident parameters."""
         began_s = time.monotonic()
         end_s = math.inf if time_limit_s is None else began_s + time_limit_s
 
@@ -135,7 +135,7 @@ class OffloadGraph(Strategy):
         graph = without_host_updates(graph, inexact_only=True) if self.exact_only else graph
         if budget_bytes is None:
             return resident(fixed, None)
-        # Its plan of least memory, which there is below that, would be of no use here.
+        # Its own plan of least memory, which is below that budget, would be of no use here.
         fits = budget_bytes >= graph_problem(fixed, linked(self, device)).floor_bytes
         known = resident(fixed, budget_bytes) if fits else None
         limits = Limits(budget_bytes, self._host_bytes, Deadline(end_s, progress))
@@ -150,9 +150,9 @@ class OffloadGraph(Strategy):
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
 
     def _below(self, problem: GraphProblem, budget_bytes: int, started: float) -> Solution:
-        """No plan below the floor, and the plan at it: every absence moves, or none where the host
-        has no room. Where outputs are computed in place afterwards a program may need less, so
-        that there the floor is no proof."""
+        """Return no plan below the floor, and the plan at it: every absence moves, or none if the
+        host has no room. If outputs may be computed in place afterwards, a program may need less,
+        so the floor is no proof then."""
         floor_bytes, graph = problem.floor_bytes, problem.graph
         search = _Candidates(problem, floor_bytes, self._host_bytes)
         search.scheduled(problem.absences)
@@ -168,9 +168,9 @@ class OffloadGraph(Strategy):
         )
 
     def _search(self, search: _Candidates) -> None:
-        """Covers, then chain plans, then exchanges, until the deadline."""
+        """Try covers, then chain plans, then exchanges, until the deadline."""
         for number, absences in enumerate(covers(search.problem, search.budget_bytes)):
-            # The first cover is a plan, which there is to be even for who stops at once.
+            # The first cover is a plan, which even a caller who stops at once must get.
             search.scheduled(absences)
             search.tell(0.4 * number / (1 + len(SCORES)), "covering the excess")
             if search.late:
@@ -183,7 +183,7 @@ class OffloadGraph(Strategy):
 
 @dataclass
 class _Candidates:
-    """The fastest program offered so far, and the absences it came from."""
+    """Holds the fastest program offered so far, and the absences it came from."""
 
     problem: GraphProblem
     budget_bytes: int
@@ -196,21 +196,21 @@ class _Candidates:
 
     @cached_property
     def bound_s(self) -> float:
-        """No program within the budget is faster."""
+        """Return a lower bound on the time of programs within the budget."""
         return self.problem.lower_bound_s(self.budget_bytes)
 
     @property
     def done(self) -> bool:
-        """Whether nothing can be faster."""
+        """Tell whether nothing can be faster."""
         return self.best is not None and self.best[1].time_s <= self.bound_s * (1 + PROVED)
 
     @property
     def late(self) -> bool:
-        """Whether the time limit is over and there is a plan to return."""
+        """Tell whether the time limit has passed and there is a plan to return."""
         return self.best is not None and not self.deadline.left_s
 
     def tell(self, fraction: float, what: str) -> None:
-        """Report progress; what it raises ends the search."""
+        """Report progress; an error that the listener raises ends the search."""
         if stops(self.deadline.progress, fraction, what):
             raise Stopped
 
@@ -223,12 +223,12 @@ class _Candidates:
             self.best = program, timeline, source
 
     def _has_room(self, host_bytes: int) -> bool:
-        """Whether the host has room for so much; the least that was asked for is kept."""
+        """Tell whether the host has room for so much; record the least that was asked for."""
         self.least_host_bytes = min(self.least_host_bytes or host_bytes, host_bytes)
         return host_bytes <= self.host_bytes
 
     def scheduled(self, absences: tuple[Absence, ...]) -> float:
-        """Schedule a set of absences with all timings; the least time."""
+        """Schedule a set of absences with all timings; return the least time."""
         least_s = math.inf
         for timing in TIMINGS:
             if self.done or self.late:
@@ -244,7 +244,7 @@ class _Candidates:
         return least_s
 
     def chains(self, host_budget_bytes: int | None) -> None:
-        """Offer the chain offloaders' plans, lowered, where there are any within the budget."""
+        """Offer the chain offloaders' plans within the budget, lowered, if there are any."""
         graph, device = self.problem.graph, self.problem.device
         if has_updates(graph):
             return  # no chain expresses parameter updates
@@ -303,7 +303,7 @@ class _Candidates:
 
 
 def covers(problem: GraphProblem, budget_bytes: int) -> Iterator[tuple[Absence, ...]]:
-    """Sets of absences that cover the excess of every point: all of them, then one per score."""
+    """Yield sets of absences that cover the excess of every point: all, then one per score."""
     yield problem.absences
     for score in SCORES:
         yield _cover(problem, budget_bytes, score)
@@ -319,7 +319,7 @@ SCORES: tuple[Score, ...] = (
 
 
 def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Absence, ...]:
-    """Absences taken by score while they help an uncovered point; what is superfluous then goes."""
+    """Take absences by score while they help an uncovered point; then drop superfluous ones."""
     lacking = problem.need_bytes - budget_bytes
     taken: list[Absence] = []
     for absence in sorted(problem.absences, key=lambda absence: (score(problem, absence), absence)):
@@ -338,7 +338,7 @@ def _cover(problem: GraphProblem, budget_bytes: int, score: Score) -> tuple[Abse
 def _neighbours(
     problem: GraphProblem, budget_bytes: int, absences: tuple[Absence, ...]
 ) -> Iterator[tuple[Absence, ...]]:
-    """Sets that still cover: one absence less, or one absence for another; large absences first."""
+    """Yield sets that still cover: one absence less, or one exchanged; large absences first."""
     lacking = problem.need_bytes - problem.relieved_bytes(absences) - budget_bytes
     others = sorted(set(problem.absences) - set(absences), key=lambda g: (problem.size_bytes(g), g))
     for absence in sorted(absences, key=lambda g: (-problem.size_bytes(g), g)):

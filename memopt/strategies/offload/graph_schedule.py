@@ -1,4 +1,4 @@
-"""From chosen absences to a program: the mover's transfers under one timing."""
+"""Makes a program from chosen absences: the mover's transfers under one timing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memopt.strategies.shared.timing import Link, Timing
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """Where the transfers of some absences come.
+    """The scheduled transfers of some absences.
 
     Attributes:
-        problem: what they are of.
+        problem: the absences' problem.
         used: the absences in which a tensor really left the device.
         time_s: of the step, as the replay counts it.
-        host_bytes: the most on the host.
+        host_bytes: the peak on the host.
         events: the mover's.
     """
 
@@ -45,7 +45,7 @@ def schedule(
 
     Args:
         problem: points and link.
-        budget_bytes: at least what is left when all the absences are used.
+        budget_bytes: at least the memory needed when all the absences are used.
         absences: ascending.
         timing: how early copies and fetches come.
     """

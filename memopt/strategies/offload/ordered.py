@@ -1,9 +1,9 @@
 """The paper's own model: no-wait ordered schedules of a set of offloads.
 
-Two readings of when memory moves. Whole transfers (Problem 1, §3.1 E): the device copy is free
-when the copy is complete, and a prefetch takes its room when it begins. Interruptible (Problem 2,
-and the fractional relaxation): continuously, at the rate of the link. The program that memopt runs
-is replayed apart, by `memopt.programs.replay`.
+There are two readings of when memory moves. Whole transfers (Problem 1, §3.1 E): the device copy is
+free when the copy is complete, and a prefetch takes its room when it begins. Interruptible (Problem
+2, and the fractional relaxation): continuously, at the rate of the link. The program that memopt
+runs is replayed separately, by `memopt.programs.replay`.
 
 The local search over sets of offloads is not in the paper. The dynamic program takes transfers as
 interruptible; programs move whole activations, for which another set is often much better where
@@ -19,7 +19,7 @@ import numpy as np
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 
 EVALUATIONS = 20_000
-"""Schedules that the local search replays at most, a few microseconds each."""
+"""The most schedules that the local search replays, a few microseconds each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class OrderedSchedule:
 def ordered_schedule(
     problem: OffloadProblem, amounts: Bytes, *, whole: bool = False
 ) -> OrderedSchedule:
-    """The no-wait ordered schedule that offloads `amounts[j]` bytes of each x_j.
+    """Make the no-wait ordered schedule that offloads `amounts[j]` bytes of each x_j.
 
     Args:
         problem: chain, capacity and link.
@@ -55,14 +55,14 @@ def ordered_schedule(
 
 
 def makespan_s(problem: OffloadProblem, amounts: Bytes, *, whole: bool = False) -> float:
-    """Makespan of `ordered_schedule`, seconds; infinite if it does not fit."""
+    """Return the makespan of `ordered_schedule`, seconds; infinite if it does not fit."""
     from memopt.strategies.offload import ordered_kernels
 
     return float(ordered_kernels.makespan(problem.arrays, amounts, whole))
 
 
 def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
-    """Bytes of each activation when the first `size_bytes` of the movable ones are offloaded.
+    """Return the bytes of each activation if the first `size_bytes` of movable ones are offloaded.
 
     The last one may be partial (§4.1). Fewer bytes are returned if not that many may move.
     """
@@ -73,19 +73,18 @@ def eager_amounts(problem: OffloadProblem, size_bytes: int) -> Bytes:
 
 
 def greedy_amounts(problem: OffloadProblem) -> Bytes:
-    """Greedy's set: the first activations whose sizes reach the excess."""
+    """Return Greedy's set: the first activations whose sizes reach the excess."""
     return problem.amounts(np.flatnonzero(eager_amounts(problem, problem.excess_bytes)))
 
 
 def searched_amounts(
     problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
 ) -> tuple[Bytes, float]:
-    """The best set that flips and exchanges reach, each of them faster in whole transfers.
+    """Search for the best set by flips and exchanges that each make whole transfers faster.
 
-    The search starts from a planned set, from Greedy's, and from three with pauses: where
-    activations are large, sets whose copies have pauses between them are another valley: one
-    activation in two, either parity, and all less what turns out superfluous. At equal times the
-    set that comes first stays.
+    The search starts from a planned set, from Greedy's, and from three with pauses between copies,
+    which are another valley where activations are large: one activation in two, either parity, and
+    all less the superfluous ones. At equal times the earlier set stays.
 
     Args:
         problem: chain, capacity and link.

@@ -11,7 +11,7 @@ from memopt.strategies.offload.problem import OffloadProblem
 
 
 def proposition_3_s(problem: OffloadProblem) -> float:
-    """LB = max(Σ u_F + u_B, 2·max(0, M_peak - M)/β) (Proposition 3), seconds.
+    """Return LB = max(Σ u_F + u_B, 2·max(0, M_peak - M)/β) (Proposition 3), seconds.
 
     The excess crosses the link once each way; with two rates, one term for each.
     """
@@ -21,7 +21,7 @@ def proposition_3_s(problem: OffloadProblem) -> float:
 
 
 def per_operation_s(problem: OffloadProblem) -> float:
-    """A bound at least as good: what an operation lacks leaves before it and returns after it.
+    """Return a bound at least as good: what an operation lacks leaves before and returns after it.
 
     max over operations of max(time before, need/β) + its own time + max(time after, need/β). It
     holds for every schedule, unordered ones and links that work both ways at once included.
@@ -34,19 +34,19 @@ def per_operation_s(problem: OffloadProblem) -> float:
 
 
 def fractional_optimum_s(problem: OffloadProblem) -> float:
-    """The optimum when activations may be offloaded in part (Theorem 2), seconds.
+    """Return the optimum when activations may be offloaded in part (Theorem 2), seconds.
 
-    The no-wait eager ordered schedule of exactly M_peak - M bytes. Partial transfers only relax
-    the problem, so this bounds every schedule on a link that does one transfer at a time; a
-    latency is left out, as a schedule of fewer, larger activations pays it less often.
-    Infinite if the capacity is below the floor.
+    The no-wait eager ordered schedule of exactly M_peak - M bytes. Partial transfers only relax the
+    problem, so this bounds every schedule on a link that does one transfer at a time; a latency is
+    left out, as a schedule of fewer, larger activations pays it less often. Infinite if the
+    capacity is below the floor.
     """
     relaxed = replace(problem, latency_s=0.0)
     return makespan_s(relaxed, eager_amounts(problem, problem.excess_bytes))
 
 
 def lower_bound_s(problem: OffloadProblem, *, duplex: bool) -> float:
-    """The best bound known for every integral schedule, seconds.
+    """Return the best bound known for every integral schedule, seconds.
 
     Args:
         problem: a feasible problem.

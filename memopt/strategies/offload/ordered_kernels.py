@@ -21,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def fits(need: Ints, amounts: Ints) -> bool:
-    """Whether the amounts an operation does not touch make room for it, for every operation."""
+    """Tell whether for every operation the amounts it does not touch make room for it."""
     n = len(amounts) - 1
     before = 0
     for i in range(n):
@@ -33,10 +33,10 @@ def fits(need: Ints, amounts: Ints) -> bool:
 
 @njit(cache=True)
 def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
-    """Bytes that may be back while each operation runs and from its predecessor's end on.
+    """Return bytes that may be back while each operation runs and from its predecessor's end on.
 
-    0 until F_last starts: only then may x_last, the first to return, have left. While F_last
-    runs it still needs x_last (correction of eq. 10).
+    0 until F_last starts: only then may x_last, the first to return, have left. While F_last runs
+    it still needs x_last (correction of eq. 10).
     """
     n = len(amounts) - 1
     allowed = np.empty(2 * n, np.int64)
@@ -94,7 +94,7 @@ def room_time(
     to_host: float,
     latency_s: float,
 ) -> float:
-    """When `need` bytes have left the device, whole activations or any part of them.
+    """Return when `need` bytes have left the device, whole activations or any part of them.
 
     sums[j]: amounts[0] + … + amounts[j].
     """
@@ -111,7 +111,7 @@ def room_time(
 
 @njit(cache=True)
 def replay(data: ProblemArrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Floats, float]:
-    """Start of each operation, (start, end) of each offload and prefetch, and the makespan.
+    """Return the start of each operation, (start, end) of each copy out and back, and the makespan.
 
     Infinite if it does not fit. `whole`: memory moves at the ends of whole transfers (§3.1 E);
     otherwise continuously, and prefetches may be interrupted (§5).
@@ -155,7 +155,7 @@ def replay(data: ProblemArrays, amounts: Ints, whole: bool) -> tuple[Floats, Flo
 
 @njit(cache=True)
 def makespan(data: ProblemArrays, amounts: Ints, whole: bool) -> float:
-    """The makespan alone; infinite if the schedule does not fit."""
+    """Return the makespan alone; infinite if the schedule does not fit."""
     return replay(data, amounts, whole)[3]
 
 
@@ -200,7 +200,7 @@ def improve(
 def tflms_backward(
     data: ProblemArrays, chosen: Ints, distance: int, made: Floats, out_end: Floats
 ) -> tuple[Floats, Floats, float]:
-    """Start of every operation, start of every prefetch, and the makespan.
+    """Return the start of every operation, the start of every prefetch, and the makespan.
 
     made[i]: end of F_{i-1}; out_end[j]: end of the copy of x_j to the host.
     """
@@ -227,7 +227,7 @@ def tflms_backward(
 
 @njit(cache=True)
 def tflms_peak_and_time(data: ProblemArrays, chosen: Ints, distance: int) -> tuple[int, float]:
-    """Peak memory and makespan with these activations offloaded."""
+    """Return peak memory and makespan with these activations offloaded."""
     durations, used, sizes = data.durations_s, data.used, data.sizes
     n = len(sizes) - 1
     out_end = np.zeros(n + 1)
@@ -251,7 +251,7 @@ def tflms_peak_and_time(data: ProblemArrays, chosen: Ints, distance: int) -> tup
 
 @njit(cache=True)
 def tflms_table(data: ProblemArrays) -> tuple[Ints, Floats]:
-    """(peak, time) for every number of tensors and every prefetch distance."""
+    """Return (peak, time) for every number of tensors and every prefetch distance."""
     n = len(data.sizes) - 1
     movable = np.flatnonzero(data.movable)
     peaks = np.zeros((len(movable) + 1, n), np.int64)

@@ -38,16 +38,16 @@ class ProblemArrays(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OffloadProblem:
-    """One chain, one budget, one link. `need` > 0 is what makes an activation move.
+    """One chain, one budget, one link. Where `need` > 0, activations must move.
 
     Attributes:
-        chain: what the problem is of.
-        device: whose link it is.
+        chain: the chain of the problem.
+        device: the device whose link is used.
         sizes: |x_0|..|x_n|, bytes.
         durations_s: of the 2n operations, seconds.
         held_bytes: Σ|x_j| that the operation finds or makes, all on the device.
-        demand_bytes: what the operation needs beyond them: ex, gradients, parameter gradients.
-        between_bytes: what of that is there before it starts already: gradients.
+        demand_bytes: its further need: ex, gradients, parameter gradients.
+        between_bytes: the part of that in memory before it starts: gradients.
         capacity_bytes: M_GPU: the budget without the resident bytes.
         movable: whether x_j may leave the device.
         to_host_bytes_per_s: β, device → host.
@@ -70,22 +70,22 @@ class OffloadProblem:
 
     @property
     def stages(self) -> int:
-        """n, the loss included."""
+        """Return n, the loss included."""
         return len(self.sizes) - 1
 
     @cached_property
     def used_bytes(self) -> Bytes:
-        """Memory during each operation without any offloading, resident excluded."""
+        """Return the memory during each operation without any offloading, resident excluded."""
         return self.held_bytes + self.demand_bytes
 
     @cached_property
     def need_bytes(self) -> Bytes:
-        """What must be off the device during each operation; below 0 there is room left."""
+        """Return bytes that must be off the device during each operation; below 0, room is left."""
         return self.used_bytes - self.capacity_bytes
 
     @cached_property
     def arrays(self) -> ProblemArrays:
-        """The problem for compiled code."""
+        """Return the problem for compiled code."""
         return ProblemArrays(
             self.durations_s,
             self.used_bytes,
@@ -99,37 +99,37 @@ class OffloadProblem:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """M_peak (§3.2): memory without any offloading, resident excluded."""
+        """Return M_peak (§3.2): memory without any offloading, resident excluded."""
         return int(self.used_bytes.max())
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest capacity any schedule can meet: everything movable is offloaded."""
+        """Return the smallest capacity any schedule can meet: everything movable is offloaded."""
         return self.least_capacity(np.where(self.movable, self.sizes, 0))
 
     @property
     def excess_bytes(self) -> int:
-        """max(0, M_peak - M), which every schedule offloads (Proposition 2)."""
+        """Return max(0, M_peak - M), which every schedule offloads (Proposition 2)."""
         return max(0, self.peak_bytes - self.capacity_bytes)
 
     @property
     def compute_time_s(self) -> float:
-        """Σ (u_F + u_B), seconds."""
+        """Return Σ (u_F + u_B), seconds."""
         return float(self.durations_s.sum())
 
     def amounts(self, offloaded: npt.ArrayLike) -> Bytes:
-        """Bytes of each x_j that leave the device when the listed activations do, entirely."""
+        """Return the bytes of each x_j off the device when the listed activations are, entirely."""
         amounts = np.zeros_like(self.sizes)
         chosen = np.asarray(offloaded, dtype=np.int64)
         amounts[chosen] = self.sizes[chosen]
         return amounts
 
     def fits(self, amounts: Bytes) -> bool:
-        """Whether every operation fits once the amounts it does not touch are off the device."""
+        """Tell whether every operation fits with the amounts it does not touch off the device."""
         return self.least_capacity(amounts) <= self.capacity_bytes
 
     def least_capacity(self, amounts: Bytes) -> int:
-        """The smallest capacity that does once the amounts are off the device."""
+        """Return the smallest capacity that suffices once the amounts are off the device."""
         before = np.concatenate(([0], np.cumsum(amounts)))
         index = np.arange(self.stages)
         away = before[np.concatenate((index, index[::-1]))]
@@ -139,17 +139,17 @@ class OffloadProblem:
 def offload_problem(
     chain: Chain, budget_bytes: int | None, device: Device, *, offload_input: bool = True
 ) -> OffloadProblem:
-    """The offloading problem of a chain under a budget.
+    """Make the offloading problem of a chain under a budget.
 
     An overhead below zero never takes an operation's demand below what it starts with, so that
-    memory between operations, where a prefetch may begin, needs no constraint of its own. The
-    last two activations, which F_{n-1} and B_{n-1} both touch, never move: nothing runs between.
+    memory between operations, where a prefetch may begin, needs no constraint of its own. The last
+    two activations, which F_{n-1} and B_{n-1} both touch, never move: nothing runs between.
 
     Args:
         chain: n stages, the loss last.
         budget_bytes: total bytes, resident included; None: no limit.
         device: link rates and latency. Whether both directions overlap makes no difference to
-            ordered schedules: what is fetched first is what was offloaded last.
+            ordered schedules: the last copy to the host comes before the first one back.
         offload_input: whether a^0 may move; False where the caller keeps it on the device.
     """
     stages = chain.stages

@@ -1,11 +1,11 @@
-"""From a set of offloads to chain steps that keep the budget at instruction boundaries.
+"""Turns a set of offloads into chain steps that keep the budget at instruction boundaries.
 
 An OFFLOAD follows the step that makes its data; the copies queue on the link. Where a step needs
 room, the oldest copies are RELEASEd just before it: no later point keeps the budget, and a later
 point never waits longer. A PREFETCH takes its memory from its boundary on, so it may come only
 where every later step up to its reader still fits. Coming early keeps the link busy; but the room
-it takes may make the next step wait for copies to the host that are still under way. How much
-waiting is taken for how much idle link is `patience`; a few values are tried, and the replay
+it takes may make the next step wait for copies to the host that are still in progress. `patience`
+says how much waiting is accepted for how much idle link; a few values are tried, and the replay
 chooses.
 """
 
@@ -40,7 +40,7 @@ class Transfers:
     not_before: Mapping[int, int] = field(default_factory=dict)
 
     def without(self, dropped: set[int]) -> Transfers:
-        """The transfers but for those of some stages, which stay on the device."""
+        """Leave out the transfers of some stages, which stay on the device."""
         return Transfers(
             tuple(j for j in self.out if j not in dropped),
             tuple(j for j in self.back if j not in dropped),
@@ -51,7 +51,7 @@ class Transfers:
 def ordered_transfers(
     offloaded: Sequence[int], not_before: Mapping[int, int] | None = None
 ) -> Transfers:
-    """Out by increasing index, back by decreasing index."""
+    """Order transfers: out by increasing index, back by decreasing index."""
     indices = sorted(int(j) for j in offloaded)
     return Transfers(tuple(indices), tuple(reversed(indices)), not_before or {})
 
@@ -59,7 +59,7 @@ def ordered_transfers(
 def best_schedule(
     problem: OffloadProblem, transfers: Transfers
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
-    """The fastest of the schedules made with each `PATIENCE`; None if none keeps the budget."""
+    """Return the fastest schedule over all `PATIENCE`; None if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
     view = chain_to_graph(problem.chain)
     for patience in PATIENCE:
@@ -75,9 +75,9 @@ def best_schedule(
 def build_schedule(
     problem: OffloadProblem, transfers: Transfers, patience: float
 ) -> tuple[ChainStep, ...] | None:
-    """The chain steps for some transfers; None if they do not keep the budget.
+    """Make the chain steps for some transfers; None if they do not keep the budget.
 
-    What need not be released at any step is not offloaded at all.
+    An activation that no step needs released is not offloaded at all.
     """
     while True:
         builder = _StepWriter(problem, transfers, patience)
@@ -88,7 +88,7 @@ def build_schedule(
 
 
 class _StepWriter:
-    """One pass over the operations, keeping memory and the streams' times."""
+    """Writes steps in one pass over the operations; tracks memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
         self.problem = problem
@@ -101,7 +101,7 @@ class _StepWriter:
         self.durations_s = problem.durations_s.tolist()
         self.steps: list[ChainStep] = []
         self.unreleased: set[int] = set()
-        """Copied to the host, but the device copy was still there when it was read again."""
+        """Activations copied to the host but still on the device when read again."""
         self.to_offload = list(transfers.out)
         self.to_release = list(transfers.out)
         self.to_prefetch = list(transfers.back)
@@ -122,29 +122,29 @@ class _StepWriter:
         return True
 
     def _allowances(self) -> list[int]:
-        """Bytes that may be back from the boundary before each operation on, all others away."""
+        """Return bytes that may be back from each operation's boundary on, all others away."""
         allowed = [0] * (2 * self.stages)
         bound = self.total_bytes
         for k in reversed(range(2 * self.stages)):
-            # F_k needs x_k and x_{k+1}: they are not away, whatever has been copied.
+            # F_k needs x_k and x_{k+1}: they are on the device, whatever has been copied.
             kept = sum(self.sizes[j] for j in self.transfers.out if j >= k)
             bound = min(bound, self.total_bytes - kept - self.need[k])
             allowed[k] = bound
         return allowed
 
     def _touched_from(self, k: int) -> int:
-        """Index from which activations are touched by operation k, or not made yet."""
+        """Return the first index of activations that operation k touches or that come later."""
         return k if k < self.stages else self.stages
 
     def _offload(self, k: int) -> None:
-        """OFFLOAD what is next in the order and exists before operation k."""
+        """OFFLOAD activations that are next in the order and exist before operation k."""
         while self.to_offload and self.to_offload[0] <= k:
             j = self.to_offload.pop(0)
             self.clock.copy_out(j, self.sizes[j])
             self.steps.append(ChainStep(Move.OFFLOAD, j))
 
     def _releases(self, k: int, more_bytes: int) -> list[int] | None:
-        """The oldest copies whose release leaves room for operation k and `more_bytes`."""
+        """Return the oldest copies whose release leaves room for operation k and `more_bytes`."""
         lacking = self.need[k] + more_bytes - (self.away_bytes - self.back_bytes)
         chosen = []
         for j in self.to_release:
@@ -167,11 +167,11 @@ class _StepWriter:
         return True
 
     def _prefetch(self, k: int) -> bool:
-        """PREFETCH before operation k what it reads, and what else is worth it."""
+        """PREFETCH before operation k the activations it reads, and others where worthwhile."""
         reader = 2 * self.stages - 1 - k
         while self.to_prefetch:
             j = self.to_prefetch[0]
-            # What B_k reads, or stands before that in the order of return, cannot wait.
+            # An activation that B_k reads, or that returns before such a one, cannot wait.
             urgent = k >= self.stages and any(i in (reader, reader + 1) for i in self.to_prefetch)
             if not urgent and not self._worthwhile(k, j):
                 return True
@@ -190,7 +190,7 @@ class _StepWriter:
         return True
 
     def _worthwhile(self, k: int, j: int) -> bool:
-        """Whether x_j may come back before operation k, and rather now than after it."""
+        """Tell whether x_j may come back before operation k, and better now than after it."""
         if j >= k or self.to_offload or k < self.transfers.not_before.get(j, 0):
             return False
         if self.back_bytes + self.sizes[j] > self.allowed[k]:
@@ -202,6 +202,6 @@ class _StepWriter:
         without_s = max([clock.now_s, *(clock.stored_s[i] for i in before)])
         with_s = max([clock.now_s, *(clock.stored_s[i] for i in after)])
         wait_s = with_s - without_s
-        # The link would be idle until the operation ends, were the prefetch to come after it.
+        # The link would be idle until the operation ends if the prefetch came after it.
         idle_s = without_s + self.durations_s[k] - max(with_s, clock.in_free_s)
         return wait_s <= 0 or wait_s <= self.patience * max(0.0, idle_s)

@@ -1,8 +1,8 @@
-"""The dynamic program's data, as they are or in slots (Offloading §5.3.2).
+"""The dynamic program's data, unrounded or in slots (Offloading §5.3.2).
 
-The paper rounds ex, |y| and the sizes of an operation's own activations up one by one. Here what
-an operation leaves for the data it does not touch is rounded down once, which is safe and loses
-less: at the smallest budget it leaves exactly 0, whatever the slots.
+The paper rounds ex, |y| and the sizes of an operation's own activations up one by one. Here the
+room that an operation leaves for data it does not touch is rounded down once. That is safe and
+loses less: at the smallest budget it leaves exactly 0, whatever the slots.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 
 
 class RecurrenceData(NamedTuple):
-    """What the recurrences read, in units (slots, or bytes), for operations i = 0..n-1.
+    """The input of the recurrences, in units (slots, or bytes), for operations i = 0..n-1.
 
     Attributes:
         unit_bytes: bytes in a unit.
         sizes: |x_i|.
         movable: whether x_i may be offloaded.
-        moved_f: u_{F_i}·β, what the link moves to the host during F_i.
-        moved_b: u_{B_i}·β, what it brings back during B_i.
-        room_f: M - ex^F_i - |x_i| - |x_{i+1}|, what F_i leaves for x_0..x_{i-1}.
+        moved_f: u_{F_i}·β, units that the link moves to the host during F_i.
+        moved_b: u_{B_i}·β, units that it brings back during B_i.
+        room_f: M - ex^F_i - |x_i| - |x_{i+1}|, which F_i leaves for x_0..x_{i-1}.
         room_b: the same for B_i, with its gradients.
-        peak_f: what F_i needs beyond M and the data kept among x_0..x_{n-1}: it turns (10) into
-            kept + Δ + peak ≤ what has moved by then.
+        peak_f: the need of F_i beyond M and the data kept among x_0..x_{n-1}: it turns (10) into
+            kept + Δ + peak ≤ units moved by then.
         peak_b: the same for B_i and (9).
         ratio: time to bring a unit back over the time to move it to the host.
     """
@@ -44,20 +44,20 @@ class RecurrenceData(NamedTuple):
     ratio: float
 
     def with_sizes(self, sizes: Seconds) -> RecurrenceData:
-        """The same data with other rounded sizes. What is rounded to zero does not move."""
+        """Return the same data with other rounded sizes. Sizes rounded to zero do not move."""
         return self._replace(sizes=sizes, movable=self.movable & (sizes > 0))
 
 
 def recurrence_data(problem: OffloadProblem, slots: int | None) -> RecurrenceData:
-    """Data of a problem in bytes (slots None) or in `slots` slots of its capacity.
+    """Convert a problem to bytes (slots None) or to `slots` slots of its capacity.
 
-    Rounded: rooms down, peaks up, the partial sums of u·β down, the partial sums of |x_i| up.
-    The last is optimistic: what is kept may be more than what the slots say (see `bump`).
+    Rounded: rooms down, peaks up, the partial sums of u·β down, the partial sums of |x_i| up. The
+    last is optimistic: the data kept may be more than the slots say (see `bump`).
     """
     n = problem.stages
     unit = 1.0 if slots is None else max(1.0, problem.capacity_bytes / slots)
     total = problem.used_bytes
-    # What both sides of an operation's own activations leave free, all others gone.
+    # Room beside an operation's own activations, all others gone.
     own = np.concatenate(([0], np.cumsum(problem.sizes)))[:n]
     room_f = problem.capacity_bytes - total[:n] + own
     room_b = problem.capacity_bytes - total[n:][::-1] + own
@@ -83,7 +83,7 @@ def recurrence_data(problem: OffloadProblem, slots: int | None) -> RecurrenceDat
 
 
 def bump(sizes: Seconds, exact: Seconds, candidates: npt.NDArray[np.bool_]) -> bool:
-    """One more slot for the candidate whose rounded size is below its size, but closest to it.
+    """Add a slot to the candidate whose rounded size is below its size, but closest to it.
 
     Returns False if every candidate is rounded up already.
     """
@@ -96,6 +96,6 @@ def bump(sizes: Seconds, exact: Seconds, candidates: npt.NDArray[np.bool_]) -> b
 
 
 def _partial_sums(values: Seconds | Bytes, unit: float, rounding: np.ufunc) -> Seconds:
-    """Differences of the rounded partial sums of `values`, in units."""
+    """Return the differences of the rounded partial sums of `values`, in units."""
     sums: Seconds = rounding(np.concatenate(([0.0], np.cumsum(values))) / unit)
     return np.diff(sums)

@@ -1,4 +1,4 @@
-"""The yardsticks vDNN and TFLMS of Offloading §6.1: what they move, in the paper's model."""
+"""The yardsticks vDNN and TFLMS of Offloading §6.1: their transfers, in the paper's model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Vdnn(ChainOffload):
         ]
         time_s, best = min(timed, key=lambda entry: entry[0], default=(np.inf, []))
         if not np.isfinite(time_s):
-            # Everything fits the budget (its floor was checked), so the host is what is short.
+            # Everything fits the device budget (its floor was checked), so the host lacks room.
             self.refuse_host(problem, problem.excess_bytes + 1)
         return OffloadChoice(ordered_transfers(best), stats={"candidates": len(candidates)})
 
@@ -92,7 +92,7 @@ class Tflms(ChainOffload):
         )
 
     def _table(self, problem: OffloadProblem) -> tuple[Bytes, Seconds]:
-        """(peak, time) for every N that the host budget allows and every distance."""
+        """Return (peak, time) for every N that the host budget allows and every distance."""
         from memopt.strategies.offload.ordered_kernels import tflms_table
 
         peaks, times = tflms_table(problem.arrays)

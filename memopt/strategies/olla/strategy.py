@@ -130,7 +130,7 @@ class Olla(Strategy):
         progress: Progress | None,
         stats: dict[str, object],
     ) -> tuple[Program, bool]:
-        """(the program reordered, whether its order is proved best)."""
+        """Return (the program reordered, whether its order is proved best)."""
         ordered, ordering = order_program(
             graph,
             program,
@@ -145,8 +145,8 @@ class Olla(Strategy):
     def _order_anew(
         self, graph: Graph, program: Program, budget_bytes: int, time_limit_s: float | None
     ) -> tuple[Program, bool]:
-        """(a program whose best order is over the budget, or one that computes other outputs in
-        place and needs less; whether none of any order within the budget is there)."""
+        """Order a program anew whose best order is over the budget, with other in-place outputs.
+        Return (the program of the smaller peak, whether the outcome is proved)."""
         peak_bytes = replay(graph, program).peak_bytes
         if peak_bytes <= budget_bytes:
             return program, True
@@ -165,7 +165,7 @@ class Olla(Strategy):
     def _limit_bytes(
         self, graph: Graph, unplaced_bytes: int, budget_bytes: int | None
     ) -> int | None:
-        """For the arena and what lies outside it."""
+        """Return the limit on the arena and the memory outside it."""
         if self.arena_cost is None:
             return budget_bytes
         cost_bytes = int(self.arena_cost * (unplaced_bytes - graph.resident_bytes))
@@ -181,8 +181,8 @@ class Olla(Strategy):
         progress: Progress | None,
         stats: dict[str, object],
     ) -> tuple[Program, bool]:
-        """(the program with offsets if any are within the limit, whether the arena is proved to
-        be as small as can be)."""
+        """Return (the program with offsets if any are within the limit, whether the arena is proved
+        to be as small as possible)."""
         placed, placement = place_program(
             graph,
             program,
@@ -221,7 +221,7 @@ def _solution(
 
 
 def _listener(progress: Progress | None, fraction: float, what: str) -> Improvement | None:
-    """Passes improvements on to `progress`."""
+    """Pass improvements on to `progress`."""
     if progress is None:
         return None
     return lambda _seconds, peak, bound: progress(fraction, f"{what}: {peak} bytes, bound {bound}")

@@ -21,7 +21,7 @@ def compiled_unlocked(function: Function) -> Function:
 
 
 def thread_count() -> int:
-    """Threads to share kernels out to (NUMBA_NUM_THREADS).
+    """Return the number of threads that kernels are shared out to (NUMBA_NUM_THREADS).
 
     Kernels run in Python threads without the global lock, never under numba's own parallel
     loops: starting those sets OpenMP's thread count for the whole process, and with it torch's,

@@ -1,13 +1,13 @@
 """Compiled tables of the floating programs: rotor-optimal and rotor-free.
 
-W_PQ(s, t, ℓ, m) is the least time to run B^ℓ ... B^t from a^{s-1} (not counted in m), where
-P = 1 says that ā^ℓ is in memory already, without its input, and Q = 1 that B^t is not run and ā^t
-is left in memory. Both are counted in m. a^{s-1} is gone at the end. rotor-optimal knows only
-P = Q = 0 (Rotor Theorem 4.7, corrected); rotor-free all four. The recurrences are in the
-documentation page of Rotor; `Need` holds their memory conditions.
+W_PQ(s, t, ℓ, m) is the least time to run B^ℓ ... B^t from a^{s-1} (not counted in m), where P = 1
+says that ā^ℓ is in memory already, without its input, and Q = 1 that B^t is not run and ā^t is left
+in memory. Both are counted in m. a^{s-1} is freed by the end. rotor-optimal knows only P = Q = 0
+(Rotor Theorem 4.7, corrected); rotor-free all four. The recurrences are in the documentation page
+of Rotor; `Need` holds their memory conditions.
 
-H_PR(s, u, ℓ, m) = min over s < r ≤ u of (time of F^1..F^{r-1}) + W_PR(r, u, ℓ, m - ω_a^{r-1}):
-a^s has just been computed; it is kept (r = s + 1), or F_∅ goes on. A table is a list of step
+H_PR(s, u, ℓ, m) = min over s < r ≤ u of (time of F^1..F^{r-1}) + W_PR(r, u, ℓ, m - ω_a^{r-1}): a^s
+has just been computed; it is kept (r = s + 1), or F_∅ continues. A table is a list of step
 functions, one after the other; kind = 2P + Q.
 """
 
@@ -51,20 +51,20 @@ class Level(NamedTuple):
 
 @compiled
 def gradient_need(c: ChainArrays, last: int, kind: int) -> int:
-    """Bytes held beside the values of the subchain: ω̃_δ^ℓ, and ā^ℓ if it is in memory."""
+    """Return bytes held beside the values of the subchain: ω̃_δ^ℓ, and ā^ℓ if it is in memory."""
     held = c.saved_bytes[last] if kind >= 2 else 0
     return int(c.gradient[last] + held)
 
 
 @compiled
 def function(level: Level, kind: int, t: int, last: int) -> Steps:
-    """f(kind, t, last), a view."""
+    """Return f(kind, t, last), a view."""
     return part(level.steps, level.start[kind, t, last], level.length[kind, t, last])
 
 
 @compiled_unlocked
 def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: float) -> Column:
-    """H(s, u, ·) of every kind and last stage, from W (`above`) and H of stage s + 1."""
+    """Fill H(s, u, ·) of every kind and last stage, from W (`above`) and H of stage s + 1."""
     n = c.length
     kinds = above.length.shape[0]
     pool, other = buffer(ROOM), buffer(ROOM)
@@ -99,7 +99,7 @@ def fill_h(c: ChainArrays, above: Level, h: Level, s: int, u: int, tolerance: fl
 def own_stage(
     c: ChainArrays, above: Level, kind: int, s: int, last: int, out: Steps, tolerance: float
 ) -> int:
-    """The part of W_kind(s, s, last) that starts with F_all^s, or is B^s alone."""
+    """Compute the part of W_kind(s, s, last) that starts with F_all^s, or is B^s alone."""
     leaves = kind % 2 == 1
     arrived = kind >= 2
     none = part(out, 0, 0)
@@ -122,7 +122,7 @@ def own_stage(
 
 @compiled_unlocked
 def fill_w(c: ChainArrays, above: Level, h: Level, s: int, t: int, tolerance: float) -> Column:
-    """W(s, t, ·) of every kind and last stage, from H of stage s and W (`above`) of stage s + 1."""
+    """Fill W(s, t, ·) of every kind and last stage, from H of stage s and W (`above`) of s + 1."""
     n = c.length
     kinds = above.length.shape[0]
     pool, now, other = buffer(ROOM), buffer(ROOM), buffer(ROOM)

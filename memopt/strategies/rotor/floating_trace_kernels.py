@@ -1,7 +1,7 @@
-"""Schedules out of the floating programs' tables: what fits in exact bytes, and Algorithm 2.
+"""Reads schedules from the floating programs' tables, in exact bytes (Algorithm 2).
 
 Like the persistent program's trace, this one weighs every choice that fits in exact bytes by the
-table's value for what it leaves, so that rounding to slots costs time but never a budget.
+table's value for the rest, so that rounding to slots costs time but never exceeds a budget.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Whole(NamedTuple):
 
 @compiled
 def least_memory(c: ChainArrays, kinds: int) -> Int64Array:
-    """The least memory in bytes of W_kind(s, t, last): the recurrences without time."""
+    """Return the least memory in bytes of W_kind(s, t, last): the recurrences without time."""
     n, size = c.length, c.length + 2
     low = np.full((kinds, size, size, size), FAR, np.int64)
     low_h = np.full((kinds, size, size), FAR, np.int64)
@@ -61,7 +61,7 @@ def least_memory(c: ChainArrays, kinds: int) -> Int64Array:
 def least_of(
     c: ChainArrays, low: Int64Array, low_h: Int64Array, kind: int, s: int, t: int, last: int
 ) -> int:
-    """The least memory of one W from those it depends on."""
+    """Return the least memory of one W from those it depends on."""
     arrived, leaves = kind - kind % 2, kind % 2
     best = FAR
     if s == t:
@@ -82,7 +82,7 @@ def least_of(
 
 @compiled
 def own_need(c: ChainArrays, kind: int, s: int, last: int) -> int:
-    """Bytes for F_all^s and B^s, as far as W_kind(s, s, last) has them."""
+    """Return the bytes of F_all^s and B^s, as far as W_kind(s, s, last) has them."""
     saving = gradient_need(c, last, kind) + c.saving[s]
     if s == last and kind >= 2:
         return int(c.reverse[s])
@@ -91,7 +91,7 @@ def own_need(c: ChainArrays, kind: int, s: int, last: int) -> int:
 
 @compiled
 def own_left(c: ChainArrays, kind: int, s: int) -> int:
-    """Bytes that F_all^s takes from the rest: ā^s, less a^{s-1} if it is dropped."""
+    """Return bytes that F_all^s takes from the rest: ā^s, less a^{s-1} if it is dropped."""
     return int(c.saved_bytes[s] - (c.output_bytes[s - 1] if kind % 2 == 1 else 0))
 
 
@@ -99,7 +99,8 @@ def own_left(c: ChainArrays, kind: int, s: int) -> int:
 def estimate(
     c: ChainArrays, whole: Whole, kind: int, s: int, t: int, last: int, memory: int
 ) -> tuple[int, float]:
-    """(0, W for a memory in bytes); (1, its first value) below its slots; (3, inf) below all."""
+    """Return (0, W for a memory in bytes); below its slots (1, its first value); below all (3,
+    inf)."""
     if memory < whole.floor[kind, s, t, last]:
         return 3, np.inf
     start = whole.start[kind, s, t, last]
@@ -114,7 +115,7 @@ def estimate(
 def choose(
     c: ChainArrays, whole: Whole, kind: int, s: int, t: int, last: int, memory: int
 ) -> tuple[int, int, int]:
-    """(route, r, u): what to do at W_kind(s, t, last) with `memory` bytes.
+    """Choose (route, r, u): what to do at W_kind(s, t, last) with `memory` bytes.
 
     route 0, 1: keep a^{s-1} and a^{r-1}; B^ℓ to B^u from a^{r-1} (route 1: down to ā^u left).
     route 2: the kept a^{s-1} moves to a^{r-1}. route 3: F_all^s, or B^s if ā^s is there.
@@ -175,7 +176,7 @@ def choose(
 
 @compiled_unlocked
 def floating_schedule(c: ChainArrays, whole: Whole, memory: int) -> Int64Array:
-    """The schedule for `memory` bytes, as codes; empty if none fits."""
+    """Return the schedule for `memory` bytes, as codes; empty if none fits."""
     n = c.length
     codes = np.empty(16 * n + 64, np.int64)
     count = 0

@@ -1,7 +1,7 @@
-"""Long chains for programs that cost L^4: neighbouring stages become one.
+"""Groups neighbouring stages of long chains for programs that cost L^4.
 
-A schedule of the grouped chain is one of the chain itself (`expand`): a group's forward, saving
-and backward are its stages' in order. The grouped chain charges at least what they do.
+A schedule of the grouped chain is one of the chain itself (`expand`): a group's forward, saving and
+backward are its stages' in order. The grouped chain charges at least as much as they do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memopt.strategies.rotor.schedules import (
 
 
 def group_ends(chain: Chain, most: int) -> tuple[int, ...]:
-    """Last stages of at most `most` groups of even ā: the lightest neighbours merge first."""
+    """Return last stages of up to `most` groups of even ā: lightest neighbours merge first."""
     ends = list(range(1, len(chain) + 1))
     weights = [stage.saved_bytes for stage in chain.stages]
     while len(ends) > most:
@@ -33,7 +33,7 @@ def group_ends(chain: Chain, most: int) -> tuple[int, ...]:
 
 
 def grouped(chain: Chain, ends: tuple[int, ...]) -> Chain:
-    """The chain whose stages are the groups that end at `ends`."""
+    """Return the chain whose stages are the groups that end at `ends`."""
     stages = [_merge(chain, begin + 1, end) for begin, end in pairwise((0, *ends))]
     return Chain(chain.input_bytes, stages, chain.resident_bytes, chain.input_gradient_bytes)
 
@@ -74,7 +74,7 @@ def _merge(chain: Chain, first: int, last: int) -> Stage:
 
 
 def expand(codes: Codes, ends: tuple[int, ...]) -> Codes:
-    """The coded schedule of the chain for one of its grouped chain."""
+    """Turn a coded schedule of the grouped chain into one of the chain."""
     out: list[int] = []
     for code in codes.tolist():
         move, group = code % CODE_BASE, code // CODE_BASE

@@ -19,7 +19,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class Options(NamedTuple):
-    """The ways to save each stage; that of stage s and option o is at [s, o].
+    """The ways to save each stage; the values of stage s and option o are at [s, o].
 
     Attributes:
         number: how many options each stage has; a chain's own stages have one.
@@ -75,7 +75,7 @@ class ChainArrays(NamedTuple):
 
     @classmethod
     def of(cls, chain: Chain, scale: SlotScale) -> ChainArrays:
-        """The arrays of `chain`, with sizes counted in slots of `scale`."""
+        """Make the arrays of `chain`, with sizes counted in slots of `scale`."""
         n = len(chain)
         stages = chain.stages
         output = np.array([chain.activation_bytes(i) for i in range(n + 1)], np.int64)
@@ -127,7 +127,7 @@ def options_of(
     own_s: Float64Array,
     slot: int,
 ) -> Options:
-    """Options whose sizes are counted in slots of so many bytes, too."""
+    """Make options whose sizes are also counted in slots of so many bytes."""
     return Options(number, -(-saved_bytes // slot), saved_bytes, saving, reverse, own_s)
 
 

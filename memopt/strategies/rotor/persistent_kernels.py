@@ -2,8 +2,8 @@
 
 A row (s, t) is C(s, t, m) for m from low[s, t], the least memory at which the subchain can be
 processed, to high[s, t], beyond which it is constant. Rows lie one after the other in one array:
-what would be infinite or constant costs nothing. `low` and `high` come from recurrences without
-m. Memory may be negative, because overheads may be.
+infinite and constant parts are not stored. `low` and `high` come from recurrences without m. Memory
+may be negative, because overheads may be.
 
 `split_saving` is the one difference between the persistent program (True) and revolve (False):
 whether F_all^s may be separated from B^s. `ChainArrays.options` is the one between a chain and
@@ -52,20 +52,20 @@ class Rows(NamedTuple):
 
 @compiled
 def ceil_div(size: int, slot: int) -> int:
-    """size / slot, rounded up, for negative sizes too."""
+    """Return size / slot, rounded up, for negative sizes too."""
     return -((-size) // slot)
 
 
 @compiled
 def saving_need(c: ChainArrays, s: int, o: int, t: int, slot: int) -> int:
-    """Memory for F_all^s by option o while δ^t is live, and for B^s: m_all of Rotor §4.4."""
+    """Return memory for F_all^s by option o while δ^t is live, and for B^s: m_all of Rotor §4.4."""
     saving, reverse = c.options.saving[s, o], c.options.reverse[s, o]
     return max(ceil_div(c.gradient[t] + saving, slot), ceil_div(reverse, slot))
 
 
 @compiled
 def memory_bounds(c: ChainArrays, slot: int, split_saving: bool) -> tuple[Int64Array, Int64Array]:
-    """`low` and `high` of every row, in the chain's slots or (slot = 1) in bytes."""
+    """Return `low` and `high` of every row, in the chain's slots or (slot = 1) in bytes."""
     n = c.length
     in_bytes = slot == 1
     output = c.output_bytes if in_bytes else c.output
@@ -103,7 +103,7 @@ def memory_bounds(c: ChainArrays, slot: int, split_saving: bool) -> tuple[Int64A
 
 @compiled
 def row_offsets(n: int, low: Int64Array, high: Int64Array) -> tuple[Int64Array, int]:
-    """Where each row starts in the one array, and the array's length (past 2^31 if need be)."""
+    """Return the start of each row in the one array, and the array's length (even past 2^31)."""
     offset = np.zeros_like(low)
     total = 0
     for s in range(n, 0, -1):
@@ -123,10 +123,10 @@ def add_split(
     right_shift: int,
     extra: float,
 ) -> None:
-    """out[i] = min(out[i], left[i - left_shift] + right[i - right_shift] + extra), i ≥ start.
+    """Set out[i] = min(out[i], left[i - left_shift] + right[i - right_shift] + extra), i ≥ start.
 
-    Beyond the end of `left` or `right` its last value holds. Beyond the ends of both only one i
-    is written: the running minimum that follows does the rest.
+    Beyond the end of `left` or `right` its last value holds. Beyond the ends of both only one i is
+    written: the running minimum that follows does the rest.
     """
     stop = out.size
     left_end = left.size + left_shift
@@ -165,14 +165,14 @@ def add_split(
 
 @compiled
 def row(table: Rows, s: int, t: int) -> Float64Array:
-    """The values of row (s, t), a view."""
+    """Return the values of row (s, t), a view."""
     start = table.offset[s, t]
     return table.values[start : start + table.high[s, t] - table.low[s, t] + 1]
 
 
 @compiled
 def need_table(c: ChainArrays) -> Int64Array:
-    """need[s, split]: bytes for F_ck^s F_∅^{s+1} ... F_∅^{split-1} beside a^{s-1} and ω̃_δ."""
+    """Return need[s, split]: bytes of F_ck^s F_∅^{s+1} ... F_∅^{split-1} besides a^{s-1}, ω̃_δ."""
     n = c.length
     need = np.zeros((n + 2, n + 2), np.int64)
     for s in range(1, n + 1):
@@ -186,7 +186,7 @@ def need_table(c: ChainArrays) -> Int64Array:
 def try_splits(
     c: ChainArrays, table: Rows, need: Int64Array, s: int, t: int, begin: int, end: int
 ) -> None:
-    """C1 of Theorem 4.8 for the splits begin ≤ s' < end: keep a^{s-1}, next a^{s'-1}."""
+    """Try C1 of Theorem 4.8 for the splits begin ≤ s' < end: keep a^{s-1}, next a^{s'-1}."""
     base = table.low[s, t]
     out = row(table, s, t)
     for split in range(begin, end):
@@ -205,7 +205,7 @@ def try_splits(
 
 @compiled
 def save_all(c: ChainArrays, table: Rows, s: int, t: int) -> None:
-    """C2 of Theorem 4.8: F_all^s first, B^s last, by the best option."""
+    """Try C2 of Theorem 4.8: F_all^s first, B^s last, by the best option."""
     out = row(table, s, t)
     base = table.low[s, t]
     for o in range(c.options.number[s]):
@@ -225,7 +225,7 @@ def save_all(c: ChainArrays, table: Rows, s: int, t: int) -> None:
 def fill_block(
     c: ChainArrays, table: Rows, need: Int64Array, s0: int, t0: int, width: int, split_saving: bool
 ) -> None:
-    """The rows (s, t) with s0 ≤ s < s0 + width and t0 ≤ t < t0 + width, t ≥ s."""
+    """Fill the rows (s, t) with s0 ≤ s < s0 + width and t0 ≤ t < t0 + width, t ≥ s."""
     s1 = min(s0 + width, c.length + 1)
     t1 = min(t0 + width, c.length + 1)
     for s in range(s0, s1):
@@ -261,7 +261,7 @@ def fill_stage(
     most: int,
     tolerance: float,
 ) -> tuple[Steps, int]:
-    """Append the rows (s, s) ... (s, n) to the pool; stages above s are there.
+    """Append the rows (s, s) ... (s, n) to the pool, which has those of the stages above s.
 
     Returns the pool, which may have moved, and the steps used: -1 if they would pass `most`.
     """

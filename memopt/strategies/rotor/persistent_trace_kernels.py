@@ -1,4 +1,4 @@
-"""Schedules out of the persistent program's table (Rotor Algorithm 4)."""
+"""Reads schedules from the persistent program's table (Rotor Algorithm 4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memopt.strategies.rotor.steps_kernels import index_at
 
 @compiled
 def estimate(c: ChainArrays, table: Rows, s: int, t: int, memory: int) -> tuple[int, float]:
-    """(0, C(s, t, m)) for a memory in bytes; below the row's slots, (1, its first value)."""
+    """Return (0, C(s, t, m)) for a memory in bytes; below the row's slots, (1, its first value)."""
     start = table.offset[s, t]
     if table.at.size > 0:
         index = index_at(table.at[start : start + table.steps[s, t]], memory)
@@ -41,13 +41,13 @@ def choose(
     split_saving: bool,
     split_on_tie: bool,
 ) -> tuple[int, int]:
-    """(split, option) to take at (s, t) with `memory` bytes: 0 and one for F_all^s, or the next
+    """Choose (split, option) at (s, t) with `memory` bytes: 0 and one for F_all^s, or the next
     stage.
 
-    Every choice that fits in exact bytes is weighed by the table's value for what it leaves:
-    with whole slots left this is Algorithm 4, and the time is at most the table's; where the
-    slots are too coarse to see a choice, `floor` (exact least memory) still does. The split is -1
-    if nothing fits.
+    Every choice that fits in exact bytes is weighed by the table's value for the rest. With whole
+    slots left this is Algorithm 4, and the time is at most the table's. Where the slots are too
+    coarse to see a choice, `floor` (exact least memory) still does. The split is -1 if nothing
+    fits.
     """
     best, option = -1, 0
     best_unknown = 3
@@ -96,11 +96,11 @@ def persistent_schedule(
     split_saving: bool,
     split_on_tie: bool = False,
 ) -> tuple[Int64Array, Int64Array]:
-    """(the schedule for `memory` bytes (Algorithm 4), as codes; the option that saves each stage);
-    without codes if none fits.
+    """Return (the schedule for `memory` bytes (Algorithm 4), as codes; the option that saves each
+    stage); without codes if none fits.
 
-    With `split_on_tie` equal times go to what keeps less: lowered to operators, its reruns may be
-    read by nothing and go.
+    With `split_on_tie` equal times go to the choice that keeps less: once lowered to operators, its
+    reruns may be unread and dropped.
     """
     n = c.length
     options = np.zeros(n + 1, np.int64)

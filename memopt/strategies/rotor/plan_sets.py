@@ -11,7 +11,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.rotor.schedules import Codes, steps_of
 
 SAME_TIME = 1e-12
-"""Times whose relative difference is below this are sums of the same floats in another order."""
+"""Relative difference of times below which they are sums of the same floats in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class PlanSet:
 
     Attributes:
         points: by increasing peak, strictly decreasing time.
-        codes: the schedules, coded (`steps_of`), beside the points.
+        codes: the schedule of each point, coded (`steps_of`).
         optimal: whether the points are the exact trade-off of the strategy's class.
         complete: False if the solve was stopped early.
-        stats: figures worth showing.
+        stats: figures for the solution's stats.
     """
 
     points: tuple[CurvePoint, ...]
@@ -41,26 +41,26 @@ class PlanSet:
     stats: Mapping[str, object] = field(default_factory=dict)
 
     def at(self, budget_bytes: int | None) -> int | None:
-        """Index of the fastest schedule within the budget; None if there is none."""
+        """Return the index of the fastest schedule within the budget; None if there is none."""
         if budget_bytes is None:
             return len(self.points) - 1
         index = bisect_right(self.points, budget_bytes, key=lambda point: point.peak_bytes)
         return index - 1 if index else None
 
     def with_stats(self, complete: bool | None = None, /, **stats: object) -> PlanSet:
-        """The same schedules with more stats, or marked as incomplete."""
+        """Return the same schedules with more stats, or marked as incomplete."""
         complete = self.complete if complete is None else complete
         optimal = self.optimal and complete
         return replace(self, optimal=optimal, complete=complete, stats={**self.stats, **stats})
 
     def remade(self, chain: Chain, remake: Callable[[Codes], Codes]) -> PlanSet:
-        """Other schedules made from these, replayed on `chain`; no longer known to be optimal."""
+        """Make other schedules from these, replayed on `chain`; no longer known to be optimal."""
         candidates = replayed(chain, map(remake, self.codes))
         return plan_set(candidates, optimal=False, complete=self.complete, stats=self.stats)
 
 
 def replayed(chain: Chain, schedules: Iterable[Codes]) -> list[tuple[int, float, Codes]]:
-    """(peak in total bytes, seconds, codes) of each schedule."""
+    """Return (peak in total bytes, seconds, codes) of each schedule."""
     candidates = []
     for codes in schedules:
         timeline = replay_chain(chain, steps_of(codes.tolist()))
@@ -69,7 +69,7 @@ def replayed(chain: Chain, schedules: Iterable[Codes]) -> list[tuple[int, float,
 
 
 def merged(first: PlanSet, *others: PlanSet) -> PlanSet:
-    """The undominated schedules of several sets; figures and claims are the first one's."""
+    """Merge the undominated schedules of several sets; stats and claims are the first one's."""
     candidates = [
         (point.peak_bytes, point.time_s, codes)
         for plans in (first, *others)
@@ -85,7 +85,7 @@ def plan_set(
     complete: bool = True,
     stats: Mapping[str, object] | None = None,
 ) -> PlanSet:
-    """The undominated ones of (peak in bytes, time in seconds, codes), ties to the first."""
+    """Keep the undominated ones of (peak in bytes, time in seconds, codes), ties to the first."""
     kept: list[tuple[int, float, Codes]] = []
     for candidate in sorted(candidates, key=lambda item: item[:2]):
         if not kept or candidate[1] < kept[-1][1] * (1 - SAME_TIME):

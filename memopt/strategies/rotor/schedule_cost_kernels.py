@@ -1,4 +1,4 @@
-"""Peak and time of any schedule, by replay."""
+"""Computes the peak and time of any schedule, by replay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from memopt.strategies.rotor.schedules import (
 
 @compiled
 def peak_and_time(c: ChainArrays, codes: Int64Array) -> tuple[int, float]:
-    """(peak in bytes beyond a^0 and the resident bytes, time in seconds); trusts the codes.
+    """Return (peak in bytes beyond a^0 and the resident bytes, time in seconds); trusts the codes.
 
-    Curves have hundreds of schedules. Tests hold it equal to
+    It is compiled because curves have hundreds of schedules. Tests hold it equal to
     `memopt.reductions.chain_replay.replay_chain`, which is the reference.
     """
     held = np.zeros(c.length + 1, np.bool_)

@@ -28,12 +28,12 @@ Codes = npt.NDArray[np.int64]
 
 
 def steps_of(codes: Iterable[int]) -> tuple[ChainStep, ...]:
-    """The chain steps that `codes` stand for."""
+    """Return the chain steps that `codes` stand for."""
     return tuple(ChainStep(MOVES[int(code) % CODE_BASE], int(code) // CODE_BASE) for code in codes)
 
 
 def codes_of(steps: Iterable[ChainStep]) -> tuple[int, ...]:
-    """The codes of chain steps."""
+    """Return the codes of chain steps."""
     return tuple(CODE_BASE * step.stage + MOVES.index(step.move) for step in steps)
 
 
@@ -41,7 +41,7 @@ class TooLarge(Exception):
     """A table would be larger than allowed; it was not allocated.
 
     Attributes:
-        needed_bytes: what it needs, bytes (a lower bound where the size is found on the way).
+        needed_bytes: its size, bytes (a lower bound where the size is found on the way).
     """
 
     def __init__(self, message: str, needed_bytes: int) -> None:
@@ -51,7 +51,7 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SolveLimits:
-    """When one dynamic program must stop: its deadline, the largest size of its table."""
+    """The limits of one dynamic program: its deadline, the largest size of its table."""
 
     table_bytes: int
     deadline: Deadline

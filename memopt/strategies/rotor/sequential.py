@@ -57,7 +57,7 @@ class Sequential(ChainStrategy):
         return plan_set(replayed(chain, schedules), optimal=True)
 
     def counts(self, layers: int) -> tuple[int, ...]:
-        """The numbers of segments tried on a chain of so many layers (the loss apart)."""
+        """Return the numbers of segments tried on a chain of so many layers, without the loss."""
         most = max(1, layers)
         root = math.sqrt(most)
         if self.segments is None:
@@ -70,7 +70,7 @@ class Sequential(ChainStrategy):
 
 
 def segment_codes(stages: int, segments: int) -> list[int]:
-    """The coded schedule of a chain of `stages` stages, the loss included, in `segments`."""
+    """Return the coded schedule of a chain of `stages` stages, the loss included, in `segments`."""
     length = (stages - 1) // segments
     starts = [1 + i * length for i in range(segments)] if length else [1]
     codes = []

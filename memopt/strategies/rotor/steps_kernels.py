@@ -16,7 +16,7 @@ from memopt.strategies.rotor.model import Float64Array, Int64Array
 
 FAR = 2**61
 ROOM = 1
-"""Steps that a new buffer has room for; it grows."""
+"""Steps that a new buffer has room for; buffers grow."""
 
 
 class Steps(NamedTuple):
@@ -28,13 +28,13 @@ class Steps(NamedTuple):
 
 @compiled
 def index_at(at: Int64Array, memory: int) -> int:
-    """Index of the last step at or below `memory`; -1 below the first."""
+    """Return the index of the last step at or below `memory`; -1 below the first."""
     return int(np.searchsorted(at, memory, side="right")) - 1
 
 
 @compiled
 def evaluate(f: Steps, memory: int) -> float:
-    """f(memory)."""
+    """Return f(memory)."""
     index = index_at(f.at, memory)
     return f.value[index] if index >= 0 else np.inf
 
@@ -51,7 +51,7 @@ def improve(
     extra: float,
     tolerance: float,
 ) -> int:
-    """out(m) = min(current(m), a(m - a_shift) + b(m - b_shift) + extra for m ≥ start).
+    """Set out(m) = min(current(m), a(m - a_shift) + b(m - b_shift) + extra for m ≥ start).
 
     Returns the number of steps written, 0 if `current` is already as good everywhere; `out` must
     hold the steps of all three functions.
@@ -108,7 +108,7 @@ def improve(
 
 @compiled
 def first_at_most(f: Steps, begin: int, value: float) -> int:
-    """Index of the first step from `begin` on whose value is at most `value`; the end if none."""
+    """Return the index of the first step from `begin` on with at most `value`; the end if none."""
     end = f.value.size
     while begin < end:
         middle = (begin + end) // 2
@@ -121,7 +121,7 @@ def first_at_most(f: Steps, begin: int, value: float) -> int:
 
 @compiled
 def with_room(pool: Steps, used: int, more: int) -> Steps:
-    """`pool`, or a copy twice as large or larger, with room for `more` after the `used` ones."""
+    """Return `pool`, or a larger copy (twice at least), with room for `more` after `used` steps."""
     if used + more <= pool.at.size:
         return pool
     larger = buffer(max(2 * pool.at.size, used + more))
@@ -131,7 +131,7 @@ def with_room(pool: Steps, used: int, more: int) -> Steps:
 
 @compiled
 def buffer(size: int) -> Steps:
-    """Room for `size` steps."""
+    """Make room for `size` steps."""
     return Steps(np.empty(size, np.int64), np.empty(size))
 
 
@@ -144,11 +144,11 @@ def copy(f: Steps, out: Steps, begin: int, count: int) -> None:
 
 @compiled
 def part(f: Steps, begin: int, count: int) -> Steps:
-    """The `count` steps from `begin` on, a view."""
+    """Return the `count` steps from `begin` on, a view."""
     return Steps(f.at[begin : begin + count], f.value[begin : begin + count])
 
 
 @compiled
 def constant(value: float) -> Steps:
-    """The function that is `value` whatever the memory (far below zero on)."""
+    """Return the function that is `value` whatever the memory (far below zero on)."""
     return Steps(np.full(1, -FAR // 4, np.int64), np.full(1, value))

@@ -1,7 +1,7 @@
 """Rotor's strategies: one solve gives every budget's schedule of a chain.
 
 The dynamic programs (Rotor, revolve, and those in which the last kept activation may move) share
-what is here; their tables are over slots of memory, or exact.
+this code; their tables are over slots of memory, or exact.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEWEST_SLOTS = 15
 EXACT_TABLE_BYTES = 2**26
 
 _RECENT = RecentAnswers[PlanSet](capacity=8)
-"""Many budgets of one chain cost one solve."""
+"""Recent plan sets: many budgets of one chain cost one solve."""
 
 ROTOR_PAPER = (
     "Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal Re-Materialization Strategies "
@@ -48,14 +48,14 @@ class ChainStrategy(Strategy):
 
     @abstractmethod
     def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
-        """Schedules of `chain` for every budget."""
+        """Return schedules of `chain` for every budget."""
 
     def curve(self, chain: Chain) -> tuple[CurvePoint, ...]:
-        """The whole memory–time trade-off, by increasing peak (total bytes), from one solve."""
+        """Return the memory–time trade-off, by increasing peak (total bytes), from one solve."""
         return self._plans(chain, Deadline()).points
 
     def smallest_budget(self, chain: Chain) -> int:
-        """The smallest budget, total bytes, at which `solve` finds a schedule."""
+        """Return the smallest budget, total bytes, at which `solve` finds a schedule."""
         return self.curve(chain)[0].peak_bytes
 
     def solve(
@@ -90,11 +90,11 @@ class ChainStrategy(Strategy):
 
 
 def _solution(chain: Chain, plans: PlanSet, chosen: int, stats: Mapping[str, object]) -> Solution:
-    """The schedule of a plan set's point."""
+    """Return the solution with the schedule of a plan set's point."""
     steps = steps_of(plans.codes[chosen])
     timeline = replay_chain(chain, steps)
     bound_s = timeline.time_s if plans.optimal else chain.compute_time_s
-    # Sums of floats in another order: a plan without recomputation is optimal all the same.
+    # Float sums depend on their order: a plan without recomputation is optimal all the same.
     return solution_of(steps, timeline, bound_s, 1e-12, stats)
 
 
@@ -125,7 +125,7 @@ class TableStrategy(ChainStrategy):
 
     @abstractmethod
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
-        """The schedules of one table; raises TooLarge."""
+        """Return the schedules of one table; raises TooLarge."""
 
     def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
         deadline = deadline or Deadline()
@@ -207,7 +207,7 @@ class FloatingStrategy(TableStrategy):
     """A program of O(L^4) steps per slot.
 
     Attributes:
-        most_stages: longer chains are grouped to so many stages. The grouped chain's schedules
+        most_stages: longer chains are grouped to this many stages. The grouped chain's schedules
             and Rotor's for the whole chain are weighed together; the stats say "groups".
     """
 
@@ -270,7 +270,7 @@ class RotorFree(FloatingStrategy):
 def floating(
     chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
 ) -> PlanSet:
-    """Schedules of a floating program, and those of the smaller classes where it is not exact."""
+    """Return schedules of a floating program, and of the smaller classes if it is not exact."""
     from memopt.strategies.rotor.tables import floating_plans, persistent_plans
 
     if exact:

@@ -35,7 +35,7 @@ NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16
 BLOCK = 8
 NEAR_FLOOR = 15
-"""Tenths of the least memory up to which finer slots are used, NEAR_SLOTS of them."""
+"""Finer slots (NEAR_SLOTS) are used up to this many tenths of the least memory."""
 NEAR_SLOTS = 160
 NEAR_STAGES = 250
 """Longer chains do without the finer slots, which would double their solve time."""
@@ -44,7 +44,7 @@ NEAR_STAGES = 250
 def persistent_plans(
     chain: Chain, scale: SlotScale, split_saving: bool, exact: bool, limits: SolveLimits
 ) -> PlanSet:
-    """Schedules of the persistent program (or revolve) for every budget.
+    """Return schedules of the persistent program (or revolve) for every budget.
 
     Args:
         chain: the chain.
@@ -109,7 +109,7 @@ class SlotTable(NamedTuple):
 
 
 def _scales(scale: SlotScale, stages: int, floor_bytes: int) -> list[SlotTable]:
-    """The slots asked for, and finer ones near the least memory, where few slots fit."""
+    """Return the slots asked for, and finer ones near the least memory, where few slots fit."""
     near_bytes = NEAR_FLOOR * floor_bytes // 10
     fine_bytes = max(1, near_bytes // NEAR_SLOTS)
     if stages > NEAR_STAGES or 2 * fine_bytes > scale.slot_bytes or near_bytes <= 0:
@@ -121,7 +121,7 @@ def _scales(scale: SlotScale, stages: int, floor_bytes: int) -> list[SlotTable]:
 def traced(
     chain: Chain, c: ChainArrays, budgets: list[int], schedule: Callable[[int], Codes]
 ) -> list[tuple[int, float, Codes]]:
-    """(peak in total bytes, seconds, codes) of the schedule for each budget of the table."""
+    """Return (peak in total bytes, seconds, codes) of the schedule for each budget of the table."""
     fixed = chain.resident_bytes + chain.input_bytes
     candidates = []
     with ThreadPoolExecutor(thread_count()) as threads:
@@ -133,7 +133,7 @@ def traced(
 
 
 def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
-    """Bytes at which the root's row falls; the schedules between them are the same or luckier."""
+    """Return bytes at which the root's row falls; between them, schedules are no worse."""
     n = c.length
     low, high = int(table.low[1, n]), int(table.high[1, n])
     if last_slot is not None:
@@ -189,7 +189,7 @@ def _exact_table(
 
 
 def _nothing_known(floor: Int64Array) -> Rows:
-    """A table of zeros: its traces fit their budget and prefer F_all."""
+    """Return a table of zeros: its traces fit their budget and prefer F_all."""
     zeros = np.zeros_like(floor)
     return Rows(np.zeros(1), zeros, zeros, zeros, np.zeros(1, np.int64), zeros + 1)
 
@@ -197,7 +197,7 @@ def _nothing_known(floor: Int64Array) -> Rows:
 def floating_plans(
     chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
 ) -> PlanSet:
-    """Schedules of rotor-optimal (kinds = 1) or rotor-free (4) for every budget.
+    """Return schedules of rotor-optimal (kinds = 1) or rotor-free (4) for every budget.
 
     Raises:
         TooLarge: the tables would pass the limits.
@@ -251,7 +251,7 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
 
 
 def _level(c: ChainArrays, columns: Sequence[int], parts: Sequence[Column], kinds: int) -> Level:
-    """The functions of one stage, `parts` in the order of `columns`."""
+    """Return the functions of one stage, `parts` in the order of `columns`."""
     n = c.length
     start = np.zeros((kinds, n + 2, n + 2), np.int64)
     count = np.zeros((kinds, n + 2, n + 2), np.int64)
@@ -264,7 +264,7 @@ def _level(c: ChainArrays, columns: Sequence[int], parts: Sequence[Column], kind
 
 
 def _joined(pools: Sequence[Steps]) -> Steps:
-    """The step functions of several pools, one after the other."""
+    """Join the step functions of several pools, one after the other."""
     some = pools or [buffer(0)]
     return Steps(
         np.concatenate([pool.at for pool in some]), np.concatenate([pool.value for pool in some])

@@ -1,1 +1,1 @@
-"""What several strategies share: one mover, the relaxations, and the plans of a graph's chain."""
+"""Code that several strategies share: the mover, the relaxations, plans of a graph's chain."""

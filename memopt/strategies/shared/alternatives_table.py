@@ -45,7 +45,7 @@ class AlternativesTable:
         alternatives: of each stage.
         budgets: bytes of the chain within which `program` has a schedule, ascending: the least,
             and whole slots.
-        complete: whether there was time and memory for the table.
+        complete: whether time and memory sufficed for the table.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AlternativesTable:
             self.budgets = [least, *(m * slot for m in whole_slots)]
 
     def best(self, budget_bytes: int) -> tuple[Program | None, Program | None]:
-        """Give the fastest program found that fits, and that of the smallest peak."""
+        """Return the fastest program found that fits, and that of the smallest peak."""
         if not self.budgets:
             return None, None
         least = self.program(self.budgets[0])
@@ -103,7 +103,7 @@ class AlternativesTable:
         return best.program, least
 
     def programs(self, count: int) -> Iterator[Program]:
-        """Give the programs of so many budgets, from least memory to most."""
+        """Yield the programs of so many budgets, from least memory to most."""
         last = len(self.budgets) - 1
         places = {round(k * last / max(1, count - 1)) for k in range(count)}
         for place in sorted(places if self.budgets else ()):
@@ -128,8 +128,8 @@ class AlternativesTable:
         return self._lowered(order)
 
     def _lowered(self, order: list[tuple[int, Alternative | None, bool]]) -> Program:
-        """Make the program of (stage, the alternative where it is saved, whether this is the
-        backward), in order."""
+        """Make the program of (stage, the alternative if saved here, whether backward), in
+        order."""
         instructions: list[Instruction] = []
         begun: set[int] = set()
         trains = self.graph.first_backward < len(self.graph.operators)
@@ -152,7 +152,7 @@ class AlternativesTable:
 def with_alternatives(
     chain: Chain, alternatives: list[list[Alternative]], slot: int
 ) -> ChainArrays:
-    """The arrays of a chain whose stages may be saved by their alternatives."""
+    """Make the arrays of a chain whose stages may be saved by their alternatives."""
     import numpy as np
 
     c = ChainArrays.of(chain, SlotScale(slot))

@@ -1,4 +1,4 @@
-"""Programs of a graph's chain by Rotor: within one budget, within several, and of stages' menus."""
+"""Programs of a graph's chain by Rotor: within one or several budgets, and of stages' menus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.incumbent import smaller, stored
 
 SHARES = (0.9, 0.6, 0.35, 0.2, 0.1)
-"""Of the room beside what is resident, what activations may take; the rest is for parameters."""
+"""Shares of the room beside resident bytes for activations; the rest is for parameters."""
 
 
 def rotor_programs(
@@ -66,9 +66,9 @@ def rotor_programs(
 def programs_of_chain(
     graph: Graph, budgets: Iterable[int], deadline: Deadline
 ) -> Iterator[Program]:
-    """Rotor's programs within some budgets, total bytes: the fastest of each that needs no more,
-    or that of least memory. One table has them all, unless it takes longer than there is time:
-    then only the program of least memory and store-all are known. None where the graph has no
+    """Yield Rotor's programs within some budgets, total bytes: the fastest of each that needs no
+    more, or that of least memory. One table has them all. If it takes longer than there is time,
+    only the programs of least memory and of store-all are known. Yield none if the graph has no
     chain."""
     if has_updates(graph):
         return
@@ -90,8 +90,8 @@ def programs_of_chain(
 def programs_of_stages(
     graph: Graph, most_bytes: int, count: int, deadline: Deadline, allowed: Allowed
 ) -> Iterator[Program]:
-    """Rotor-menus' programs within `count` budgets up to one, total bytes. Stages that are alike
-    are solved once, and one table has them all. None where the graph has no chain, or the table
+    """Yield Rotor-menus' programs within `count` budgets up to one, total bytes. Like stages are
+    solved once, and one table has all programs. Yield none if the graph has no chain, or the table
     takes longer than there is time."""
     if has_updates(graph):
         return
@@ -103,7 +103,7 @@ def programs_of_stages(
 
 
 def programs_of_step(graph: Graph, budget_bytes: int) -> Iterator[Program]:
-    """Rotor's programs of a whole step whose activations take some of the room."""
+    """Yield Rotor's programs of a whole step whose activations take some of the room."""
     if not has_updates(graph):
         return
     resident = fixed_graph(graph)

@@ -1,5 +1,5 @@
-"""Foundations of the 0-1 programs over a graph: operators' implementations, memory, reading an
-answer, and starting from a known program."""
+"""The base of 0-1 programs over a graph: operators' implementations, memory, reading an answer, and
+starting from a known program."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class GraphModel:
         self.size = [tensor.size_bytes for tensor in graph.tensors]
         self.choices = [choices_of(operator, self.allowed) for operator in graph.operators]
         self.made = self.writers(range(self.first))
-        """Forward tensor → (operator, place of the implementation) that write it."""
+        """The (operator, place of the implementation) that write each forward tensor."""
 
     def new_program(self) -> BinaryProgram:
-        """The program to fill."""
+        """Return the program to fill."""
         return BinaryProgram()
 
     def writers(self, operators: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
@@ -78,7 +78,7 @@ class GraphModel:
         return sum(self.size[t] for t in tensors)
 
     def terms(self, held: Iterable[tuple[int, int]]) -> list[Term]:
-        """Give the terms of a memory row for (tensor, variable)."""
+        """Return the terms of a memory row for (tensor, variable)."""
         return [(self.size[t], v) for t, v in held]
 
     def boundary_row(self, held: Iterable[tuple[int, int]], free_bytes: int = 0) -> None:
@@ -93,27 +93,26 @@ class GraphModel:
 
     @property
     def has_boundary(self) -> bool:
-        """Whether the step has a loss boundary."""
+        """Tell whether the step has a loss boundary."""
         return bool(self.graph.tangents) or self.first < self.count
 
     def boundary(self) -> list[Instruction]:
-        """Give the loss boundary of a step that has one."""
+        """Return the loss boundary of a step that has one."""
         return [LossBoundary()] if self.has_boundary else []
 
     def chosen(self, i: int, variables: Sequence[int], values: tuple[bool, ...]) -> list[Compute]:
-        """Give the runs of operator i that a solution chooses."""
+        """Return the runs of operator i that a solution chooses."""
         pairs = zip(self.choices[i], variables, strict=True)
         return [Compute(i, (), name) for (name, _), v in pairs if values[v]]
 
 
 @dataclass
 class FirstRun:
-    """The first run of an operator, the repeated runs just before it, and what is in memory
-    before them."""
+    """An operator's first run, the repeated runs just before it, and the tensors in memory then."""
 
     live: frozenset[int]
     runs: dict[int, str | None] = field(default_factory=dict)
-    """Operator → implementation, the last where it runs twice."""
+    """Operator → implementation, of its last run if it runs twice."""
 
 
 def first_runs(graph: Graph, program: Program) -> Iterator[FirstRun]:

@@ -55,21 +55,21 @@ class GraphProblem:
 
     @cached_property
     def table(self) -> RunTable:
-        """The operators, each by its default implementation, for the mover."""
+        """Return the operators, each by its default implementation, for the mover."""
         return RunTable(self.graph, lambda *_: False)
 
     @cached_property
     def runs(self) -> Ints:
-        """What runs at each point; see `RunTable`."""
+        """Return the run at each point; see `RunTable`."""
         numbers = (BOUNDARY if op is None else self.table.number[op, None] for op in self.operators)
         return np.array(list(numbers), dtype=np.int64)
 
     def size_bytes(self, absence: Absence) -> int:
-        """Bytes that leave the device in an absence."""
+        """Return the bytes that leave the device in an absence."""
         return self.graph.tensors[absence.tensor].size_bytes
 
     def relieved_bytes(self, absences: tuple[Absence, ...]) -> npt.NDArray[np.int64]:
-        """Bytes off the device at each point while all these absences are used to the full."""
+        """Return bytes off the device at each point if all these absences are used to the full."""
         change = np.zeros(len(self.operators) + 1, dtype=np.int64)
         for absence in absences:
             change[absence.after + 1] += self.size_bytes(absence)
@@ -78,31 +78,31 @@ class GraphProblem:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that any program of this class can meet."""
+        """Return the smallest budget that any program of this class can meet."""
         return int((self.need_bytes - self.relieved_bytes(self.absences)).max(initial=0))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Memory when nothing moves."""
+        """Return the memory when nothing moves."""
         return int(self.need_bytes.max(initial=self.graph.resident_bytes))
 
     @cached_property
     def durations_s(self) -> npt.NDArray[np.float64]:
-        """Seconds that the operator of each point takes."""
+        """Return the seconds that the operator of each point takes."""
         operators = self.graph.operators
         return np.array([0.0 if op is None else operators[op].time_s for op in self.operators])
 
     def excess_bytes(self, budget_bytes: int) -> npt.NDArray[np.int64]:
-        """Bytes that must be off the device at each point; never below 0."""
+        """Return the bytes that must be off the device at each point; never below 0."""
         return np.maximum(0, self.need_bytes - budget_bytes)
 
     def lower_bound_s(self, budget_bytes: int) -> float:
-        """No program of this class within the budget is faster.
+        """Return a lower bound on the time of programs of this class within the budget.
 
-        All operators run; and for each point, what it lacks leaves the device before it, once a
-        tensor that it need not touch has been made, and returns after it, before the earliest
-        last reader of such a tensor. (Proposition 3 per operation, on a DAG.) An operator that may
-        compute in place needs less by what its first output takes over.
+        All operators run. For each point, the bytes it lacks leave the device before it, once a
+        tensor that it need not touch has been made, and return after it, before the earliest last
+        reader of such a tensor. (Proposition 3 per operation, on a DAG.) An operator that may
+        compute in place needs less, by the storage that its first output takes over.
         """
         ends = np.cumsum(self.durations_s)
         total = float(ends[-1]) if len(ends) else 0.0
@@ -129,7 +129,7 @@ class GraphProblem:
         return bound
 
     def _taken_over_bytes(self) -> npt.NDArray[np.int64]:
-        """For each point, the most bytes that computing in place saves there."""
+        """Return, for each point, the most bytes that an in-place output saves there."""
         saved = np.zeros(len(self.operators), dtype=np.int64)
         for point, op in enumerate(self.operators):
             if op is not None and self.graph.operators[op].in_place:
@@ -139,7 +139,7 @@ class GraphProblem:
 
 
 def graph_problem(graph: Graph, device: Device) -> GraphProblem:
-    """The points, their memory and the absences of a graph run in its own order."""
+    """Find the points, their memory and the absences of a graph run in its own order."""
     program = store_all(graph)
     timeline = replay(graph, program)
     point = program.steps_before

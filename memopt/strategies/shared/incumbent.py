@@ -1,4 +1,4 @@
-"""The step as the framework runs it, and the fastest program so far."""
+"""The fastest program so far, and the step as the framework runs it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Incumbent:
     Attributes:
         graph: the training step.
         budget_bytes: total bytes; None: no limit.
-        tolerance: share of the time by which a program must be faster to take its place.
-        program: it; None: none is known.
+        tolerance: share of the time by which a program must be faster to replace it.
+        program: the fastest program; None: none is known.
         source: which search found it.
         time_s: its time, seconds.
         device: link rates, for programs that move tensors.
@@ -39,7 +39,7 @@ class Incumbent:
     device: Device | None = None
 
     def offer(self, program: Program, source: str = "") -> Timeline:
-        """Take a program if it keeps the budget and is faster; give its timeline."""
+        """Take a program if it keeps the budget and is faster; return its timeline."""
         timeline = replay(self.graph, program, self.device)
         fits = self.budget_bytes is None or timeline.peak_bytes <= self.budget_bytes
         if fits and timeline.time_s < self.time_s * (1 - self.tolerance):
@@ -47,15 +47,15 @@ class Incumbent:
         return timeline
 
     def near(self, bound_s: float | None, share: float) -> bool:
-        """Whether the program is within a share of a lower bound."""
+        """Tell whether the program is within a share of a lower bound."""
         return bound_s is not None and self.time_s <= bound_s * (1 + share)
 
 
 def stored(graph: Graph) -> Program:
-    """The framework's own order, nothing recomputed, in place where it may be."""
+    """Return the framework's own order, nothing recomputed, with in-place outputs where allowed."""
     return with_in_place(graph, store_all(graph))
 
 
 def smaller(graph: Graph, *programs: Program) -> Program:
-    """Give the program of the smallest peak; of several, the first."""
+    """Return the program of the smallest peak; of several, the first."""
     return min(programs, key=lambda program: replay(graph, program).peak_bytes)

@@ -1,7 +1,7 @@
-"""Implementations chosen afterwards, for the runs of a finished program.
+"""Chooses implementations afterwards, for the runs of a finished program.
 
 The relaxation sees the memory of a run only at its time points. Elsewhere it takes the fastest
-kernels, and a batch norm's backward over its gradient, or a convolution's gradients one after the
+kernels. A batch norm's backward over its gradient, or a convolution's gradients one after the
 other, often make its program fit at little cost.
 """
 
@@ -48,9 +48,9 @@ class _OperatorRun:
     """One run of an operator in a program.
 
     Attributes:
-        outputs: what is kept of its results.
-        reads: what its present implementation reads.
-        dying: what ends with it.
+        outputs: the results that are kept.
+        reads: the tensors that its present implementation reads.
+        dying: the tensors that end with it.
         before_bytes: memory without its results and scratch.
     """
 
@@ -64,8 +64,8 @@ class _OperatorRun:
 def smaller_implementations(
     graph: Graph, program: Program, budget_bytes: int, allowed: Allowed | None
 ) -> Program:
-    """Choose other implementations where a run needs more than the budget: the fastest that fit
-    there, or else those that need least. They read nothing that the run does not.
+    """Choose other implementations where a run exceeds the budget: the fastest that fit, or else
+    those that need least. They read nothing that the run does not.
 
     Args:
         graph: the training step.
@@ -119,7 +119,7 @@ def _run(graph: Graph, program: Program, position: int, row_bytes: int) -> _Oper
 
 
 def _ways(graph: Graph, run: _OperatorRun, allowed: Allowed | None) -> Iterator[tuple[Choice, ...]]:
-    """One implementation, or two after each other, that give what is kept of the run."""
+    """Yield one implementation, or two after each other, that write the run's kept results."""
     known = [
         choice
         for choice in choices_of(run.operator, allowed)
@@ -136,7 +136,7 @@ def _ways(graph: Graph, run: _OperatorRun, allowed: Allowed | None) -> Iterator[
 
 
 def _need_bytes(graph: Graph, run: _OperatorRun, way: tuple[Choice, ...]) -> int:
-    """The most memory that the runs of a way take."""
+    """Return the most memory that these runs take."""
     live, most = run.before_bytes, 0
     for place, (_, choice) in enumerate(way):
         later = {t for _, other in way[place + 1 :] for t in other.reads}

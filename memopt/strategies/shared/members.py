@@ -20,7 +20,7 @@ from memopt.strategies.target import Target
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """What one member did.
+    """The result of one member.
 
     Attributes:
         name: the strategy's.
@@ -39,30 +39,30 @@ class MemberOutcome:
 
     @property
     def plans(self) -> bool:
-        """Whether there is a valid plan within the budget."""
+        """Tell whether there is a valid plan within the budget."""
         return self.solution.plans
 
     @property
     def time_s(self) -> float:
-        """Replayed step time, seconds; 0 without a plan."""
+        """Return the replayed step time, seconds; 0 without a plan."""
         return self.solution.time_s or 0.0
 
     @property
     def line(self) -> tuple[str, str, float | None, float, str]:
-        """(name, status, step time in s, seconds spent, note), for the stats."""
+        """Return (name, status, step time in s, seconds spent, note), for the stats."""
         time_s = self.time_s if self.plans else None
         return self.name, str(self.solution.status), time_s, self.seconds, self.note
 
 
 @dataclass(frozen=True)
 class Member:
-    """A strategy that fits."""
+    """A strategy that can plan the cost model."""
 
     target: Target
 
     @property
     def strategy(self) -> Strategy:
-        """Who plans."""
+        """Return the strategy that plans."""
         return self.target.strategy
 
     def run(
@@ -97,14 +97,14 @@ class Member:
 
     @property
     def quick(self) -> bool:
-        """Whether it has a plan at once, whatever the time: its least memory in one pass."""
+        """Tell whether it has a plan at once, whatever the time: its least memory in one pass."""
         return (
             self.strategy.features in (Features(), Features(recompute=True))
             and self.strategy.needs != "graph"
         )
 
     def _lowered(self, smallest: Solution | None) -> Solution | None:
-        """The plan of the smallest budget, of a graph as a program."""
+        """Return the plan of the smallest budget, of a graph as a program."""
         view = self.target.linearized
         if smallest is None or view is None or smallest.steps is None:
             return smallest
@@ -113,7 +113,7 @@ class Member:
     def _checked(
         self, solution: Solution, budget_bytes: int | None, device: Device
     ) -> tuple[Solution, str]:
-        """(the solution as an `MemberOutcome` has it, why its plan is not valid)."""
+        """Return (the solution as an `MemberOutcome` has it, why its plan is not valid)."""
         program = self.target.program(solution, budget_bytes, device)
         linearized = self.target.linearized is not None
         if program is None:
@@ -140,7 +140,7 @@ class Member:
 def fitting(
     cost_model: CostModel, strategies: Sequence[Strategy]
 ) -> tuple[tuple[Member, ...], tuple[str, ...]]:
-    """The strategies that can plan this cost model, and why the others cannot."""
+    """Return the strategies that can plan this cost model, and why the others cannot."""
     view: ChainView | None = None
     members: list[Member] = []
     refused: list[str] = []
@@ -156,8 +156,8 @@ def fitting(
 
 
 def for_forward(members: Sequence[Member]) -> tuple[tuple[Member, ...], tuple[str, ...]]:
-    """Of a graph without a backward: the members that may lower its memory, those that run
-    operators again before those that only move or reorder, and why the others are left out."""
+    """Select members for a graph without a backward: those that may lower its memory, recomputing
+    ones before those that only move or reorder. Also return why the others are left out."""
     fit = [member for member in members if member.strategy.plans_forward]
     fit.sort(key=lambda m: (m.strategy.needs == "graph", not m.strategy.features.recompute))
     refused = tuple(

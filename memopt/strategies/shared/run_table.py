@@ -36,9 +36,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 BOUNDARY = -1
 TRANSFERS = (Free, SwapIn, SwapOut, DropHost)
-"""What the mover's events stand for, by their kind."""
+"""Instructions of the mover's events, by their kind."""
 AFTER = 2
-"""Kinds from here on follow the run of their time point."""
+"""Events of this kind or a higher one follow the run of their time point."""
 
 
 class VariantArrays(NamedTuple):
@@ -47,14 +47,14 @@ class VariantArrays(NamedTuple):
     Attributes:
         operator: of each variant.
         time_s, workspace_bytes: of each variant.
-        reads_at, reads: tensors that variant v reads, but for resident ones:
+        reads_at, reads: tensors that variant v reads, without resident ones:
             reads[reads_at[v] : reads_at[v + 1]], each once.
-        writes_at, writes: the same of what it writes.
-        over_at, over: the same of what its first output may overwrite.
+        writes_at, writes: the same of the tensors it writes.
+        over_at, over: the same of the tensors its first output may overwrite.
         size_bytes: of each tensor.
         kept: whether the step must end with a tensor.
         stays: whether a tensor never moves to the host: kept, resident, or a tangent.
-        tangents: what appears at the loss boundary.
+        tangents: the tensors that appear at the loss boundary.
         resident_bytes, boundary_bytes: the graph's.
     """
 
@@ -89,7 +89,7 @@ class RunTable:
 
     @cached_property
     def variants(self) -> tuple[tuple[int, str | None], ...]:
-        """(operator, implementation) of each variant; an operator's own comes first of its."""
+        """Return (operator, implementation) of each variant, each operator's own one first."""
         return tuple(
             (i, name)
             for i, operator in enumerate(self.graph.operators)
@@ -97,7 +97,7 @@ class RunTable:
         )
 
     def _names(self, operator: Operator) -> list[str | None]:
-        """The implementations of an operator, its own first."""
+        """Return the implementations of an operator, its own first."""
         names = (choice.name for choice in operator.implementations)
         return [
             None,
@@ -106,12 +106,12 @@ class RunTable:
 
     @cached_property
     def number(self) -> dict[tuple[int, str | None], int]:
-        """(operator, implementation) → its variant's number."""
+        """Map (operator, implementation) to its variant's number."""
         return {variant: v for v, variant in enumerate(self.variants)}
 
     @cached_property
     def others(self) -> tuple[tuple[int, ...], ...]:
-        """For each variant, the other ones of its operator."""
+        """Return for each variant the others of its operator."""
         of: dict[int, list[int]] = defaultdict(list)
         for v, (operator, _) in enumerate(self.variants):
             of[operator].append(v)
@@ -122,12 +122,12 @@ class RunTable:
 
     @cached_property
     def figures(self) -> tuple[Operator | Variant, ...]:
-        """What each variant reads, writes and takes."""
+        """Return the operator or implementation behind each variant."""
         return tuple(variant(self.graph.operators[i], name) for i, name in self.variants)
 
     @cached_property
     def reads_of(self) -> tuple[tuple[int, ...], ...]:
-        """Tensors that each variant reads, but for resident ones, each once."""
+        """Return the tensors that each variant reads, without resident ones, each once."""
         resident = self.graph.resident
         return tuple(
             tuple(t for t in dict.fromkeys(one.reads) if t not in resident) for one in self.figures
@@ -135,12 +135,12 @@ class RunTable:
 
     @cached_property
     def writes_of(self) -> tuple[tuple[int, ...], ...]:
-        """Tensors that each variant writes."""
+        """Return the tensors that each variant writes."""
         return tuple(tuple(one.writes) for one in self.figures)
 
     @cached_property
     def arrays(self) -> VariantArrays:
-        """What the compiled loops read."""
+        """Return the arrays of the compiled loops."""
         graph, resident, figures = self.graph, self.graph.resident, self.figures
         flags = np.zeros((2, len(graph.tensors)), dtype=np.bool_)
         flags[0, sorted(graph.kept)] = True
@@ -161,7 +161,7 @@ class RunTable:
         )
 
     def runs_of(self, program: Program) -> Ints:
-        """The runs of a program, its transfers left out.
+        """Return the runs of a program, its transfers left out.
 
         Raises:
             KeyError: it runs an implementation that is not allowed.
@@ -171,7 +171,7 @@ class RunTable:
         return np.array([run for _, run in sorted(found.items())], dtype=np.int64)
 
     def instruction(self, run: int) -> Instruction:
-        """The Compute of a run, its outputs left open, or the loss boundary."""
+        """Return the Compute of a run, without its outputs, or the loss boundary."""
         if run == BOUNDARY:
             return LossBoundary()
         operator, name = self.variants[run]
@@ -191,7 +191,7 @@ class RunTable:
 
 
 def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Rows of whole numbers as (where each begins, all of them)."""
+    """Pack rows of whole numbers as (where each begins, all of them)."""
     begins = [0, *accumulate(map(len, lists))]
     flat = [t for one in lists for t in one]
     return np.array(begins, dtype=np.int64), np.array(flat, dtype=np.int64)

@@ -2,8 +2,8 @@
 and to run its operators by other implementations.
 
 Each distinct stage is a small training step of its own, solved by the graph model (`time_points`,
-at the stage's own boundary) for a handful of limits on what its forward saves. The stage's input
-a^{ℓ-1} and its output a^ℓ are there in any case.
+at the stage's own boundary) for a handful of limits on the bytes its forward saves. The stage's
+input a^{ℓ-1} and its output a^ℓ are in memory in any case.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.time_points import TimePointModel
 
 MOST = 8
-"""Alternatives of a stage beside the plain one."""
+"""The most alternatives of a stage beside the plain one."""
 SOLVE_S = 2.0
 GAP = 1e-3
 TIE = 1e-6
-"""Share of the stage's time that all its bytes cost: of equally fast alternatives the smallest."""
+"""Share of the stage's time that all its bytes cost: the smallest of equally fast ones wins."""
 
 Run = tuple[int, str | None]
 """(place of an operator in its stage, implementation)."""
@@ -41,7 +41,7 @@ class Alternative:
 
     Attributes:
         forward: the runs of F_all, operators that run only once left out.
-        backward: those of B^ℓ, the ones that run again among them, in order.
+        backward: those of B^ℓ, repeated runs included, in order.
         saved_bytes, forward_time_s, backward_time_s: ω_ā, u_f of F_all and u_b.
         forward_overhead_bytes, backward_overhead_bytes: o_f of F_all and o_b.
     """
@@ -65,7 +65,7 @@ class Recipe:
 
 
 _RECENT = RecentAnswers[tuple[Recipe, ...]](capacity=1000)
-"""Of distinct stages: a model's are solved once for all budgets."""
+"""Recipes of distinct stages: a model's are solved once for all budgets."""
 
 
 def stage_alternatives(
@@ -125,7 +125,7 @@ def _plain(view: Linearization, k: int, stage: Stage) -> Alternative:
 
 
 class _Stage:
-    """One stage; tensors and operators by their place in it, so that repeated ones are alike."""
+    """One stage; tensors and operators by their place in it, so that repeated stages are alike."""
 
     def __init__(
         self, view: Linearization, k: int, allowed: Allowed | None, sizes: list[int]
@@ -141,9 +141,9 @@ class _Stage:
         self.later = previous.gradients if previous is not None else frozenset()
         results = frozenset(t for after in view.stages[k + 1 :] for t in after.results)
         self.given = self.stage.gradients | results
-        """Tensors the backward finds: δ^ℓ, and results of the step, which stay once made."""
+        """Tensors in memory for the backward: δ^ℓ, and results of the step made before."""
         self.operators = (*self.stage.rerun, *self.stage.backward)
-        """Place → operator of the graph."""
+        """Operator of the graph by place."""
         self.choices = self._implementations(allowed)
         own: dict[int, None] = {}
         for operator in self.choices:
@@ -157,8 +157,8 @@ class _Stage:
         self.small = self._small()
 
     def _implementations(self, allowed: Allowed | None) -> list[Operator]:
-        """The stage's operators with those implementations that it can feed, and that write what
-        other stages read of theirs."""
+        """Return the stage's operators with those implementations that can be fed within the stage,
+        and that write every tensor other stages read."""
         graph = self.graph
         there = self.source | self.held | graph.resident | self.given
         there |= frozenset(graph.tangents)
@@ -180,7 +180,7 @@ class _Stage:
         return found
 
     def _small(self) -> Graph:
-        """The stage as a training step. What is there in any case has no bytes."""
+        """Return the stage as a training step; tensors in memory in any case have no bytes."""
         graph, local = self.graph, self.local
         around = graph.resident | self.source | self.held
         made = {t for op in self.choices for t in op.writes} - around
@@ -228,7 +228,7 @@ class _Stage:
         )
 
     def signature(self) -> object:
-        """Equal for stages that are the same problem."""
+        """Return a value that is equal for stages that are the same problem."""
         nameless = tuple(replace(op, name="", module="", target="") for op in self.small.operators)
         sizes = tuple(tensor.size_bytes for tensor in self.small.tensors)
         kinds = tuple(tensor.resident for tensor in self.small.tensors)
@@ -263,7 +263,7 @@ class _Stage:
         return tuple(found)
 
     def size(self, n: int) -> int:
-        """Give the bytes of the tensor at a place."""
+        """Return the bytes of the tensor at a place."""
         return self.small.tensors[n].size_bytes
 
     def _held(self, built: TimePointModel, values: tuple[bool, ...]) -> int:
@@ -276,7 +276,7 @@ class _Stage:
         return Recipe(saved, _runs(steps[:boundary]), _runs(steps[boundary:]))
 
     def alternative(self, recipe: Recipe) -> Alternative:
-        """Work out an alternative's figures, by running the stage's own operators."""
+        """Compute an alternative's figures, by running the stage's own operators."""
         graph, stage, sizes = self.graph, self.stage, self.sizes
         kept = frozenset(self.tensors[n] for n in recipe.saved) - self.held | self.output
 

@@ -1,4 +1,4 @@
-"""Programs from the relaxation with time points: one is added where a program needs too much."""
+"""Programs from the relaxation with time points; one is added where a program needs too much."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.strategies.shared.time_points import TimePointModel
 
 MOST_TIME_POINTS = 4
 MOST_MORE = 8
-"""So many are added at most to raise the bound."""
+"""The most time points added to raise the bound."""
 MOST_ROUNDS = 24
 CLOSE = 5e-3
 """Gap between bound and program at which the search ends."""
@@ -30,15 +30,15 @@ BOUNDARY = -1
 
 @dataclass
 class TimePointSearch:
-    """Solves the relaxation again and again, with time points and slack where its program needs
-    too much memory.
+    """Solves the relaxation repeatedly, adding time points and slack where its program needs too
+    much memory.
 
     Attributes:
         graph, allowed: as for `TimePointModel`.
         budget_bytes: total bytes.
         deadline: asked before every solve.
         best: the fastest program found within the budget.
-        bound_s: what no program of the relaxation's class beats, seconds.
+        bound_s: a lower bound on the time of every program of the relaxation's class, seconds.
         infeasible: whether the relaxation proved that there is none.
     """
 
@@ -56,7 +56,7 @@ class TimePointSearch:
         self.best = Incumbent(self.graph, self.budget_bytes, tolerance=0.0)
 
     def run(self) -> TimePointSearch:
-        """Search until a program fits, or nothing more can be tried; give this search."""
+        """Search until a program fits, or nothing more can be tried; return this search."""
         while self.rounds < MOST_ROUNDS and not self._stopped():
             found = self._solved(self.slack)
             if found is None:
@@ -94,7 +94,7 @@ class TimePointSearch:
         return program, timeline
 
     def _raise_bound(self) -> None:
-        """Add time points, nothing left free, while the bound is not close to the best program."""
+        """Add time points, without slack, while the bound is not close to the best program."""
         points = dict.fromkeys(self.slack, 0)
         most = len(points) + MOST_MORE
         while len(points) < most and not self.best.near(self.bound_s, CLOSE):
@@ -107,8 +107,7 @@ class TimePointSearch:
             points[key] = 0
 
     def _worst(self, program: Program, timeline: Timeline, known: set[int]) -> int | None:
-        """Find the backward operator, none of the known ones, before whose end a program needs
-        most memory beyond the budget."""
+        """Find the backward operator, outside `known`, before whose end memory exceeds most."""
         worst, most, need = None, self.budget_bytes, 0
         backward = self._backward_runs(program)
         for position, size_bytes in enumerate(timeline.step_bytes):
@@ -130,7 +129,7 @@ class TimePointSearch:
         )
 
     def _tighten(self, program: Program, timeline: Timeline) -> None:
-        """Add a time point where the program needs most, or more slack at the one before."""
+        """Add a time point where the program needs most, or more slack at the time point before."""
         peak = timeline.peak_instruction or 0
         excess = timeline.peak_bytes - self.budget_bytes
         key = BOUNDARY
@@ -139,7 +138,7 @@ class TimePointSearch:
             key = next((op for position, op in later if position >= peak), BOUNDARY)
         small = 30 * excess < self.budget_bytes
         if key not in self.slack and (small or len(self.slack) > MOST_TIME_POINTS):
-            # What is left free at an operator that does not run has no effect.
+            # Slack at an operator that does not run has no effect.
             ran = {run.op for _, run in program.computes} | {BOUNDARY}
             key = max(k for k in self.slack if k <= key and k in ran)
         if key in self.slack:

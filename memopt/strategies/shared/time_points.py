@@ -1,7 +1,7 @@
 """A relaxation with few time points, for graphs too large for a stage per operator.
 
 Time point 0 is the loss boundary; time point c > 0 is the run of a chosen backward operator k_c.
-Between two of them only which operators run again counts, not when, so its optimum is a lower
+Between two of them it counts which operators run again, but not when. So its optimum is a lower
 bound for every program without transfers that runs backward operators in the graph's order (with
 time point 0 alone: in any order) and operators that may not run twice, or draw random numbers, in
 their place.
@@ -11,8 +11,8 @@ Variables: d[i,l]   forward operator i runs by implementation l before the bound
     b[k,l]   backward operator k runs by l
     s[c,t]   forward tensor t is in memory at time point c
 Constraints: s[0,t] ≤ Σ d that write t; s[c,t] ≤ s[c-1,t] + Σ r[c-1] that write t
-    d, r and b run only where what they read is there: from d; s[c] or r[c]; s[c] at point c
-    what the step ends with is written; Σ_t s[c,t] |t| + gradients + the operator ≤ budget
+    d, r and b run only where their operands are: from d; s[c] or r[c]; s[c] at point c
+    results of the step are written; Σ_t s[c,t] |t| + gradients + the operator ≤ budget
 `program` reads an answer as a program that runs each operator again as late as it can.
 """
 
@@ -61,16 +61,16 @@ class TimePointModel(GraphModel):
         return needed_operators(self.graph)
 
     def _must_run_once(self, i: int) -> bool:
-        """Whether operator i must run, and exactly once, in the forward."""
+        """Tell whether operator i must run, and exactly once, in the forward."""
         once = i < self.first and not self.graph.operators[i].recomputable
         return once and i in self.needed
 
     def _begin(self, point: int) -> int:
-        """Give the first operator from a time point on."""
+        """Return the first operator from a time point on."""
         return self.at[point - 1] if point else self.first
 
     def _once(self) -> None:
-        """Require of every operator's run that what it reads is written; results are, too."""
+        """Require that the operands of every operator's run are written; results are, too."""
         model, graph = self.model, self.graph
         writers = self.made | self.gradients
         there = graph.resident.union(graph.tangents, writers)
@@ -82,7 +82,7 @@ class TimePointModel(GraphModel):
                 model.at_most_one(self.run[i])
             for (_, choice), v in zip(choices, self.run[i], strict=True):
                 if not there.issuperset(choice.reads):
-                    # Only what may not be chosen writes an operand.
+                    # Only implementations that may not be chosen write an operand.
                     model.fixed[v] = False
                 for t in choice.reads:
                     if t in writers and (i < self.first) == (t in self.made):
@@ -111,11 +111,11 @@ class TimePointModel(GraphModel):
         return tensors, operators
 
     def _operands(self, i: int, choice: Operator | Variant) -> tuple[int, ...]:
-        """What a run of operator i may need."""
+        """Return the tensors that a run of operator i may need."""
         return choice.reads
 
     def _time_point(self, point: int) -> None:
-        """Add what is in memory at a time point, and what runs again after it."""
+        """Add the tensors in memory at a time point, and the repeated runs after it."""
         model, graph = self.model, self.graph
         begin = self._begin(point)
         tensors, operators = self._needed(begin)
@@ -146,22 +146,22 @@ class TimePointModel(GraphModel):
         for (_, choice), chosen in zip(self.choices[begin], self.run[begin], strict=True):
             constant = slack + self._gradient_bytes(begin, choice) + self.bytes_of(choice.writes)
             taken = max((self.size[t] for t in choice.in_place), default=0)
-            # What implementations of others make useless need not run.
+            # Operators that other implementations make useless need not run.
             one = len(self.choices[begin]) == 1 and begin in self.needed
             constant += choice.workspace_bytes - taken
-            # Of two runs that give one result each, the second need not hold the first's operands.
+            # Of two runs that each write one result, the second need not hold the first's operands.
             gone = read_by_some - set(choice.reads) - kept
             held_here = self.terms((t, v) for t, v in held.items() if t not in gone)
             model.memory(constant, held_here, None if one else chosen)
 
     def _sources(self, point: int, t: int) -> list[int]:
-        """List s and r that give a forward tensor between a time point and the next."""
+        """List s and r that make a forward tensor available between a time point and the next."""
         again = self.r[point]
         found = [again[j][p] for j, p in self.made[t] if j in again]
         return found + ([self.s[point][t]] if t in self.s[point] else [])
 
     def _backward(self) -> None:
-        """Backward operators find their forward operands: held at a time point, or made since."""
+        """Require that backward operators find their forward operands: held, or made since."""
         for k in range(self.first, self.count):
             point = bisect_right(self.at, k)
             exact = point > 0 and self.at[point - 1] == k
@@ -172,7 +172,7 @@ class TimePointModel(GraphModel):
                         self.model.implies_any(v, there)
 
     def _gradient_bytes(self, k: int, choice: Operator | Variant) -> int:
-        """Sum up the backward's tensors that every program holds when operator k runs so."""
+        """Sum the bytes of backward tensors that every program holds when operator k runs so."""
         held = set(self.graph.tangents).union(self.gradients).intersection(choice.reads)
         for t, writers in self.gradients.items():
             sure = len({i for i, _ in writers}) == 1 and writers[0][0] < k
@@ -182,7 +182,7 @@ class TimePointModel(GraphModel):
         return self.bytes_of(held)
 
     def _sure(self, t: int, k: int) -> bool:
-        """Whether a tensor must be held when operator k runs: the step ends with it, or an
+        """Tell whether a tensor must be held when operator k runs: the step ends with it, or an
         operator that must run, from k on, reads it under every implementation."""
         if t in self.graph.kept:
             return True
@@ -234,7 +234,7 @@ class _LateRuns:
                         self.maker.setdefault(t, (i, place))
 
     def before(self, tensors: Iterable[int]) -> list[Compute]:
-        """List the runs that make tensors which are not there, in the graph's order."""
+        """List the runs that make tensors which are not in memory, in the graph's order."""
         wanted: set[tuple[int, int]] = set()
         stack = list(tensors)
         while stack:

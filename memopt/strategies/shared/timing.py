@@ -1,4 +1,4 @@
-"""The link to the host, and how early transfers come: what the mover's compiled loops are told."""
+"""The link to the host, and how early transfers come: input of the mover's compiled loops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which tensors of given runs move to the host, and when: compiled.
+"""Compiled: which tensors of given runs move to the host, and when.
 
-`chosen_gaps` evicts, wherever memory is short, what is needed again last (Belady). `transfers`
+`chosen_gaps` evicts, wherever memory is short, the tensor needed again last (Belady). `transfers`
 keeps the time of the replay while it places copies, frees and fetches:
 
 - a copy to the host starts when its tensor is made (or when its first gap begins);
@@ -23,15 +23,16 @@ from memopt.strategies.shared.timing import Link, Timing
 def chosen_gaps(
     need: Ints, gaps: Ints, sizes: Ints, limit_bytes: int, never: Flags, order: Ints
 ) -> tuple[Flags, bool]:
-    """(which gaps to use so that no time point needs more than the limit, whether they suffice).
+    """Choose gaps so that no time point needs more than the limit; return (which, whether they
+    suffice).
 
     Args:
         need: bytes of each time point.
         gaps: as `memory_of` gives them.
         sizes: bytes of each gap.
         limit_bytes: total.
-        never: which gaps are not to be used.
-        order: of the gaps open at a point those with the largest figure go first.
+        never: gaps that must not be used.
+        order: of the gaps open at a point, those with the largest value here go first.
     """
     points, count = need.size, gaps.shape[0]
     chosen = np.zeros(count, dtype=np.bool_)
@@ -85,10 +86,10 @@ def _down(heap: Ints, held: int, order: Ints) -> None:
 
 
 NOW, OUT_FREE, IN_FREE = 0, 1, 2
-"""Of `Pass.clock`: when the compute stream gets here, and when each way of the link is free."""
+"""Indices of `Pass.clock`: when the compute stream, and each way of the link, is free."""
 OPEN, AWAY, COMING, FETCHED, OFF, HOST, MOST_HOST, NOTED = range(8)
-"""Of `Pass.figures`: gaps of three kinds, bytes that are coming, bytes off the device, on the host,
-the most there, and events."""
+"""Indices of `Pass.figures`: lengths of the lists `open`, `away` and `coming`, bytes of `coming`,
+bytes off the device, bytes on the host, their maximum, and the number of events."""
 ALLOWANCE = 1.01
 FREE, FETCH, COPY, DROP = range(4)
 """Kinds of events."""
@@ -138,14 +139,14 @@ def transfers(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
     limit_bytes: int, link: Link, timing: Timing, most_s: float,
 ) -> tuple[float, int, Ints, Flags]:  # fmt: skip
-    """(time of the step in s, infinite if it does not fit; most bytes on the host; events; gaps
-    used).
+    """Place the transfers of chosen gaps; return (time of the step in s, infinite if it does not
+    fit; most bytes on the host; events; gaps used).
 
     An event is a row (point, kind, tensor), in the order of the program: before the point's run
-    kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it.
-    Chosen gaps that never free their tensor are left out, and the rest is placed anew. It does not
-    fit, either, where it is clear on the way that it takes `most_s` or longer: at first with some
-    allowance, as the copies that are left out may have been in the way.
+    kind 0 frees and kind 1 fetches; after it, 2 begins the copy to the host and 3 drops it. Chosen
+    gaps that never free their tensor are left out, and the rest is placed anew. A step that proves
+    on the way to take `most_s` or longer does not fit, either: at first with some allowance, as the
+    copies that are left out may have been in the way.
     """
     allowed_s = ALLOWANCE * most_s
     while True:
@@ -216,7 +217,7 @@ def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
     limit_bytes: int, link: Link, timing: Timing,
 ) -> None:  # fmt: skip
-    """What is read here comes, and what is read next as far as there is room for it until then."""
+    """Fetch tensors read at this point, and, with room until their readers, those read next."""
     count = at.figures
     away, count[AWAY] = count[AWAY], 0
     count[COMING] = count[FETCHED] = 0
@@ -227,7 +228,7 @@ def _choose_fetches(
         before, size = gaps[g, 2], v.size_bytes[gaps[g, 0]]
         take = before == p
         if not take and not early:
-            # They are in the order of their readers: nothing after this one is read here.
+            # The list is in the order of readers: nothing after this one is read here.
             if count[AWAY] < n:
                 at.away[count[AWAY] : count[AWAY] + away - n] = at.away[n:away].copy()
             count[AWAY] += away - n
@@ -250,7 +251,7 @@ def _choose_fetches(
 
 @njit(cache=True, nogil=True)
 def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
-    """Whether there is room for a tensor from p until its reader; it is then taken."""
+    """Reserve room for a tensor from p until its reader; tell whether there is enough."""
     for q in range(before - 1, p - 1, -1):
         if at.least[q] + size > limit_bytes:
             at.blocked[g] = q
@@ -261,7 +262,7 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
 
 @njit(cache=True, nogil=True)
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
-    """Free what this point needs the room of; whether that is enough."""
+    """Free enough room for this point; tell whether that succeeded."""
     count = at.figures
     if need[p] - count[OFF] + count[FETCHED] <= limit_bytes:
         return True
@@ -294,7 +295,7 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
 
 @njit(cache=True, nogil=True)
 def _stored_first(at: Pass, gaps: Ints) -> int:
-    """The place in `open` of the gap whose copy ends first, of several the longest; -1: none."""
+    """Return the place in `open` of the gap whose copy ends first, then the longest; -1 if none."""
     pick = -1
     for n in range(at.figures[OPEN]):
         g, other = at.open[n], at.open[max(0, pick)]
@@ -320,7 +321,7 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
 
 @njit(cache=True, nogil=True)
 def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
-    """Run the point, drop what the host need not have any longer, begin copies and gaps."""
+    """Run the point, drop host copies that are no longer needed, begin copies and gaps."""
     clock, count, run = at.clock, at.figures, runs[p]
     if run >= 0:
         for k in range(v.reads_at[run], v.reads_at[run + 1]):
