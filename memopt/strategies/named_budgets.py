@@ -35,16 +35,17 @@ class KeptPlans:
     def keep(
         self, strategy: Strategy, cost_model: CostModel, budget_bytes: int, plan: Solution
     ) -> None:
-        """Keep the plan that a strategy has for a cost model within a budget, total bytes."""
+        """Keep the plan that a strategy has for a cost model within a budget, total bytes, unless
+        one of a smaller budget is kept."""
         known = self.least(strategy, cost_model)
-        if known is None or budget_bytes < known[0]:
+        if known is None or budget_bytes <= known[0]:
             with self._lock:
                 self._plans.append((strategy, cost_model, budget_bytes, plan))
 
     def least(self, strategy: Strategy, cost_model: CostModel) -> tuple[int, Solution] | None:
-        """Return (the strategy's smallest kept budget for the cost model, its plan)."""
+        """Return (the strategy's smallest kept budget for the cost model, its latest plan)."""
         with self._lock:
-            plans = tuple(self._plans)
+            plans = tuple(reversed(self._plans))
         own = [x[2:] for x in plans if x[0] == strategy and x[1] == cost_model]
         return min(own, key=lambda x: x[0], default=None)
 
@@ -83,8 +84,9 @@ class Planning:
             lower = self.within(budget_bytes - 1)
             if not lower.plans:
                 break
-            budget_bytes, solution = self._kept(budget_bytes - 1, lower), lower
-        return budget_bytes, solution
+            budget_bytes, solution = budget_bytes - 1, lower
+        # Whoever asks again gets this plan, also to reorder it.
+        return self._kept(budget_bytes, solution), solution
 
     def _smallest_budget(self) -> int | None:
         view = self.target.linearized
@@ -103,10 +105,11 @@ class Planning:
         solution = self.target.solve(budget_bytes, self.attempt)
         if solution.plans or budget_bytes is None:
             return self.target.fastest(solution, budget_bytes, self.device)
+        known = KEPT.least(self.target.strategy, self.target.graph)
         if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1
-            self._kept(named, solution.smallest)
-        known = KEPT.least(self.target.strategy, self.target.graph)
+            if known is None or named < known[0]:
+                known = self._kept(named, solution.smallest), solution.smallest
         if known is None:
             return solution
         if known[0] <= budget_bytes:

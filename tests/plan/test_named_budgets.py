@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.strategy import Monet
+from tests.brute_force.sweep import strategies as every_strategy
+from tests.fuzz.extremes import extreme
 from tests.strategies.monet.graphs import in_place_graph, training_graph
 
 LINK = memopt.Device(to_host_bytes_per_s=5.0)
@@ -175,3 +178,15 @@ def test_a_plan_is_checked_once_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(target, "validate_and_replay", counted)
     plan = memopt.plan(random_chain(Random(3), 6), budget="min", progress=False)
     assert checked == [(plan.graph, plan.program, Budget(plan.budget), plan.device)]
+
+
+def test_a_named_plan_can_be_ordered_again_at_its_ordered_peak() -> None:
+    """The search for "min" and the refusal below it know different plans of one budget."""
+    for seed in (90038, 90096):
+        graph, device = extreme(seed)
+        monet = next(one for one in every_strategy() if one.name == "monet")
+        ask = partial(memopt.plan, graph, strategy=monet, device=device, order=True, progress=False)
+        least = ask(budget="min")
+        assert least.budget is not None
+        assert least.peak_bytes < least.budget
+        assert ask(budget=least.peak_bytes).peak_bytes == least.peak_bytes
