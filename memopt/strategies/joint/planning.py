@@ -281,10 +281,10 @@ class JointPlanning:
         if self.near:
             return
         # The link cannot take more during a step of twice the time.
-        most_bytes = self.limit_bytes
+        most_bytes = min(self.limit_bytes, timeline.peak_bytes)
         if self.host_bytes:
-            most_bytes += int(2 * timeline.time_s * self.device.to_host_bytes_per_s)
-        most_bytes = min(most_bytes, timeline.peak_bytes)
+            moved = 2 * timeline.time_s * self.device.to_host_bytes_per_s  # may be infinite
+            most_bytes = int(min(self.limit_bytes + moved, timeline.peak_bytes))
         until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
         stages = programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed)
         for program in stages:
