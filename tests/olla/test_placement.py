@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from memopt.cli import app
 from memopt.models.status import Status
+from memopt.passes.place import placement as placement_module
 from memopt.passes.place.buffers import Layout
 from memopt.passes.place.feasibility import solve_capacity
 from memopt.passes.place.greedy import pyramid
@@ -21,9 +22,6 @@ from memopt.strategies.olla import (
     place,
     read_buffers,
     write_buffers,
-)
-from memopt.strategies.olla import (
-    placement as placement_module,
 )
 from tests.olla.oracles import FULL_SECTIONS, best_placement_bytes, overlap
 

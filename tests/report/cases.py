@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 
 import memopt
@@ -87,6 +88,6 @@ def renamed(plan: Plan) -> Plan:
         for i, x in enumerate(graph.operators)
     ]
     device = replace(plan.device, name=EVIL[0], source=EVIL[1])
-    fields = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
+    fields = {one.name: getattr(graph, one.name) for one in dataclass_fields(graph)}
     named = Graph(**{**fields, "tensors": tensors, "operators": operators})
     return replace(plan, graph=named, device=device, notes=EVIL)
