@@ -19,9 +19,15 @@ ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(\w+)(?:\.(\w+))?`(?: \(\w+\))? in\s+`(memopt/[\w/]+\.py)`", TEXT)
 
-WALK = re.findall(
-    r"^\| `(memopt/[\w/]+\.py)` \|", TEXT.partition("## The way of the data")[2], re.MULTILINE
-)
+WALK = [
+    f"memopt/{room}/{path}"
+    for room, files in re.findall(
+        r"^1\. `memopt/(\w+)/`: (.*?)(?=\n1\.|\n\n)",
+        TEXT.partition("## The way of the data")[2].partition("\n## ")[0],
+        re.MULTILINE | re.DOTALL,
+    )
+    for path in re.findall(r"`([\w/]+\.py)`", files)
+]
 """The files that make or change the data of a plan, in turn."""
 RETURNED_TO = {"api", "reductions"}
 """Rooms that the walk comes back to, as the page says."""
