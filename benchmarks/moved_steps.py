@@ -14,8 +14,8 @@ import memopt
 from benchmarks.runner import Benchmark, Line
 from memopt.models.budget import format_bytes
 from memopt.programs.moved import carried_over
-from tests.step.accumulated import Pair, deep, rows
-from tests.step.test_moved_parameters import Made, layers, lora
+from tests.whole_steps.accumulated import Pair, deep, rows
+from tests.whole_steps.test_moved_parameters import Made, layers, lora
 
 LINK = memopt.Device(to_host_bytes_per_s=5e8)
 HOST = memopt.Device(to_host_bytes_per_s=5e8, host_update_bytes_per_s=5e9)

@@ -48,7 +48,7 @@ if _typing.TYPE_CHECKING:
 
 
 def measure_device(device: object = None) -> Device:
-    """This machine's Device, measured in a few seconds: link, memory bandwidth, rates by kind of
+    """Measure this machine's Device in a few seconds: link, memory bandwidth, rates by kind of
     operator. See `memopt.pricing.device_measure`; imports torch."""
     from memopt.pricing.device_measure import measure_device as measure
 
@@ -58,22 +58,22 @@ def measure_device(device: object = None) -> Device:
 def partitioner(
     budget: "WrittenBudget", strategy: str | Strategy = "rotor", device: Device | str | None = None
 ) -> "Partitioner":
-    """For `torch.compile(options={"custom_partitioner_fn": ...})`: memopt decides what is saved and
-    what is recomputed, Inductor compiles both halves; its `compile(model, inputs)` measures a real
-    step until the budget is kept.
+    """Make a partitioner for `torch.compile(options={"custom_partitioner_fn": ...})`: a plan says
+    what is saved and what is recomputed, Inductor compiles both halves. Its `compile(model,
+    inputs)` measures real steps, and plans again until one keeps the budget.
 
     Args:
-        budget: as for `plan`; a share is one of the step's peak as torch compiles it, for
-            `compile` alone.
-        strategy: a name or a Strategy that recomputes, and moves nothing.
-        device: what the graph is priced for: a preset's name or a Device; None: this machine,
-            measured in a few seconds.
+        budget: as for `plan`; in `compile`, a share is one of the peak of the step that torch
+            compiles without memopt.
+        strategy: a name or a Strategy that recomputes and moves nothing.
+        device: the device whose costs are estimated: a preset's name or a Device; None: this
+            machine, measured in a few seconds.
 
     Returns:
         A `memopt.integrations.partitioner.Partitioner`; imports torch.
 
     Raises:
-        MemoptError: the strategy does nothing but move tensors.
+        MemoptError: the strategy only moves tensors.
     """
     from memopt.integrations.partitioner import Partitioner
 

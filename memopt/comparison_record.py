@@ -1,4 +1,4 @@
-"""What a comparison holds, without its tables and plots."""
+"""The records of a comparison, without its tables and plots."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class CellRecord:
         status: OPTIMAL (in the strategy's class), FEASIBLE, INFEASIBLE, or UNKNOWN: stopped
             before it found a plan, or it cannot plan this model (`note` says why).
         solve_time_s: seconds that planning took.
-        peak_bytes: replayed peak; this and the next four are None without a plan.
+        peak_bytes: replayed peak; this and the next four fields are None without a plan.
         step_time_s: replayed step time, seconds.
         overhead: extra time over running every operator once, as a share of that.
-        lower_bound_s: no plan of the strategy's class within the budget is faster.
+        lower_bound_s: no plan of the strategy's class within the budget is faster; seconds.
         gap: (step_time_s - lower_bound_s) / lower_bound_s.
         smallest_budget_bytes: without a plan, the smallest budget known to be feasible.
         measured_peak_bytes: of a real step; None unless run.
         measured_time_s: median of real steps, seconds; None unless run.
         note: why there is no plan.
-        plan: the plan itself.
+        plan: the plan; None without one.
     """
 
     strategy: str
@@ -53,7 +53,7 @@ class CellRecord:
 
     @classmethod
     def of(cls, strategy: str, plan: PlanRecord, solve_time_s: float) -> Self:
-        """The cell of a plan; `strategy` is what it is called in its comparison."""
+        """Make the cell of a plan; `strategy` is the strategy's label in the comparison."""
         return cls(
             strategy,
             plan.budget,
@@ -70,12 +70,12 @@ class CellRecord:
 
 @dataclass(frozen=True)
 class ComparisonRecord(Generic[AnyCell]):
-    """Strategies × budgets.
+    """A comparison of strategies × budgets.
 
     Attributes:
         cells: by strategy, in the order asked, then by budget.
         baseline: the step without memopt.
-        compute_time_s: every operator once, seconds.
+        compute_time_s: the time of every operator run once, seconds.
         measured_baseline: the step without memopt, measured beside the plans; None unless run.
         complete: False: interrupted, and cells (or measurements) are missing.
     """
@@ -88,24 +88,24 @@ class ComparisonRecord(Generic[AnyCell]):
 
     @property
     def budgets(self) -> tuple[int | None, ...]:
-        """The budgets in bytes, in the order compared."""
+        """Return the budgets in bytes, in the order compared."""
         return tuple(dict.fromkeys(cell.budget_bytes for cell in self.cells))
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """The strategies' names, in the order compared."""
+        """Return the strategies' names, in the order compared."""
         return tuple(dict.fromkeys(cell.strategy for cell in self.cells))
 
     def best(self, budget: int | float | str | None = None) -> AnyCell:
-        """The fastest cell whose plan needs at most `budget` (bytes, a share of the baseline's
-        peak, "6GiB", None: no limit), whichever budget it was planned for.
+        """Return the fastest cell whose plan needs at most `budget` (bytes, a share of the
+        baseline's peak, "6GiB", None: no limit), whichever budget it was planned for.
 
-        Measured times and peaks decide where every plan was run, predicted ones elsewhere; of
+        Measured times and peaks decide if every plan was run, predicted ones otherwise. Of
         equally fast plans the one with the smaller peak is taken.
 
         Raises:
             InfeasibleBudgetError: no compared plan needs so little; names the one that needs least.
-            ValueError: a budget that cannot be read.
+            ValueError: the budget cannot be read.
         """
         limit = parse_budget(budget, self.baseline.peak_bytes)
         planned = [cell for cell in self.cells if cell.plan is not None]
@@ -125,7 +125,7 @@ class ComparisonRecord(Generic[AnyCell]):
     def _none_within(
         self, limit: int | None, peaks: Sequence[tuple[int, str]]
     ) -> InfeasibleBudgetError:
-        """What to say where no plan is within a budget; `peaks`: (bytes, strategy) of each."""
+        """Make the error if no plan is within a budget; `peaks`: (bytes, strategy) of each plan."""
         feasible = [c.smallest_budget_bytes for c in self.cells if c.smallest_budget_bytes]
         known = min((*feasible, *(peak for peak, _ in peaks)), default=None)
         what = "no strategy has a plan at any of the compared budgets"

@@ -1,6 +1,6 @@
 """The demo: two real models, trained eagerly and under memopt at three budgets, side by side.
 
-Weights are random, data come with installed packages: scikit-learn's digits for ResNet-50, the
+Weights are random. Data come with installed packages: scikit-learn's digits for ResNet-50, the
 text of Python's own documentation, byte by byte, for a 12-layer GPT-2.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ROUNDS = 7
-"""One step of eager and of every plan in each: what disturbs the machine disturbs all alike."""
+"""Rounds of timing; each runs one step of eager and of every plan, so that noise hits all alike."""
 FIRST = "sequential"
 """The strategy of the first plan: it solves without compiling anything."""
 SHARES = (0.6, 0.3, 0.0)
@@ -49,7 +49,7 @@ class DemoTask:
 
 
 def resnet50(batch: int = 8, size: int = 128) -> DemoTask:
-    """torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
+    """Make torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
     try:
         # Neither package has type information.
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
@@ -77,7 +77,7 @@ def resnet50(batch: int = 8, size: int = 128) -> DemoTask:
 
 
 def gpt2(batch: int = 4, length: int = 128) -> DemoTask:
-    """Hugging Face's GPT-2, 12 layers, d = 256, on the bytes of Python's documentation."""
+    """Make Hugging Face's GPT-2, 12 layers, d = 256, on the bytes of Python's documentation."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
@@ -120,7 +120,7 @@ def _token_loss(output: Any, target: Tensor) -> Tensor:
 def _steps(
     task: DemoTask, module: nn.Module, count: int
 ) -> tuple[list[dict[str, Tensor]], float, int]:
-    """Train a few steps from the task's first weights: (gradients, last loss, peak bytes)."""
+    """Train `count` steps; return (gradients, last loss, peak bytes of the last step)."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     gradients, peak_bytes, value = [], 0, 0.0
     stream = task.batches()
@@ -146,7 +146,7 @@ def _steps(
 
 
 def _times(task: DemoTask, modules: dict[str, nn.Module]) -> dict[str, list[float]]:
-    """Seconds of a step of each module, one of each in turn."""
+    """Time steps of each module in turn, seconds."""
     inputs, target = next(task.batches())
     times: dict[str, list[float]] = {name: [] for name in modules}
     for _ in range(ROUNDS):
@@ -159,7 +159,7 @@ def _times(task: DemoTask, modules: dict[str, nn.Module]) -> dict[str, list[floa
 
 
 def first_plan(task: DemoTask) -> Plan:
-    """A plan of the estimated step, which is there before a kernel has been measured."""
+    """Plan the estimated step, before any kernel is measured."""
     inputs, target = next(task.batches())
     return make_plan(
         task.model,
@@ -173,7 +173,7 @@ def first_plan(task: DemoTask) -> Plan:
 
 
 def plans_of(task: DemoTask, made_one: Callable[[str, Plan], None]) -> dict[str, Plan]:
-    """Store-all, and Rotor at floor + {0.6, 0.3, 0}·(baseline − floor); each is reported."""
+    """Plan store-all, and Rotor at floor + {0.6, 0.3, 0}·(baseline − floor); report each plan."""
     inputs, target = next(task.batches())
     whole = make_plan(
         task.model, inputs, strategy="store-all", loss_fn=task.loss, targets=(target,)
@@ -191,11 +191,11 @@ def plans_of(task: DemoTask, made_one: Callable[[str, Plan], None]) -> dict[str,
 
 
 def compare(task: DemoTask, plans: dict[str, Plan]) -> Table:
-    """Train eagerly and under each plan from the same weights; what was measured, as a table."""
+    """Train eagerly and under each plan from the same weights; tabulate the measurements."""
     from rich import box
     from rich.table import Table
 
-    # As narrow as can be: eighty columns hold every figure whole.
+    # Without padding eighty columns hold every figure whole.
     table = Table(
         title=task.name, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False
     )
@@ -233,13 +233,13 @@ def compare(task: DemoTask, plans: dict[str, Plan]) -> Table:
 
 
 def ratio_and_spread(seconds: list[float], eager: list[float]) -> tuple[str, str]:
-    """The median of the rounds' ratios, and their range: ("0.95 x", "0.91-1.02")."""
+    """Format the median of the rounds' ratios, and their range: ("0.95 x", "0.91-1.02")."""
     ratios = sorted(map(truediv, seconds, eager))
     return f"{statistics.median(ratios):.2f} x", f"{ratios[0]:.2f}-{ratios[-1]:.2f}"
 
 
 def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]]) -> float:
-    """The largest difference of any gradient in any step."""
+    """Return the largest difference of any gradient in any step."""
     return max(
         float((one[name] - other[name]).abs().max())
         for one, other in zip(expected, found, strict=True)
@@ -248,7 +248,7 @@ def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]
 
 
 def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
-    """Memory over the step at each model's smallest budget, beside the unplanned order."""
+    """Draw memory over the step at each model's smallest budget, beside the unplanned order."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

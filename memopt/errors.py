@@ -24,7 +24,7 @@ class InfeasibleBudgetError(MemoptError):
         self.smallest_budget_bytes = smallest_budget_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        """With all that it was made with, so that another process can raise it."""
+        """Pickle all arguments, so that another process can raise the error."""
         return type(self), (*self.args, self.budget_bytes, self.smallest_budget_bytes)
 
 
@@ -41,7 +41,7 @@ class ProfileError(MemoptError):
 
 
 class GuardError(MemoptError):
-    """A planned module was called in a way its plan was not made for."""
+    """A planned module was called in a way that its plan was not made for."""
 
 
 class ExecutionError(MemoptError):
@@ -49,7 +49,7 @@ class ExecutionError(MemoptError):
 
 
 class RankError(MemoptError):
-    """Ranks that plan or run one step together are not alike, or one of them failed."""
+    """Ranks that plan or run one step together differ, or one of them failed."""
 
 
 class NotReturnedError(ExecutionError, AttributeError):
@@ -57,7 +57,7 @@ class NotReturnedError(ExecutionError, AttributeError):
 
 
 class ArenaError(ExecutionError):
-    """In the arena's debug mode: a kernel read addresses that do not hold what it was to read."""
+    """In the arena's debug mode, a kernel read addresses that do not hold its operand."""
 
 
 class PlanFileError(MemoptError):

@@ -1,4 +1,4 @@
-"""What a plan holds: figures, program, cost model and record, without what it can do."""
+"""The fields of a plan: figures, program, cost model and record, without its methods."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class PlanRecord:
 
     Attributes:
         status: OPTIMAL (in the strategy's class) or FEASIBLE.
-        strategy: what made it.
+        strategy: the strategy that made it.
         budget: bytes; None: no limit.
         host_budget: the most that the program may have on the host at once, bytes; None: no limit.
         peak_bytes: replayed peak of the step.
-        resident_bytes: how much of it never moves.
+        resident_bytes: the part of the peak that is on the device during the whole step.
         step_time_s: replayed time of the step, seconds.
-        lower_bound_s: no plan of the strategy's class within the budget is faster.
+        lower_bound_s: no plan of the strategy's class within the budget is faster; seconds.
         gap: (step_time_s - lower_bound_s) / lower_bound_s.
         host_peak_bytes: host memory for swapped tensors.
         baseline: the step without memopt.
-        graph: the cost model; of a bare Chain, the graph that it is.
+        graph: the cost model; of a bare Chain, the equivalent graph.
         program: the instructions.
-        chain: the chain that was planned: a bare one, or the graph's, by a chain strategy. None:
-            the graph itself was.
+        chain: the chain that was planned: a bare one or, by a chain strategy, the graph's. None:
+            the graph itself was planned.
         chain_steps: the schedule of `chain`.
         is_of_chain: whether the plan is of a bare Chain.
         device: link rates and capacity used.
-        stats: what the solver and the passes say about themselves: for people, and read by nothing.
-        stages: the stages and passes that ran, and with what, in their order.
+        stats: statistics of the solver and the passes: for people, never read back by memopt.
+        stages: the stages and passes that ran, with their options, in order.
         allocated_budget_bytes: of a plan within a budget on reserved bytes, the budget on allocated
             bytes that led to it; None: `budget` is on allocated bytes.
-        notes: what a user should know ("the loss is not covered"...).
+        notes: for the user ("the loss is not covered"...).
         profiled: the captured model; None for a plan of a cost model, or from a file.
-        record: what the model and its example call were, as plan files store it.
+        record: the description of the model and its example call that plan files store.
     """
 
     status: Status
@@ -91,30 +91,30 @@ class PlanRecord:
 
     @property
     def gap(self) -> float:
-        """How far the step's time can be from the strategy's best, as a share of the bound."""
+        """Return how far the step's time is above the bound at most, as a share of the bound."""
         return max(0.0, relative_gap(self.step_time_s, self.lower_bound_s))
 
     @property
     def overhead(self) -> float:
-        """Predicted extra time over running every operator once, as a share of that."""
+        """Return the predicted extra time over running every operator once, as a share of that."""
         if self.compute_time_s <= 0:
             return 0.0
         return self.step_time_s / self.compute_time_s - 1
 
     @property
     def output_gradients(self) -> OutputGradients:
-        """What the planned loss does with the model's output: the leaves that it does not use, for
-        which the plan's step has no gradient, and the layouts of the others' gradients."""
+        """Return how the planned loss uses the model's output: the leaves without a gradient, since
+        it does not use them, and the layouts of the other leaves' gradients."""
         return self.record.output_gradients if self.record is not None else ANY_LOSS
 
     @property
     def loss_bytes(self) -> int:
-        """Of the planned loss itself, charged as resident, where it takes more than a number."""
+        """Return the planned loss's own bytes, charged as resident; 0 if it is one number."""
         return self.record.loss_bytes if self.record is not None else 0
 
     @property
     def reserved(self) -> AllocatorFigures | None:
-        """What CUDA's caching allocator would allocate and reserve for the step, by its rules and
+        """Simulate how much CUDA's caching allocator allocates and reserves for the step, with its
         default settings (`memopt.programs.caching_allocator`); None for other devices."""
         record_bytes = 1 if self.record is None else self.record.block_bytes
         if max(record_bytes, self.device.block_bytes) == 1:
@@ -132,5 +132,5 @@ class PlanRecord:
 
     @property
     def arena(self) -> ArenaUse | None:
-        """What the plan's addresses cover and what lies outside; None for a plan without."""
+        """Return the bytes inside and outside of the plan's arena; None without addresses."""
         return arena_use(self.graph, self.program)

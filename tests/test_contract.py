@@ -21,8 +21,8 @@ from tests.brute_force.sweep import Optimum, chain_optima, graph_optima
 from tests.brute_force.tiny_graphs import tiny_graph
 from tests.models.training_graphs import drawing, overwriting
 from tests.models.validate_chain import validate_chain
-from tests.monet.graphs import training_graph
-from tests.offload.validate_offload import validate_offload
+from tests.strategies.monet.graphs import training_graph
+from tests.strategies.offload.validate_offload import validate_offload
 
 MODELS: dict[str, CostModel] = {
     "graph that draws": drawing(Random(2), random_graph(Random(1), 4)),

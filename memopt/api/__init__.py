@@ -1,1 +1,1 @@
-"""What users call: plan, compare, fits, profile, and what they hold."""
+"""The user's entry points (plan, compare, fits, profile) and the records that they return."""

@@ -1,4 +1,4 @@
-"""A plan for a call that another plan is not for, made as that one was."""
+"""Planning a model for another kind of call, with the settings of an existing plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def plan_for(plan: PlanRecord, model: nn.Module, call: Call) -> PlanRecord:
-    """Plan another call of a model within a plan's budget, its loss charged as there.
+    """Plan another call of a model within a plan's budget; the planned loss is charged again.
 
     Raises:
         InfeasibleBudgetError, CaptureError: as `memopt.plan`.
     """
     from memopt.profiler.session import profile_model
 
-    # Strides are of the planned call's outputs.
+    # The strides of output gradients hold for the planned call only.
     loss = plan.output_gradients
     known = OutputGradients(unused=loss.unused, dropped=loss.dropped)
     kernels = "aten" if plan.record is None else plan.record.kernels

@@ -1,8 +1,8 @@
-"""Cells of comparisons on disk, so that one that was interrupted is taken up where it was.
+"""Cells of comparisons on disk, so that an interrupted comparison can be resumed.
 
-A cell is found again by what it depends on: the cost model, the device, the strategy with its
-parameters, the budget, the time limit and memopt's own code. What is read is validated and replayed
-as a plan file is.
+A cell's key is a digest of all that it depends on: the cost model, the device, the strategy with
+its parameters, the budget, the time limit and memopt's own code. A cell that is read is validated
+and replayed, as a plan file is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_FILES = 2000
 
 @dataclass(frozen=True)
 class _Stored:
-    """A cell on disk."""
+    """A comparison's cell as it is stored on disk."""
 
     solve_time_s: float
     status: Status
@@ -47,9 +47,9 @@ class CellCache:
     """The cells of one cost model, device and time limit.
 
     Args:
-        view: what is planned, as a graph and as a chain.
-        profiled, baseline: what plans of this comparison refer to.
-        folder: where; None: MEMOPT_CACHE_DIR or the user's cache folder.
+        view: the cost model, as a graph and as a chain.
+        profiled, baseline: attached to every plan that is loaded.
+        folder: where the cells are stored; None: MEMOPT_CACHE_DIR or the user's cache folder.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CellCache:
         self._key = digest(whole)
 
     def load(self, strategy: Strategy, label: str, budget: int | str | None) -> Cell | None:
-        """The finished cell; None if there is none (or none that can be read)."""
+        """Return the stored cell; None if there is none, or it cannot be read."""
         path = self._path(strategy, budget)
         try:
             found = codec.read(_Stored, Reader(parse(read_bytes(path)), "cell"))
@@ -88,7 +88,7 @@ class CellCache:
             return None
 
     def store(self, strategy: Strategy, budget: int | str | None, cell: Cell) -> None:
-        """Keep a finished cell. Strategies of users' own are left out: their code may change."""
+        """Store a finished cell, unless a user's own strategy made it: its code may change."""
         finished = cell.plan is not None or cell.status is Status.INFEASIBLE
         if not finished or type(strategy) not in {type(one) for one in STRATEGIES}:
             return
@@ -97,7 +97,7 @@ class CellCache:
             cell.solve_time_s,
             cell.status,
             cell.smallest_budget_bytes,
-            # What all cells have in common is put back when they are read.
+            # All cells share the graph, chain and record: `load` puts them back.
             None
             if plan is None
             else {**encode(plan), "graph": None, "chain": None, "record": None},
@@ -107,7 +107,7 @@ class CellCache:
             write_atomically(self._path(strategy, budget), canonical(codec.encode(value)))
             drop_oldest(self._folder, MOST_FILES)
         except PlanFileError:
-            # It holds what a file cannot.
+            # The plan holds a value that a file cannot hold.
             return
         except OSError as error:
             tell_once("finished comparisons in", self._folder, "written", error)
@@ -117,7 +117,7 @@ class CellCache:
         return self._folder / f"{digest(told)}.json"
 
     def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
-        """The plan as this comparison's solve would have made it."""
+        """Return a loaded plan as a solve of this comparison would have made it."""
         on_chain = self._view.exact or strategy.needs == "chain"
         return replace(
             plan,
@@ -132,7 +132,7 @@ class CellCache:
 
 @functools.cache
 def code_digest() -> str:
-    """Of memopt's Python files: another version of a solver makes other plans."""
+    """Return a digest of memopt's Python files: another version's solvers make other plans."""
     root = Path(__file__).parent.parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

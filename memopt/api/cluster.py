@@ -1,4 +1,4 @@
-"""Planning for a cluster that is not there: one rank of it, and what that says of all."""
+"""Planning for a cluster without having it: one rank is planned, and stands for all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memopt.report.texts import format_seconds
 
 @contextlib.contextmanager
 def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
-    """The model as rank 0 of a mesh has it; without one, as it is.
+    """Yield the model as rank 0 of a mesh has it; without a mesh, unchanged.
 
     Raises:
-        ValueError: a mesh with mode="measure", or with a model that is no function of one.
+        ValueError: a mesh with mode="measure", or with a model that is no function of a mesh.
     """
     if mesh is None:
         yield model
@@ -36,9 +36,9 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
 
 
 def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanRecord:
-    """The plan of one rank, with what a step of all takes: in `stats`, and in a note.
+    """Add the figures of a step of all ranks to one rank's plan: in `stats`, and in a note.
 
-    Stats: "ranks"; "network_s" and "network_hidden" (the share behind what is computed); where a
+    Stats: "ranks"; "network_s" and "network_hidden" (the share that overlaps with compute); if a
     rank's inputs hold token ids, "tokens_per_s" of all ranks and "tokens_per_s_per_rank".
     """
     if mesh is None:
@@ -64,7 +64,7 @@ def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanReco
 
 
 def tokens_of(inputs: Any) -> int:
-    """How many token ids inputs hold: the elements of the largest tensor of integers."""
+    """Count the token ids in inputs: the elements of the largest integer tensor."""
     import torch
 
     from memopt.torch_private import pytree

@@ -43,7 +43,7 @@ FAST = (
     "dynprog",
     "tflms",
 )
-"""What is compared unless told otherwise: seconds for a model, not minutes."""
+"""The strategies compared by default: they take seconds for a model, not minutes."""
 
 POINTS = 5
 """How many budgets, evenly from the smallest feasible one to the baseline's peak, by default."""
@@ -70,15 +70,15 @@ def compare(
 ) -> Comparison:
     """Plan one model with several strategies at several budgets. It is profiled once.
 
-    Ctrl-C ends the comparison and returns what is done (`complete` is False then). A solver that
-    is under way may take it as its own limit and give its best plan first. Finished cells are
-    kept on disk: the same comparison later plans only what is missing.
+    Ctrl-C ends the comparison and returns the cells that are done (`complete` is False then). A
+    running solver may treat it as its time limit and return its best plan first. Finished cells
+    are kept on disk: the same comparison later plans only the missing ones.
 
     Args:
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
         inputs: example inputs.
         budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
-            meet); None: `points`, from that smallest one to what suffices without a plan.
+            meet); None: `points` of them, from that smallest one to what suffices without a plan.
         strategies: names or instances; None: the fast ones that can plan this model, those that
             move data only for a device whose link is known.
         points: how many budgets where none are named, at least 2.
@@ -89,7 +89,7 @@ def compare(
         workers: how many cells are planned at a time, in threads; None: as many as there are
             usable cores, at most four. Plans do not depend on it unless a time limit cuts them
             short; planning times do. Real steps always run alone.
-        cache: keep kernels' costs and finished cells on disk, and take what is there.
+        cache: keep kernels' costs and finished cells on disk, and reuse those that are there.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -130,12 +130,13 @@ def compare(
 def default_strategies(
     cost_model: Chain | Graph, view: ChainView, device: Device
 ) -> tuple[Strategy, ...]:
-    """The fast strategies that can plan this; moving data only over a link that is known.
+    """Return the fast strategies that can plan a cost model.
 
     Args:
-        cost_model: what is planned.
+        cost_model: the chain or graph to plan.
         view: its graph and its chain.
-        device: with its link; over one of unknown speed every transfer would look free.
+        device: strategies that move data are left out if the speed of its link is unknown, since
+            every transfer would look free.
     """
     fast = [one for one in STRATEGIES if one.name in FAST]
     return tuple(
@@ -147,7 +148,7 @@ def default_strategies(
 
 
 class _Table:
-    """The cells in the making: what all of them share."""
+    """A comparison under construction, with the state that its cells share."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class _Table:
     def fill(
         self, budgets: Sequence[WrittenBudget] | None, points: int, progress: Progress
     ) -> Comparison:
-        """Every cell; those done when interrupted."""
+        """Make every cell; after an interrupt, return those that are done."""
         found = Finished[Cell](complete=False)
         sizes = self._budgets(budgets, points, progress)
         if sizes is not None:
@@ -195,7 +196,7 @@ class _Table:
     def _budgets(
         self, budgets: Sequence[WrittenBudget] | None, points: int, progress: Progress
     ) -> list[int | None] | None:
-        """In bytes; None if interrupted."""
+        """Return the budgets in bytes; None if interrupted."""
         peak = self.baseline.peak_bytes
         floor = None
         if budgets is None or MINIMUM in budgets:
@@ -209,7 +210,7 @@ class _Table:
         return list(dict.fromkeys(sizes))
 
     def _floor(self, progress: Progress) -> int | None:
-        """The smallest budget that any of the strategies can meet; None if interrupted."""
+        """Return the smallest budget that any of the strategies can meet; None if interrupted."""
         tasks = [
             self._task(strategy, label, MINIMUM, "smallest budget")
             for strategy, label in zip(self.strategies, self.labels, strict=True)
@@ -229,7 +230,7 @@ class _Table:
     def _task(
         self, strategy: Strategy, label: str, budget: int | str | None, what: str
     ) -> Callable[[Progress], Cell]:
-        """A cell in the making: found on disk, or planned and kept."""
+        """Return the task that makes a cell: it reads it from disk, or plans and stores it."""
 
         def task(progress: Progress) -> Cell:
             interrupted = False
@@ -289,7 +290,7 @@ class _Table:
 
 
 def _real_model(profiled: Profiled | None) -> Any:
-    """The module to run the plans on."""
+    """Return the module to run the plans on."""
     if profiled is None:
         raise ValueError("run=True runs a model: pass an nn.Module and inputs, not a cost model")
     if not profiled.baseline.measured:
@@ -307,7 +308,7 @@ def _measured(
     targets: tuple[Any, ...],
     progress: Progress,
 ) -> Comparison:
-    """The comparison with what real steps need; each different program runs once per round."""
+    """Add measured peaks and times; plans with equal programs are run as one."""
     from memopt.executor.check import measure_in_turn
 
     plans: list[Plan] = []

@@ -35,7 +35,7 @@ class Comparison(ComparisonRecord[Cell]):
     """Strategies × budgets; `print` and notebooks show a table."""
 
     def to_dataframe(self) -> DataFrame:
-        """One row per cell, columns as Cell's attributes (without the plan).
+        """Return a data frame: a row per cell, columns as Cell's attributes (without the plan).
 
         Raises:
             ImportError: pandas is missing; names the extra to install.
@@ -43,12 +43,12 @@ class Comparison(ComparisonRecord[Cell]):
         return data_frame(self, _FIGURES)
 
     def to_markdown(self) -> str:
-        """The table in Markdown."""
+        """Return the table in Markdown."""
         return markdown(self)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Step time against peak memory: a line per strategy, the baseline as a point, and shaded
-        what no compared strategy can reach. Measured figures where the plans were run.
+        """Draw step time against peak memory: a line per strategy, the baseline as a point, and
+        shaded what no compared strategy can reach. Figures are measured if the plans were run.
 
         Args:
             ax: where to draw; None: a new figure.
@@ -61,8 +61,8 @@ class Comparison(ComparisonRecord[Cell]):
         return plot_comparison(self, ax)
 
     def to_csv(self, path: str | PathLike[str] | None = None) -> str:
-        """One row per cell, columns as Cell's attributes (without the plan): bytes and seconds;
-        empty where there is no figure.
+        """Return CSV with one row per cell and Cell's attributes (without the plan) as columns, in
+        bytes and seconds; a cell without a figure leaves it empty.
 
         Args:
             path: also write it to this file, ".csv".
@@ -73,12 +73,12 @@ class Comparison(ComparisonRecord[Cell]):
         return made
 
     def report(self, path: str | PathLike[str] | None = None, *, title: str | None = None) -> Page:
-        """One self-contained HTML page with all plans: curve, budget slider, and for each plan its
-        memory over the step, its streams and its modules; see docs/explorer.md. It opens with the
-        fastest plan that fits the device, or if none does with the fastest of all.
+        """Make one self-contained HTML page of all plans: curve, budget slider, and each plan's
+        memory over the step, streams and modules; see docs/explorer.md. It opens with the fastest
+        plan that fits the device or, if none does, with the fastest of all.
 
         Args:
-            path: the file, ".html"; None: none is written. A notebook shows what is returned.
+            path: the file, ".html"; None: none is written. A notebook shows the returned page.
             title: heads the page; None: the model's class.
 
         Raises:

@@ -29,8 +29,8 @@ def curve(
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Comparison:
-    """The step time that each budget costs: a comparison at `points` budgets, evenly from the
-    smallest that any of the strategies can meet to what suffices without a plan.
+    """Compute the step time at each of `points` budgets, spread evenly from the smallest that any
+    of the strategies can meet to what suffices without a plan.
 
     `.plot()` draws it, `.to_csv(path)` writes it, `.report(path)` makes a page whose slider goes
     over its plans. Ctrl-C returns what is done.

@@ -1,6 +1,6 @@
-"""What follows a strategy's solution, once and in this order: lowered to a program of the graph,
-reordered and placed if that is asked for, in place where it can be, its collectives early; then
-validated and replayed."""
+"""From a strategy's solution to the program that runs: reorder and place it if the user asks for
+that, lower it to the graph, let operators run in place, start collectives early; then validate and
+replay it. Each is done once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from memopt.strategies.target import Target
 
 @dataclass(frozen=True)
 class FinishedProgram:
-    """A solution's program as it runs.
+    """A solution's program, ready to run.
 
     Attributes:
-        solution: with what the passes say about themselves.
+        solution: the solution, with the passes' statistics.
         program: valid, and within the budget.
-        figures: its replay's.
-        passes: those that ran.
+        figures: of the program's replay.
+        passes: the passes that ran.
     """
 
     solution: Solution
@@ -42,18 +42,18 @@ def finish(
     passes: PassOptions,
     time_limit_s: float | None,
 ) -> FinishedProgram | Solution:
-    """Make the program of a strategy's solution as it runs.
+    """Make the program that runs from a strategy's solution.
 
     Args:
-        target: the strategy, and what it planned.
-        solution: what it returned.
+        target: the strategy, and the cost model that it planned.
+        solution: the strategy's.
         budget: of device and host.
         device: link rates.
-        passes: which are asked for.
-        time_limit_s: for each of them.
+        passes: the passes that the user asks for.
+        time_limit_s: for each pass.
 
     Returns:
-        The program; or a solution without a plan, where there is none within the budget.
+        The program; or a solution without a plan, if no program is within the budget.
 
     Raises:
         InvalidProgramError: the strategy, or a pass, made a program that is not valid.

@@ -1,4 +1,4 @@
-"""fits(): does it train on this device, with which strategy, how slow, and how large a batch."""
+"""fits(): whether a model trains on a device, with which strategy, how fast, at which batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fit:
         overhead: extra time over running every operator once, as a share of that.
         smallest_budget_bytes: the least budget the strategy is known to meet; None: unknown.
         largest_batch: the largest batch found to fit; None: not searched, or none fits.
-        proved: whether one more was found not to fit.
+        proved: whether a batch of one more was found not to fit.
         note: why the strategy does not apply; "" if it does.
     """
 
@@ -53,12 +53,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Fits:
-    """The table; `print` shows it.
+    """The answer of `fits()`, a table; `print` shows it.
 
     Attributes:
-        device: for which it holds.
+        device: for which the answer holds.
         budget_bytes: total device memory allowed.
-        batch: the batch that `rows` are for; None if inputs were given as they are.
+        batch: the batch that `rows` are for; None if `inputs` was no function of it.
         standing: (what, bytes) that no plan can free.
         rows: one per strategy, in the order asked.
         notes: what to know about the figures.
@@ -72,7 +72,7 @@ class Fits:
     notes: tuple[str, ...] = ()
 
     def best(self) -> Fit | None:
-        """The fastest row that fits; None if nothing does."""
+        """Return the fastest row that fits; None if nothing does."""
         fitting = [row for row in self.rows if row.fits and row.step_time_s is not None]
         return min(fitting, key=lambda row: row.step_time_s or 0.0, default=None)
 
@@ -120,12 +120,12 @@ def fits(
     mesh: Mesh | None = None,
     progress: bool | Progress = True,
 ) -> Fits:
-    """Whether and how a model trains on a device, as one table.
+    """Find out whether and how a model trains on a device, as one table.
 
     Args:
         model: the nn.Module; it may be on meta in an estimate.
-        inputs: example inputs, or a function from a batch size to inputs: then the largest batch
-            is searched, too.
+        inputs: example inputs; or a function from a batch size to them, for which the largest
+            batch is searched, too.
         device: a preset's name or a Device; needed for an estimate.
         optimizer: whose state is resident; see `plan`.
         budget: total device memory; None: the device's capacity.
@@ -134,11 +134,11 @@ def fits(
         max_batches: batch sizes captured at most in the search. A search that runs out of them
             reports the largest that fitted ("≥").
         loss_fn: your loss; its memory is charged.
-        targets: what your loss takes beside the output; a function of the batch size if inputs
-            are.
+        targets: what your loss takes beside the output; a function of the batch size if `inputs`
+            is one.
         mode: "estimate" or "measure"; see `plan`.
-        mesh: the ranks of a cluster that is not there, of which one is asked about; `model` is then
-            a function of a DeviceMesh, and inputs are one rank's; see `plan`.
+        mesh: the ranks of a cluster that need not exist; the answer is for one of them. `model` is
+            then a function of a DeviceMesh, and inputs are one rank's; see `plan`.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -190,7 +190,7 @@ def _of_ranks(mesh: Mesh | None) -> tuple[str, ...]:
 
 
 class _BatchSearch:
-    """Profiles by batch size, made once each, and what strategies say about them."""
+    """Profiles by batch size, each made once, and the strategies' answers for them."""
 
     def __init__(
         self,
@@ -204,13 +204,13 @@ class _BatchSearch:
         self._known: dict[int, Any] = {}
 
     def at(self, batch: int) -> Any:
-        """The profile at a batch size."""
+        """Return the profile at a batch size."""
         if batch not in self._known:
             self._known[batch] = self._profiled(batch)
         return self._known[batch]
 
     def row(self, strategy: Strategy, batch: int, search: bool) -> Fit:
-        """A strategy's row; `search` asks for the largest batch, too."""
+        """Make a strategy's row; `search` asks for the largest batch, too."""
         try:
             smallest = self._smallest(strategy, batch)
         except ValueError as error:
@@ -242,8 +242,8 @@ class _BatchSearch:
         return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
 
     def _largest(self, strategy: Strategy, first: int, smallest: int) -> tuple[int | None, bool]:
-        """Secant search between a batch that fits and one that does not: memory is nearly affine
-        in the batch."""
+        """Find the largest batch that fits, and whether it is proved, by secant search: memory is
+        nearly affine in the batch."""
         sizes = {first: smallest}
         while True:
             fitting = [b for b, size in sizes.items() if size <= self._budget_bytes]
@@ -258,7 +258,7 @@ class _BatchSearch:
             sizes[following] = self._smallest(strategy, following)
 
     def _guess(self, sizes: dict[int, int], low: int, high: int | None) -> int:
-        """The next batch to try, strictly between low and high."""
+        """Return the next batch to try, strictly between low and high."""
         if len(sizes) == 1:
             (only,) = sizes
             return 2 * only if high is None else max(1, only // 2)
@@ -268,7 +268,7 @@ class _BatchSearch:
         if slope > 0:
             guess = int(near[0] + (self._budget_bytes - sizes[near[0]]) / slope)
         if guess == low:
-            # The secant says low is the largest: prove it.
+            # The secant names low as the largest: try one more, to prove it.
             guess = low + 1
         upper = 4 * low if high is None else high - 1
         return max(low + 1, min(guess, upper))

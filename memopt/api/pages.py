@@ -1,4 +1,4 @@
-"""Pages about plans and comparisons: what they need beside the records themselves."""
+"""Making the pages about plans and comparisons from their records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memopt.report.step_check import StepCheck
 
 NEARBY_LIMIT_S = 60.0
-"""A plan's page stops planning further plans after so many seconds, and says so."""
+"""After so many seconds a plan's page plans no further plans, and says so."""
 
 
 def page_of_plan(
@@ -39,10 +39,10 @@ def page_of_plan(
     measured: StepLanes | None = None,
     check: StepCheck | None = None,
 ) -> Page:
-    """See `Plan.report`; `measured` and `check` are a recorded step's.
+    """Make a plan's page (see `Plan.report`); `measured` and `check` are a recorded step's.
 
     Raises:
-        ValueError: one point, or fewer than none.
+        ValueError: `points` is 1 or negative.
     """
     if points < 0 or points == 1:
         raise ValueError(f"report: points must be 0 or at least 2, got {points}")
@@ -58,10 +58,10 @@ def page_of_plan(
 def page_of_comparison(
     comparison: ComparisonRecord[CellRecord], opened: PlanRecord | None, title: str | None = None
 ) -> Page:
-    """See `Comparison.report`.
+    """Make a comparison's page (see `Comparison.report`).
 
     Raises:
-        ValueError: there is no plan in it.
+        ValueError: the comparison has no plan.
     """
     if opened is None:
         raise ValueError("report: no cell of this comparison has a plan; raise the budgets")
@@ -97,7 +97,7 @@ def _name(plan: PlanRecord) -> str:
 
 
 def _texts(plan: PlanRecord) -> Mapping[int, str]:
-    """Tensor → dtype and shape: of the captured graph, else of what the plan's file knows."""
+    """Map tensors to dtype and shape: from the captured graph, or else from the plan's file."""
     if plan.profiled is not None:
         from memopt.step.tensor_texts import tensor_texts
 
@@ -110,7 +110,7 @@ def _texts(plan: PlanRecord) -> Mapping[int, str]:
 
 
 def _savings(plan: PlanRecord) -> tuple[OtherSaving, ...]:
-    """Smaller state of the planned optimizer."""
+    """List optimizers with less state than the planned one, and the bytes that they free."""
     if plan.profiled is None or plan.profiled.optimizer is None or plan.record is None:
         return ()
     import torch
@@ -130,8 +130,8 @@ def _savings(plan: PlanRecord) -> tuple[OtherSaving, ...]:
 def _nearby(
     plan: PlanRecord, points: int, progress: Progress
 ) -> tuple[list[CellRecord], tuple[str, ...]]:
-    """The plan's strategy at `points` budgets, from its smallest to what suffices without a plan,
-    and the step without recomputation; with a note if time ran out or it was interrupted."""
+    """Plan with the plan's strategy at `points` budgets, from its smallest to what suffices without
+    a plan, and once without recomputation. Return the cells, and a note if some were left out."""
     deadline = time.monotonic() + NEARBY_LIMIT_S
     cost_model = plan.chain if plan.is_of_chain and plan.chain is not None else plan.graph
     view = chain_view(cost_model)
@@ -167,7 +167,7 @@ def _cell(
     budget: WrittenBudget,
     time_limit_s: float,
 ) -> CellRecord:
-    """A plan of the same step, as this one was made."""
+    """Plan the same step with another strategy or budget, and this plan's other settings."""
     begin = time.perf_counter()
     try:
         made = solve(
@@ -186,6 +186,6 @@ def _cell(
         spent_s = time.perf_counter() - begin
         bytes_ = budget if isinstance(budget, int) else None
         return CellRecord(strategy.name, bytes_, Status.UNKNOWN, spent_s, note=str(error))
-    # A plan from a file keeps the baseline that it was made beside.
+    # A plan from a file keeps the baseline of its planning.
     made = replace(made, baseline=plan.baseline)
     return CellRecord.of(strategy.name, made, time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Plan: what a user holds. A checked way to run one training step within a budget."""
+"""Plan, the user's record of a checked way to run one training step within a budget."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan(PlanRecord):
-    """A plan that the validator has passed; what it holds is in `memopt.plan_record.PlanRecord`."""
+    """A plan that the validator has passed; see `memopt.plan_record.PlanRecord` for its fields."""
 
     _last: LastCapture = field(init=False, repr=False, compare=False, default_factory=LastCapture)
 
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
-        """Make the plan of a record."""
+        """Make a plan of a record."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(PlanRecord)})
 
     @property
     def code(self) -> str:
-        """The generated Python that runs the plan's forward and backward."""
+        """Return the generated Python that runs the plan's forward and backward."""
         from memopt.executor.install import install
 
         profiled = self._need_profile("show its code")
@@ -55,10 +55,10 @@ class Plan(PlanRecord):
         checked: bool = False,
         cuda_graph: bool = False,
     ) -> nn.Module:
-        """The model as a drop-in module whose training step runs under the plan.
+        """Return the model as a drop-in module whose training step runs under the plan.
 
-        A model that is not the one the plan was made from is captured again, and refused unless
-        it is in the planned mode, of the planned shapes, and its graph is the planned one.
+        A model other than the planned one is captured again, and refused unless its mode, shapes
+        and graph are the planned ones.
 
         Args:
             model: the module the plan was made from, or one with the same structure; its
@@ -66,10 +66,10 @@ class Plan(PlanRecord):
             inputs: example inputs of the planned shapes, to capture the model with; None: those
                 of planning (zeros, if the plan is from a file).
             interpreted: run instruction by instruction (slower; for debugging).
-            on_mismatch: what a call with other shapes, dtypes, modes or attributes that the forward
-                reads does: "plan" plans for it, once, within the same budget (the loss is charged
-                as in this plan); "original" runs the unplanned model; "error" raises GuardError.
-                `.calls` of what is returned counts which ran how.
+            on_mismatch: what happens in a call with other shapes, dtypes, modes or attributes that
+                the forward reads: "plan" plans for it, once, within the same budget (this plan's
+                loss is charged again); "original" runs the unplanned model; "error" raises
+                GuardError. The returned module's `.calls` counts the calls of each way.
             checked: for a plan with addresses, poison those that are freed and check every read
                 (slower; for debugging).
             cuda_graph: capture the step of a plan with addresses (`place=True`) after two steps
@@ -105,8 +105,8 @@ class Plan(PlanRecord):
         undo: bool = False,
         scaler: Any = None,
     ) -> TrainStep:
-        """The whole step, updates included, under the plan: `step(*inputs, targets=...) -> loss`;
-        of several micro-batches, `step.accumulate([(inputs, targets), ...]) -> losses`.
+        """Return the whole step, updates included: `step(*inputs, targets=...) -> loss`, or of
+        several micro-batches, `step.accumulate([(inputs, targets), ...]) -> losses`.
 
         The plan must have been made with `loss_fn=` and an optimizer instance.
 
@@ -116,10 +116,10 @@ class Plan(PlanRecord):
             optimizer: the planned optimizer, or one over the same parameters.
             interpreted: run instruction by instruction (slower; for debugging).
             checked: as for `apply`.
-            undo: take a step that fails back whole, parameters and optimizer state included. That
-                takes copies of them on the host, of their size, and the time to write them in each
-                step. Otherwise updates that were done before the failure stay, and the error says
-                how many.
+            undo: undo a failed step entirely, parameters and optimizer state included. That takes
+                host copies of them, as large as they are, and the time to write these in each
+                step. Without it, updates that were done before the failure stay, and the error
+                says how many.
             scaler: the `torch.amp.GradScaler` of the losses, if it was planned with one.
 
         Raises:
@@ -140,7 +140,7 @@ class Plan(PlanRecord):
         )
 
     def _plan_again(self, model: nn.Module, call: Call) -> nn.Module:
-        """The model under a plan for another call, within the same budget."""
+        """Plan another call within the same budget, and return the model under that plan."""
         from memopt.api.another_call import plan_for
 
         return Plan.of(plan_for(self, model, call)).apply(model)
@@ -183,12 +183,12 @@ class Plan(PlanRecord):
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file that `memopt.load` reads, in this or another process.
 
-        The file appears whole or not at all. It is JSON: figures, graph, program and what the
-        plan is for, never the model's weights.
+        The file appears whole or not at all. It is JSON: figures, graph, program and a
+        description of the model and its inputs, never the model's weights.
 
         Raises:
-            PlanFileError: the example inputs contain something a file cannot hold, or there is
-                something at `path` that is no regular file.
+            PlanFileError: the example inputs contain something that a file cannot hold, or `path`
+                exists and is no regular file.
             OSError: the file cannot be written.
         """
         from memopt.files import save
@@ -200,7 +200,7 @@ class Plan(PlanRecord):
 
         Args:
             kind: "memory" (over the step, the plan stacked by kind and the baseline),
-                "schedule" (what runs when, and again) or "timeline" (compute and transfers).
+                "schedule" (runs and recomputations) or "timeline" (compute and transfers).
             ax: where to draw; None: a new figure.
 
         Returns:
@@ -225,8 +225,8 @@ class Plan(PlanRecord):
     ) -> tuple[StepLanes, ...]:
         """Write a Chrome / Perfetto trace: compute and both copy streams, with stalls.
 
-        The predicted step; and given a model, a measured one beside it (the one of median time
-        of five), which leaves the model as it was. Open the file in ui.perfetto.dev.
+        It holds the predicted step and, given a model, a measured one (that of median time among
+        five); the model is left as it was. Open the file in ui.perfetto.dev.
 
         Args:
             path: the file, ".json".
@@ -234,7 +234,7 @@ class Plan(PlanRecord):
             inputs, loss_fn, targets: what the measured step runs, as for `check`.
 
         Returns:
-            What was written: the predicted step's lanes, then the measured one's.
+            The lanes that were written: the predicted step's, then the measured one's.
 
         Raises:
             PlanFileError, ValueError: as `apply`.
@@ -264,18 +264,18 @@ class Plan(PlanRecord):
         title: str | None = None,
         progress: bool | Progress = True,
     ) -> Page:
-        """One self-contained HTML page that explains the plan; see docs/explorer.md.
+        """Make one self-contained HTML page that explains the plan; see docs/explorer.md.
 
         Given a model, a recorded step is drawn beside the predicted one, as in `trace`, and its
         measured peak and time as in `check`. The model is left as it was.
 
         Args:
-            path: the file, ".html"; None: none is written. A notebook shows what is returned.
+            path: the file, ".html"; None: none is written. A notebook shows the returned page.
             model: the planned model, as for `apply`; None: the prediction alone.
             inputs, loss_fn, targets: what the measured step runs, as for `check`.
-            points: how many plans of the strategy, from its smallest budget to what suffices
-                without a plan, the page's budget slider has beside this one (at least 2; 0: only
-                this one). They are planned here, for at most a minute; Ctrl-C ends that earlier.
+            points: how many further plans of the strategy the page's budget slider has, from its
+                smallest budget to what suffices without a plan (at least 2; 0: only this plan).
+                They are planned here, for at most a minute; Ctrl-C ends that earlier.
             title: heads the page; None: the model's class.
             progress: True shows a bar on a terminal; or your own callback.
 
@@ -318,17 +318,17 @@ class Plan(PlanRecord):
         write_snapshot(path, self.graph, self.program, self.device)
 
     def summary(self) -> str:
-        """The plan as text of at most 80 columns."""
+        """Return the plan as text of at most 80 columns."""
         from memopt.report.summary import plan_summary
 
         return plan_summary(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        """A plan never changes: the plan itself."""
+        """Return the plan itself, since a plan never changes."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as its file: without the captured model, which `apply` captures again."""
+        """Pickle the plan as its file: without the captured model, which `apply` captures again."""
         from memopt.files import to_bytes
 
         return _unpickled, (to_bytes(self),)

@@ -1,4 +1,4 @@
-"""plan(), profile() and strategies(): what users call."""
+"""plan(), profile() and strategies(), the user's entry points."""
 
 from __future__ import annotations
 
@@ -60,57 +60,57 @@ def plan(
         inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
             "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
-            limit, but for an estimate the device's capacity. "6GiB reserved" limits what CUDA's
-            caching allocator reserves for them instead, fragmentation included, as simulated.
+            limit, but for an estimate the device's capacity. "6GiB reserved" limits the bytes that
+            CUDA's caching allocator reserves instead, fragmentation included, as simulated.
         strategy: a name of `memopt.strategies()`, or an instance with your parameters.
-        host_budget: the most that may be on the host at once, for strategies that move data:
-            bytes, or a string such as "6GiB"; None: no limit.
+        host_budget: the most bytes that may be on the host at once, for strategies that move data:
+            a number or a string such as "6GiB"; None: no limit.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is measured and charged.
         targets: what your loss takes beside the output: a tuple, or the only one.
         device: link rates and capacity: a Device, or a preset's name such as "H100"; None: the
             present machine's.
         mode: "measure" runs the model's kernels here; "estimate" computes nothing and prices
             them for `device` (the model may be on meta).
-        optimizer: charge its state as resident: a torch.optim instance, or a name such as
+        optimizer: its state is charged as resident: a torch.optim instance, or a name such as
             "sgd", "adamw", "adamw-fp32", "adamw-8bit".
         order: reorder the strategy's plan for a smaller peak (OLLA's pass).
-        place: give its tensors addresses in one arena, where that keeps the budget.
+        place: give the plan's tensors addresses in one arena, if that keeps the budget.
         whole_step: plan the parameters' updates, too, each as early as it can be, for
             `Plan.train_step` instead of `Plan.apply`: needs `loss_fn`, an optimizer instance and
             a strategy for chains, "auto", or one for graphs that recomputes nothing ("olla",
-            "store-all", "offload-graph"). None: where these last ones are given both, and gradients
-            do not stay (`accumulate`).
+            "store-all", "offload-graph"). None: True for these strategies for graphs, if a
+            loss and an optimizer instance are passed, costs are measured, and `accumulate` is off.
         offload_optimizer: keep the optimizer's state on the host; each update brings its
             parameter's state and takes it back. Plans the whole step.
-        movable: what of a whole step may live on the host between its uses: "parameters",
-            "gradients", "optimizer", several of them in a tuple, or "all". The plan keeps on the
-            device what it has room for. For strategies that move tensors of a graph.
+        movable: the tensors of a whole step that may live on the host between their uses:
+            "parameters", "gradients", "optimizer", several of them in a tuple, or "all". The plan
+            keeps on the device what it has room for. For strategies that move tensors of a graph.
         steady_state: with `movable`, plan a step that is repeated: tensors may stay on the device
             from their update into the next step, whose forward hides their copies to the host.
-        accumulate: charge gradients that are there when a step begins: those of the micro-batches
-            before, or zeroed ones that were not set to None.
+        accumulate: charge gradients that exist when a step begins: those of earlier micro-batches,
+            or zeroed ones that were not set to None.
         micro_batches: of a whole step: how many batches such as `inputs` and `targets` one step
-            runs, in turn, and adds up the gradients of, each loss divided by their number; call
+            runs in turn. Gradients are added up, and each loss is divided by this number; call
             `TrainStep.accumulate`. For strategies that recompute nothing.
         clip_norm, norm_type: of a whole step: scale gradients down to this global norm before the
             updates, as `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm, norm_type)`.
         scaler: of a whole step: the `torch.amp.GradScaler` that scales the losses; a step unscales
             gradients, updates nothing where one is infinite or NaN, and updates the scale.
         returns: "loss": the planned step does not return the outputs that `loss_fn` does not read
-            (None: that are not the loss of a model called with `labels`), so that they are freed
-            early. What stands for them raises NotReturnedError when it is used. In eval mode and
-            without gradients everything is returned.
+            (without `loss_fn`: all but the loss of a model called with `labels`), so that they are
+            freed early. Their stand-ins raise NotReturnedError when used. In eval mode and without
+            gradients everything is returned.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
             `order` and `place` likewise.
-        kernels: what operators run: "aten", torch's own, as eager does; "compiled", Inductor's
-            fused ones wherever operators between matrix products, convolutions and attentions can
-            be fused (other rounding, and other random numbers); "auto", region by region the
-            faster of both. They are measured, and need a compiler.
-        mesh: with mode="estimate", the ranks of a cluster that is not there, one of which is
-            planned: `model` is then a function from a torch DeviceMesh to the model that
+        kernels: the kernels that operators run: "aten", torch's own, as in eager mode; "compiled",
+            Inductor's fused ones wherever operators between matrix products, convolutions and
+            attentions can be fused (they round otherwise, and draw other random numbers); "auto",
+            for each region the faster of both. The last two are measured, and need a compiler.
+        mesh: with mode="estimate", the ranks of a cluster that need not exist; one of them is
+            planned. `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
-            rank's. `Plan.stats` has what the network takes and hides, and tokens per second.
-        cache: whether measured costs and the traced backward are kept on disk (MEMOPT_CACHE_DIR).
+            rank's. `Plan.stats` has the network's seconds, the hidden share and tokens per second.
+        cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -148,12 +148,12 @@ def solve(
     strategy: Strategy,
     **how: Any,
 ) -> Plan:
-    """One solve of a cost model; arguments as of `memopt.solving.solve`."""
+    """Solve a cost model once; arguments as of `memopt.api.solving.solve`."""
     return Plan.of(solve_record(cost_model, budget, strategy, **how))
 
 
 def strategies() -> dict[str, str]:
-    """Names of all strategies, each with one sentence about it."""
+    """Map the names of all strategies to one sentence about each."""
     from memopt.report.texts import first_sentence
     from memopt.strategies import STRATEGIES
 

@@ -1,4 +1,4 @@
-"""One plan for all ranks: what they must have in common, and who plans for whom."""
+"""One plan for all ranks: they check that their requests are alike, and the first one plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNING = "rank 0 plans"
 
 
 def planning_ranks(model: Any, mode: str) -> Ranks | None:
-    """The processes that plan a model together; None: this one plans alone."""
+    """Return the processes that plan a model together; None: this one plans alone."""
     if mode == "estimate" or isinstance(model, (Chain, Graph)):
         return None
     from torch import nn
@@ -35,15 +35,15 @@ def planning_ranks(model: Any, mode: str) -> Ranks | None:
 def profiling_together(
     ranks: Ranks | None, model: Any, inputs: Any, wanted: PlanRequest
 ) -> Iterator[None]:
-    """Context in which all ranks profile the same step, in step with one another.
+    """Enter a context in which all ranks profile the same step at the same pace.
 
     Args:
-        ranks: who; None: one alone.
+        ranks: the processes; None: this one alone.
         model, inputs: of this rank.
-        wanted: the request; each of its options must be the same on all ranks.
+        wanted: the request; its options must be the same on all ranks.
 
     Raises:
-        RankError: they are not to plan the same, or one of them fails.
+        RankError: the ranks' requests differ, or one of them fails.
     """
     if ranks is None:
         yield
@@ -57,7 +57,7 @@ def profiling_together(
 
 
 def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
-    """What must be the same on all ranks, for people."""
+    """List the facts that must be the same on all ranks, as text for messages."""
     import torch
 
     from memopt.capture.training_call import training_call
@@ -77,16 +77,17 @@ def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
 
 
 _NOT_ASKED = {"budget", "loss_fn", "targets", "optimizer", "cache"}
-"""What of a request is compared otherwise, or need not be the same: objects have no texts."""
+"""Options left out of the compared arguments: the budget is a fact of its own, `cache` may differ,
+and the others are objects without a text that could be compared."""
 
 
 def planned_by_first(
     ranks: Ranks | None, profiled: Profiled | None, solve: Callable[[], PlanRecord]
 ) -> PlanRecord:
-    """The plan that the first rank makes, on all ranks.
+    """Plan on the first rank, and return its plan on all ranks.
 
     Raises:
-        RankError: a rank is gone. And whatever `solve` raises, on every rank.
+        RankError: a rank is gone. An error that `solve` raises is raised on every rank.
     """
     if ranks is None or profiled is None:
         return solve()

@@ -1,4 +1,4 @@
-"""What plan() says when no plan fits."""
+"""The error that plan() raises if no plan fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def infeasible(
     graph: Graph,
     profiled: Profiled | None,
 ) -> MemoptError:
-    """The error of a strategy that has no plan within the budget: what would do, and what stays."""
+    """Make the error of a strategy without a plan within the budget, with remedies and figures."""
     smallest = solution.smallest_budget_bytes
     others = _others(strategy, graph)
     proved = f"no plan of any kind needs less than {format_bytes(memory_lower_bound(graph))}"
@@ -46,7 +46,7 @@ def infeasible(
 
 
 def _others(strategy: Strategy, graph: Graph) -> str:
-    """What else to try, for a message."""
+    """Name what else to try, for a message."""
     again = strategy.plans_forward and strategy.features.recompute
     if graph.is_forward and not again:
         return (
@@ -57,7 +57,7 @@ def _others(strategy: Strategy, graph: Graph) -> str:
 
 
 def _held(graph: Graph, profiled: Profiled | None) -> str:
-    """What stays whatever the plan, for a message."""
+    """Name the bytes that no plan can free, for a message."""
     if profiled is None:
         return ""
     from memopt.report.fixed_bytes import fixed_bytes, fixed_sum

@@ -1,4 +1,4 @@
-"""What `memopt.plan` is asked for, made of its arguments in one place."""
+"""The request that `memopt.plan` makes of its arguments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from memopt.strategies import Strategy
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A plan to make.
+    """A request for a plan.
 
     Attributes:
-        strategy: who plans, a name or an instance.
-        limits, step, pricing, passes: the other arguments of `memopt.plan`, which see.
-        charges: what the loop around a wrapped model needs beside its steps.
-        progress: who is told how far it is.
+        strategy: a name or an instance.
+        limits, step, pricing, passes: the other arguments of `memopt.plan`; see there.
+        charges: the memory that the loop around a wrapped model needs beside its steps.
+        progress: whether to show a bar, or the callback that progress is reported to.
     """
 
     strategy: str | Strategy = "rotor"
@@ -31,7 +31,7 @@ class PlanRequest:
 
     @property
     def options(self) -> dict[str, object]:
-        """Every option by its own name, whichever record has it."""
+        """Map the names of all options to their values, whichever record holds them."""
         found: dict[str, object] = {"strategy": self.strategy, "charges": self.charges}
         for record in (self.limits, self.step, self.pricing, self.passes):
             found |= {one.name: getattr(record, one.name) for one in fields(record)}

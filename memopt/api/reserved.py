@@ -1,10 +1,9 @@
-"""Plans within a budget on more than a strategy counts: what CUDA's caching allocator reserves, or
-what is there beside the forward alone.
+"""Plans within a budget that covers more than a strategy counts: the bytes that CUDA's caching
+allocator reserves, or tensors of the training loop that are live during the forward alone.
 
 A strategy plans within allocated bytes, the same for the whole step. What the allocator reserves
-beyond them, and what the forward needs, is known only of a finished program; so the budget on
-allocated bytes is lowered by what the plan's program takes too much, until one fits, and raised
-again as far as a few bisections find.
+beyond them, and the memory during the forward, is known only of a finished program. So the budget
+on allocated bytes is lowered by a program's excess until one fits, and raised by a few bisections.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from memopt.plan_record import PlanRecord
 from memopt.programs.charged import needed_bytes
 
 LOWERED = 12
-"""Times that the budget on allocated bytes is lowered at most."""
+"""How often the budget on allocated bytes is lowered at most."""
 RAISED = 4
-"""Times that it is raised again, by half of what is left below one that did not fit."""
+"""How often it is raised again, by half of the distance to a budget whose plan did not fit."""
 
 
 def planned_within(
     solve_for: Callable[[WrittenBudget], PlanRecord], budget: object, charges: Charges
 ) -> PlanRecord:
-    """The plan for a budget, of either kind of bytes, that leaves room for what is there beside the
-    forward alone; the rest of the charges is in the graph.
+    """Plan within a budget on allocated or reserved bytes, with room for the charges that are live
+    during the forward alone; the graph holds the other charges.
 
     Raises:
         InfeasibleBudgetError, ValueError: see `within_reserved`, `solve`.
@@ -61,16 +60,16 @@ def planned_within(
 def within_reserved(
     solve_for: Callable[[int], PlanRecord], budget: object, beside_bytes: int = 0
 ) -> PlanRecord:
-    """The fastest plan found for which the allocator reserves at most the budget.
+    """Find plans for which the allocator reserves at most the budget, and return the fastest.
 
     Args:
         solve_for: plans within so many allocated bytes.
         budget: on reserved bytes: a number of them, or a string with a unit.
-        beside_bytes: reserved beside the step.
+        beside_bytes: bytes reserved for tensors outside of the step.
 
     Raises:
-        InfeasibleBudgetError: no plan was found for which that is enough.
-        ValueError: it cannot be read, is no size, or the plan is for a device without that
+        InfeasibleBudgetError: no plan was found that keeps the budget.
+        ValueError: the budget cannot be read or is no size, or the plan's device has another
             allocator.
     """
     limit = None if budget == MINIMUM else parse_budget(budget, 0)
@@ -92,13 +91,13 @@ def _within(
     used: Callable[[PlanRecord], int],
     refusal: Callable[[int], InfeasibleBudgetError],
 ) -> tuple[int, PlanRecord]:
-    """(the largest budget on allocated bytes that was found to do, the fastest plan that does).
+    """Return (the largest budget on allocated bytes with a plan that fits, the fastest such plan).
 
     Args:
         solve_for: plans within so many allocated bytes.
-        limit: on what a plan uses.
-        used: what a plan uses.
-        refusal: the error where none does, of what the smallest one uses.
+        limit: the most bytes that a plan may use.
+        used: plan → the bytes that it uses.
+        refusal: bytes that the last plan tried uses → the error, if none fits.
     """
     asked, plan = _lowered(solve_for, limit, used, refusal)
     best, too_much = plan, limit
@@ -119,7 +118,7 @@ def _lowered(
     used: Callable[[PlanRecord], int],
     refusal: Callable[[int], InfeasibleBudgetError],
 ) -> tuple[int, PlanRecord]:
-    """A budget on allocated bytes whose plan fits, and the plan."""
+    """Return a budget on allocated bytes whose plan fits, and the plan."""
     asked, tried, used_bytes = limit, limit, 0
     for _ in range(LOWERED):
         try:
@@ -130,7 +129,7 @@ def _lowered(
                 raise
             if least is None or least >= tried:
                 raise refusal(used_bytes) from error
-            # Lowered too far at once: the smallest plan there is may still do.
+            # The budget was lowered too far at once: the smallest plan may still fit.
             asked = least
             continue
         used_bytes = used(plan)
@@ -145,7 +144,7 @@ def _lowered(
 def _beside_forward(
     solve_for: Callable[[WrittenBudget], PlanRecord], limit: int, beside: Charges
 ) -> InfeasibleBudgetError:
-    """The error where no plan leaves room for what is there beside the forward."""
+    """Make the error if no plan leaves room for the charges during the forward."""
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):
         plan = solve_for(MINIMUM)
@@ -179,10 +178,10 @@ def _infeasible(limit: int, reserved_bytes: int) -> InfeasibleBudgetError:
 
 
 def _reserved(plan: PlanRecord) -> int:
-    """Reserved bytes of a plan's step.
+    """Return the bytes that the allocator reserves for a plan's step.
 
     Raises:
-        ValueError: its device has another allocator.
+        ValueError: the plan's device has another allocator.
     """
     found = plan.reserved
     if found is None:

@@ -20,8 +20,8 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int = 25 * 2**20,
 ) -> M:
-    """Spread a model's parameters over the ranks of a mesh: each holds a part of the rows of each,
-    and gathers them where the model reads them. To be called on every rank.
+    """Spread a model's parameters over the ranks of a mesh: each rank holds some rows of every
+    parameter, and gathers the others where the model reads it. Call it on every rank.
 
     The model is changed in place and returned. Its parameters become DTensors, sharded along their
     first dimension as `torch.distributed.fsdp.fully_shard` does: make the optimizer afterwards;
@@ -31,9 +31,9 @@ def shard(
 
     A plan of the model (`memopt.wrap`, `memopt.plan`) has the gathering among its operators: which
     parameters are kept for the backward and which are gathered again is the planner's choice.
-    Unplanned, all that were gathered are kept. A plan joins the collectives of small parameters: of
-    a block (a module of a `ModuleList` or `Sequential` that has modules of its own), and outside of
-    blocks those of one module.
+    Unplanned, all gathered parameters are kept. A plan joins the collectives of small parameters
+    within a block (a module of a `ModuleList` or `Sequential` that has modules of its own) and,
+    outside of blocks, within a module.
 
     Args:
         model: on the device of the mesh, or on meta.
@@ -42,9 +42,9 @@ def shard(
         param_dtype: parameters are gathered in it, and the model's floating-point inputs are cast
             to it; None: no change.
         reduce_dtype: gradients are averaged in it; None: in the dtype that they are computed in.
-        bucket_bytes: of a block, parameters of up to so many bytes in all, whole, are gathered, and
-            their gradients scattered, by one collective (the size is that of DDP's buckets). 0:
-            each by its own.
+        bucket_bytes: one collective gathers parameters of a block of up to so many bytes in all,
+            counted unsharded, and one scatters their gradients (the size is that of DDP's
+            buckets). 0: each parameter has its own.
 
     Raises:
         ValueError: the model or the mesh is of a kind that cannot be sharded; the message says

@@ -1,5 +1,4 @@
-"""The way of a plan: the stages that prepare the step, the solver, and the passes that finish its
-program."""
+"""Making a plan: stages prepare the step, a strategy solves it, passes finish its program."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ _NO_OPERATORS = (
 
 @full_collections_put_off()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
-    """Prepare a model's step, if it is a model, and plan it; see `memopt.plan`."""
+    """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
     limits, pricing = wanted.limits, wanted.pricing
     host_bytes = parse_host_budget(limits.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
@@ -89,7 +88,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
 def _planned(
     step: Preparation, strategy: Strategy, host_budget_bytes: int | None, wanted: PlanRequest
 ) -> PlanRecord:
-    """The plan of a prepared step."""
+    """Plan a prepared step."""
     profiled, budget = step.profiled, step.budget
     if budget is None and step.pricing.mode == "estimate":
         budget = step.device.capacity_bytes
@@ -112,7 +111,7 @@ def _planned(
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:
-    """The device of plan's and profile's arguments.
+    """Return the device that plan's and profile's arguments name.
 
     Raises:
         ValueError: an unknown name or mode, or an estimate for no device.
@@ -143,8 +142,8 @@ def solve(
     place: bool = False,
     host_budget_bytes: int | None = None,
 ) -> PlanRecord:
-    """Solve a cost model and finish the program; see `plan`. A caller with many solves of one graph
-    passes its `view`, to have it made once."""
+    """Solve a cost model and finish the program; see `plan`. A caller that solves one graph often
+    passes its `view`, so that it is made once."""
     if (order or place) and isinstance(cost_model, Chain):
         raise ValueError(_NO_OPERATORS)
     target = Target.of(strategy, cost_model, view)
@@ -182,7 +181,7 @@ def solve(
 
 
 def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures:
-    """The step without memopt: the profile's, or the graph's own order replayed."""
+    """Return the figures without memopt: the profile's, or those of the graph's order replayed."""
     if profiled is not None:
         base = profiled.baseline
         return BaselineFigures(base.peak_bytes, base.step_time_s, base.measured)
@@ -198,7 +197,7 @@ def _record(
     device: Device,
     profiled: Profiled | None,
 ) -> PlanRecord:
-    """The plan of a finished program."""
+    """Make the plan of a finished program."""
     graph, solution, program = target.graph, finished.solution, finished.program
     time_s, bound_s = finished.figures.time_s, solution.lower_bound_s
     return PlanRecord(
@@ -254,7 +253,7 @@ def _link_notes(program: Program, device: Device) -> tuple[str, ...]:
 
 
 def reporting_on(progress: bool | Progress) -> AbstractContextManager[Progress]:
-    """How far a step of planning is: a bar on a terminal, or the user's callback."""
+    """Open the progress report of planning: a bar on a terminal, or the user's callback."""
     from memopt.report.progress import reporting
 
     return reporting(progress)

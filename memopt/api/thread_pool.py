@@ -17,17 +17,17 @@ from memopt.models.progress import Progress
 
 T = TypeVar("T")
 Task = Callable[[Progress], T]
-"""A task reports its progress, which raises KeyboardInterrupt when it is to stop."""
+"""A function of a progress callback, which raises KeyboardInterrupt to stop the task."""
 
 MOST_WORKERS = 4
-"""By default: every solve may hold tables of its own."""
+"""Threads by default at most, since every solve may hold tables of its own."""
 GRACE_S = 5.0
-"""How long an interrupted run waits for solves that do not look at their progress."""
+"""How long an interrupted run waits for solves that report no progress."""
 _POLL_S = 0.1
 
 
 def default_workers() -> int:
-    """The cores this process may use, at most MOST_WORKERS."""
+    """Return the number of cores that this process may use, at most MOST_WORKERS."""
     usable = getattr(os, "sched_getaffinity", None)
     cores = len(usable(0)) if usable is not None else os.cpu_count() or 1
     return max(1, min(cores, MOST_WORKERS))
@@ -35,7 +35,7 @@ def default_workers() -> int:
 
 @dataclass
 class Finished(Generic[T]):
-    """What tasks returned, by their number; `complete` is False after an interrupt."""
+    """The results of tasks, by task number; `complete` is False if an interrupt left some out."""
 
     results: dict[int, T] = field(default_factory=dict)
     complete: bool = True
@@ -43,7 +43,7 @@ class Finished(Generic[T]):
 
 @dataclass(frozen=True)
 class _Event(Generic[T]):
-    """From a worker: how far a task is, that it has ended (with what), or that the worker has."""
+    """A worker's message: a task's progress, result or error, or that the worker has left."""
 
     task: int
     fraction: float = 0.0
@@ -57,7 +57,7 @@ def run_all(tasks: Sequence[Task[T]], workers: int, progress: Progress) -> Finis
     """Run tasks in order, `workers` at a time; `progress` is called in the calling thread.
 
     Ctrl-C, or a KeyboardInterrupt that `progress` raises, stops the tasks at their next report
-    and returns what is done. What a task returns although it was interrupted counts as done.
+    and returns what is done. A result that a task returns despite the interrupt counts as done.
 
     Raises:
         Whatever a task raises, after the others have stopped.
@@ -85,7 +85,7 @@ class _TaskRun(Generic[T]):
         self.fractions = [0.0] * len(tasks)
 
     def work(self) -> None:
-        """A worker: tasks until none is left or all are to stop."""
+        """Run tasks, as one worker, until none is left or all are to stop."""
         while not self.stop.is_set():
             try:
                 number = self.waiting.get_nowait()
@@ -106,7 +106,7 @@ class _TaskRun(Generic[T]):
         return report
 
     def gather(self, workers: int) -> Finished[T]:
-        """Results and reports of the workers until all have left."""
+        """Collect the workers' results and reports until all have left."""
         finished: Finished[T] = Finished()
         failed: BaseException | None = None
         waited_s = 0.0
@@ -125,7 +125,7 @@ class _TaskRun(Generic[T]):
             except Empty:
                 waited_s += _POLL_S if self.stop.is_set() else 0.0
             except KeyboardInterrupt:
-                # Asked twice: no waiting.
+                # A second Ctrl-C ends the waiting.
                 waited_s = GRACE_S if self.stop.is_set() else 0.0
                 self.stop.set()
         if failed is not None and not isinstance(failed, KeyboardInterrupt):

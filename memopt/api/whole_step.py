@@ -1,4 +1,4 @@
-"""Whether a plan is of the whole step, updates included, or of the module alone."""
+"""Checks of requests: whether they plan the whole step, updates included, or the module alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from memopt.strategies.base import Strategy
 
 
 def takes_whole_step(strategy: Strategy, wanted: PlanRequest) -> bool:
-    """Say whether a request is for a step whose updates are captured.
+    """Say whether a request is for a whole step, whose updates are captured.
 
-    Unless it says so itself (`whole_step`, or an option that only whole steps have), it is where
-    a loss and an optimizer instance are given, measured, for a strategy for graphs that recomputes
-    nothing; but not where gradients are to stay from step to step (`accumulate`).
+    `whole_step`, or an option that only whole steps have, decides it. Otherwise the step is
+    whole if a loss and an optimizer instance are passed, costs are measured, the strategy plans
+    graphs and recomputes nothing, and gradients do not stay from step to step (`accumulate`).
 
     Raises:
         ValueError: a whole step is wanted and cannot be planned; the message has the remedy.
@@ -45,8 +45,8 @@ def check_movable(wanted: PlanRequest, strategy: Strategy) -> None:
     """Refuse a request whose `movable` cannot be met.
 
     Raises:
-        ValueError: it is unreadable, the strategy moves nothing, or something that does not go
-            together with it is asked for.
+        ValueError: `movable` is unreadable, the strategy moves nothing, or an option is set that
+            cannot be combined with it.
     """
     from memopt.step.movable import parse_movable
 
@@ -72,7 +72,7 @@ def check_rules(wanted: PlanRequest, strategy: Strategy) -> None:
 
     Raises:
         ValueError: the request is not for a whole step, or has several micro-batches for a
-            strategy that computes again.
+            strategy that recomputes.
     """
     rules = wanted.step.rules
     if rules and wanted.step.whole_step is False:
@@ -89,12 +89,12 @@ def check_rules(wanted: PlanRequest, strategy: Strategy) -> None:
 
 
 def left_on_host(host_budget_bytes: int | None, profiled: Any, *, whole_step: bool) -> int | None:
-    """For `offload_optimizer` of `memopt.plan`: what the optimizer's state on the host leaves of a
-    host budget.
+    """Subtract the optimizer's state on the host (`offload_optimizer`) from the host budget; None
+    stays None.
 
     Raises:
-        ValueError: the plan is not of a whole step that was captured for it, or the host budget
-            is too small for the state alone.
+        ValueError: the step was not captured whole for `offload_optimizer`, or the host budget is
+            too small for the state alone.
     """
     from memopt.step.profiled import ProfiledStep
 

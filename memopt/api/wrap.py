@@ -68,13 +68,13 @@ def wrap(
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> M:
-    """Let a model plan its own training calls: each kind of call (shapes, dtypes, autocast,
-    whether gradients are there already) at the first one, within the budget.
+    """Let a model plan its own training calls within the budget: the first call of each kind
+    (shapes, dtypes, autocast, whether gradients exist already) plans for all of that kind.
 
     The model is changed in place and returned: it keeps its class, its attributes and its files;
     copies and pickles of it are plain models. Calls in eval mode or without gradients run as
     before. `model.calls` counts how calls ran, `model.memopt.plans` are the plans that are ready to
-    run (of a model with attributes of these names: `memopt.running(model).calls` and `.plans`);
+    run (if the model has attributes of these names: `memopt.running(model).calls` and `.plans`);
     `memopt.unwrap(model)` undoes it. Plans are kept on disk (MEMOPT_CACHE_DIR) and shared by
     processes.
 
@@ -83,13 +83,13 @@ def wrap(
             it.
         budget: as for `memopt.plan`, for each kind of call.
         strategy: as for `memopt.plan`.
-        loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: if the
-            call has `labels`, and the output a `loss`, that is the loss; the other outputs get no
-            gradient. Else the budget covers the module alone.
+        loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: the
+            output's `loss`, if the call has `labels`; the other outputs get no gradient. Else the
+            budget covers the module alone.
         targets: what your loss takes beside the output: a tuple, or a function of the call's
             arguments that makes it.
-        on_mismatch: what a kind of call does that has no plan: "plan" makes one; "original" runs
-            it unplanned after the first kind was planned; "error" then raises GuardError.
+        on_mismatch: what happens in a kind of call that has no plan: "plan" makes one; once the
+            first kind is planned, "original" runs others unplanned, "error" raises GuardError.
         returns: "loss" leaves out, in planned calls, the outputs that the loss does not read, as
             for `memopt.plan`.
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
@@ -146,7 +146,7 @@ def unwrap(model: M) -> M:
 
 
 def running(model: nn.Module) -> SelfPlanning | Running:
-    """How a wrapped model or a planned module runs, whatever names it uses itself.
+    """Return how a wrapped model or a planned module runs, whatever its own attributes' names.
 
     Returns:
         Of a wrapped model: `.calls`, how many calls ran in which way, and `.plans`, those that are
@@ -176,16 +176,16 @@ class _Planner:
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
     labelled: bool = True
-    """Whether a call with labels computes its loss."""
+    """Whether calls with `labels` compute their own loss."""
 
     def charges_loss(self, call: Call) -> bool:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Whether a plan for the call charges its loss."""
         from memopt.capture.training_call import has_own_loss
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
     def promises(self) -> bool:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Whether the user named a budget, other than the smallest."""
         return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
@@ -196,7 +196,7 @@ class _Planner:
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
-        """See `memopt.executor.plan_maker.Planner`."""
+        """Plan a call; return the model under its plan, and the plan."""
         from memopt.capture.training_call import NoLossError
 
         request = self._request(call, asked)
@@ -205,13 +205,13 @@ class _Planner:
         except NoLossError:
             if self.loss_fn is not None or request.step.returns == "loss":
                 raise
-            # What it calls its labels is for something else.
+            # This model's `labels` are no targets of a loss.
             self.labelled = False
             request = replace(request, step=replace(request.step, loss_fn=None, targets=()))
             plan, again = self._plan(model, call, request)
         use = arena_use(plan.graph, plan.program) if request.passes.place else None
         if use is not None:
-            # In the arena that other shapes need it may exceed the budget.
+            # Other shapes may have made the shared arena too large for this plan's budget.
             budget = family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
             with contextlib.suppress(InfeasibleBudgetError):
                 if budget is not None:
@@ -224,7 +224,7 @@ class _Planner:
         except PlanFileError:
             if again is None:
                 raise
-        # What the key does not tell has changed: the model's own code, for one.
+        # Something that the key leaves out has changed, such as the model's own code.
         plan = again()
         return self._apply(plan, model, call, instead, family), plan
 
@@ -240,12 +240,12 @@ class _Planner:
     def _plan(
         model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
-        """A plan, and if it was kept on disk what makes it anew."""
+        """Return a plan and, if it was read from disk, the function that makes it anew."""
 
         def make() -> PlanRecord:
             return make_plan(model, call, request)
 
-        # Ranks that plan together would not all find it.
+        # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
         store = PlanStore() if request.pricing.cache and alone else None
         key = None if store is None else _key(model, call, request)
@@ -276,8 +276,8 @@ class _Planner:
 
 
 def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
-    """Whether a plan from disk keeps the budgets of a request: its key says so, but its file may
-    have been edited, or put in another one's place."""
+    """Whether a plan from disk keeps the budgets of a request: they are part of its key, but its
+    file may have been edited, or put in place of another."""
     limits = request.limits
     size, _ = split_reserved(limits.budget)
     budget = None if size == MINIMUM else size
@@ -287,8 +287,8 @@ def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
-    """What a plan depends on, as far as it can be told without capturing the model; None: the loss
-    or an argument cannot be told from another one."""
+    """Digest all that a plan depends on and that is known without capturing the model; None: the
+    loss or an argument has no text that tells it from others."""
     from memopt.pricing.baseline import loss_text
     from memopt.profiler import Loss
     from memopt.step.inputs import device_of
@@ -303,7 +303,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:
-        return None  # an argument that no file holds
+        return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -312,4 +312,4 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
 
 
 _NOT_IN_KEYS = {"loss_fn", "targets", "cache"}
-"""Options that a plan does not depend on; the loss, on which it does, is told otherwise."""
+"""Options left out of keys: plans do not depend on `cache`, and the loss has a text of its own."""

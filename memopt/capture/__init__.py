@@ -1,1 +1,1 @@
-"""From a module to its captured step: Dynamo, AOTAutograd, and what a trace must not lose."""
+"""Captures a module's step: Dynamo, AOTAutograd, and corrections of what a trace would lose."""

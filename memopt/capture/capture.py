@@ -1,8 +1,8 @@
-"""Capture: one joint forward+backward ATen graph of any nn.Module, wrapped once in AOTAutograd.
+"""Captures any nn.Module as one joint forward+backward ATen graph, wrapped once in AOTAutograd.
 
 Nothing is computed: dynamo and AOTAutograd trace fake tensors that share the real parameters'
-metadata. The joint graph can be compiled only once, so it is compiled here, around two
-callables that look up the program to run at each call (`memopt.executor.runtime`).
+metadata. The joint graph can be compiled only once, so it is compiled here, around two callables
+that look up the program to run at each call (`memopt.executor.runtime`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def capture(
     Args:
         model: the module, in the mode to train it in.
         call: the example call.
-        gradients: what the user's loss is known to do with the leaves of the model's output. For
-            those that it does not use no gradient is traced, made or charged. Asked once
-            the forward is traced, so that a model that cannot be is refused first.
-        to_be_run: whether what the forward leaves behind matters.
+        gradients: returns what the user's loss does with the leaves of the model's output. Leaves
+            that it does not use get no gradient, traced or charged. Called after the forward is
+            traced, so that a model that cannot be traced is refused first.
+        to_be_run: whether the forward's side effects matter.
 
     Raises:
         CaptureError: the model cannot be captured whole (a data-dependent branch...); the message
@@ -94,11 +94,11 @@ def capture(
 
 
 def check_not_set_before_read(captured: Captured) -> None:
-    """Refuse a forward that sets a buffer anew and reads the one before in a checkpoint or a
-    custom backward: there eager reads the new one, and a planned step the one of its forward.
+    """Refuse a forward that sets a buffer anew and reads the old one in a checkpoint or a custom
+    backward: there eager reads the new buffer, and a planned step the one of its forward.
 
     Raises:
-        CaptureError: it does; the buffer is named.
+        CaptureError: there is such a buffer, named.
     """
     late = captured.dependencies.late_names
     for primal in captured.primals:
@@ -161,10 +161,10 @@ def _export(
 
 
 def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
-    """AOTAutograd's joint graph of dynamo's.
+    """Derive AOTAutograd's joint graph from dynamo's.
 
     Raises:
-        CaptureError: it cannot be made.
+        CaptureError: AOTAutograd refuses the graph.
     """
     try:
         return aot.export_joint(stack, traced, *call.plain)
@@ -173,7 +173,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:
-    """Mangled name in the traced module → (name in the user's model or "", the tensor)."""
+    """Map mangled names in the traced module → (name in the user's model or "", the tensor)."""
     known = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     tensors = {name: attrgetter(name)(traced) for name in (*joint.params_spec, *joint.buffers_spec)}
     return {name: (known.get(id(tensor), ""), tensor) for name, tensor in tensors.items()}

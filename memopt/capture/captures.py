@@ -1,9 +1,9 @@
-"""Captures that are in use, found again for another plan of the same call.
+"""Finds captures that are in use, for another plan of the same call.
 
-To capture a model takes seconds, and any number of plans run in one capture. So the plans of a
-step's first micro-batch and of its later ones, which charge the gradients that are there, share
-one, and so do `Plan.check` and `Plan.apply`. A capture is remembered while something holds it: a
-planned module, or a plan.
+Capturing a model takes seconds, and any number of plans can run in one capture. One capture serves
+the plans of a step's first micro-batch and of its later ones, which charge existing gradients, and
+also `Plan.check` and `Plan.apply`. A capture is remembered while a planned module or a plan holds
+it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def captured_again(
     *,
     kernels: str = "aten",
 ) -> Captured:
-    """The capture in use of a call like this one, for this call, if nothing has changed that it
-    depends on; else a new one.
+    """Return a capture in use of an equal call, with this call, if nothing that it depends on has
+    changed; else capture anew.
 
     Args:
         model, call, gradients: as for `capture`.
-        make: `capture`, which see for its errors.
-        kernels: what the step is to run. Compiled ones change the capture in place: such a one is
-            always new, and no other plan's.
+        make: `capture` or a function like it; raises its errors.
+        kernels: the kernels that the step is to run. Compiled ones change the capture in place, so
+            that it is always new and serves no other plan.
     """
     if kernels != "aten":
         return make(model, call, gradients)
@@ -66,7 +66,7 @@ def captured_again(
 
 
 def _kind(model: nn.Module, call: Call) -> _Kind:
-    """What captures depend on beside what they watch themselves."""
+    """Return what captures depend on besides what they watch themselves."""
     leaves = [
         (described(leaf), isinstance(leaf, torch.Tensor) and leaf.is_leaf) for leaf in call.leaves
     ]

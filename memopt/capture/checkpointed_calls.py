@@ -1,5 +1,5 @@
-"""Calls of `torch.utils.checkpoint` in a model that is traced: how they are written is eager's
-business, since a plan decides anew what is kept."""
+"""Traces calls of `torch.utils.checkpoint` however they are written: a plan decides anew what is
+recomputed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _OTHER_CONTEXTS = (
 
 @contextlib.contextmanager
 def checkpoints_as_called() -> Iterator[None]:
-    """Trace every `context_fn` that eager takes, of which dynamo takes only functions from outside
-    the forward; and without `debug`, which looks at a recomputation that a plan does not make."""
+    """Trace every `context_fn` that eager takes (dynamo takes only functions from outside the
+    forward), and without `debug`, which checks a recomputation that a plan does not make."""
     call = private(_CALL)
     (user_function,) = variables("UserFunctionVariable")
 
@@ -54,10 +54,10 @@ def checkpoints_as_called() -> Iterator[None]:
 
 
 def _function_of(variable: Any) -> Callable[[], Any]:
-    """The function that dynamo's variable stands for.
+    """Return the function that dynamo's variable stands for.
 
     Raises:
-        CaptureError: it depends on what only the forward knows.
+        CaptureError: the function depends on what only the forward knows.
     """
     method, function, nested, other = variables(*_FUNCTIONS)
     found: Any
@@ -84,7 +84,7 @@ def _function_of(variable: Any) -> Callable[[], Any]:
 
 
 def _checked(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, which refuses contexts that torch would not trace."""
+    """Make the function refuse contexts that torch would not trace."""
 
     def made() -> Any:
         contexts = function()

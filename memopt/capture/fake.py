@@ -1,4 +1,4 @@
-"""A model's stand-in made of fake CPU tensors: shapes and dtypes without storage.
+"""Makes a model's stand-in of fake CPU tensors: shapes and dtypes without storage.
 
 Models built on `torch.device("meta")`, on the CPU and on a GPU are treated alike; no parameter is
 copied and nothing is computed. Fake tensors claim to be on the CPU because a torch without CUDA
@@ -31,8 +31,8 @@ class Fakes:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor of any device: same shape, strides, dtype, requires_grad;
-        of a DTensor, one whose shard is fake."""
+        """Return a tensor's stand-in, whatever its device: same shape, strides, dtype and
+        requires_grad. A DTensor's stand-in has a fake shard."""
         if id(real) in self._known:
             return self._known[id(real)][1]
         if local_part(real) is not real:
@@ -46,30 +46,30 @@ class Fakes:
             fake = nn.Parameter(fake, requires_grad=real.requires_grad)
         elif real.requires_grad:
             fake.requires_grad_()
-        # The real tensor is kept so that its id stays its own.
+        # The real tensor is kept so that its id is not reused.
         self._known[id(real)] = (real, fake)
         return fake
 
     def model(self, real: nn.Module) -> nn.Module:
-        """A copy of a module whose parameters, buffers and plain tensor attributes are fake."""
+        """Copy a module with fake parameters, buffers and plain tensor attributes."""
         tensors: list[torch.Tensor] = [*real.parameters(), *real.buffers()]
         for module in real.modules():
             tensors += [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
-        # deepcopy takes what its memo holds for an object instead of copying it.
+        # deepcopy takes an object's entry in its memo instead of copying the object.
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         return copy.deepcopy(real, memo)
 
     def call(self, real: Call) -> Call:
-        """The call with fake tensors."""
+        """Return the call with fake tensors."""
         return real.with_tensors(self.tensor)
 
     def value(self, real: Any) -> Any:
-        """Any nest of values with its tensors fake."""
+        """Return a nest of values with its tensors fake."""
         return pytree.tree_map_only(torch.Tensor, self.tensor, real)
 
 
 def real_call(call: Call) -> Call:
-    """The call with zeros on the CPU for the tensors that hold no values here (meta, fake)."""
+    """Return the call with zeros on the CPU in place of tensors without values (meta, fake)."""
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "meta" and type(tensor) in (torch.Tensor, nn.Parameter):

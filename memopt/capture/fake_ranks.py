@@ -1,4 +1,4 @@
-"""A process group whose other ranks are not there: collectives have shapes and send nothing."""
+"""Makes a process group of absent ranks: collectives have shapes and send nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt.torch_private.access import private
 
 @contextlib.contextmanager
 def fake_ranks(mesh: Mesh) -> Iterator[DeviceMesh]:
-    """Rank 0 of a mesh, in torch's `fake` process group, for as long as the context lasts.
+    """Be rank 0 of a mesh inside, in torch's `fake` process group.
 
     Raises:
         ValueError: torch.distributed is initialised: there are real ranks.
@@ -35,14 +35,14 @@ def fake_ranks(mesh: Mesh) -> Iterator[DeviceMesh]:
 
 
 def model_on(mesh: DeviceMesh, model: Any) -> nn.Module:
-    """The model of rank 0.
+    """Build the model of rank 0.
 
     Args:
         mesh: as in `fake_ranks`.
         model: a function from a DeviceMesh to the model whose parts communicate over it.
 
     Raises:
-        ValueError: it is a module already, which knows nothing of the mesh, or gives none.
+        ValueError: `model` is a module already, which knows nothing of the mesh, or returns none.
     """
     if isinstance(model, nn.Module) or not callable(model):
         raise ValueError(

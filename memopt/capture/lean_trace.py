@@ -1,4 +1,4 @@
-"""Traces without work that nothing needs."""
+"""Traces without needless work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dynamo trace keeps of real tensors: nothing, unless it computes with them."""
+"""Avoids a dynamo trace's copies of real tensors, unless it computes with them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _COMPUTE = "torch._dynamo.variables.tensor.get_real_value"
 def real_values_uncopied() -> Iterator[None]:
     """Trace without copies of parameters, buffers, inputs and their gradients.
 
-    An export keeps a copy of each real tensor that it meets, in case something computes with it: a
-    model would take its own size in memory once more, and as much for its gradients. Few do (a
-    function of `torch._dynamo.assume_constant_result` that is given a tensor), and they get copies
-    then. Under a transform (`torch.func.vmap`, `grad`) a copy would fail: it is of a tensor without
-    memory of its own.
+    An export copies each real tensor that it meets, in case something computes with it: the model's
+    size in memory once more, and as much for its gradients. Few models do (a function of
+    `torch._dynamo.assume_constant_result` that is given a tensor), and they get copies then. Under
+    a transform (`torch.func.vmap`, `grad`) a copy would fail: the tensor has no memory of its own.
     """
     clone, compute = optional(_CLONE), optional(_COMPUTE)
     if clone is None or compute is None:

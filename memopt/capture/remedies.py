@@ -1,4 +1,4 @@
-"""Why a model of a known kind cannot be captured, each with what to do about it."""
+"""Explains why models of known kinds cannot be captured, each with its remedy."""
 
 from __future__ import annotations
 
@@ -104,12 +104,11 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     *SAID_OF_PYTHON,
 )
-"""What the message of an error has in it → the cause, and what to do about it; the first counts."""
+"""Pattern in an error's message → the cause and the remedy; the first match counts."""
 
 
 def said_remedy(text: str) -> str | None:
-    """The sentence for what a message of dynamo's or AOTAutograd's says; None: it says none that
-    is known."""
+    """Return the sentence for a message of dynamo's or AOTAutograd's; None if none is known."""
     for words, sentence in _SAID:
         found = re.search(words, text)
         if found is not None:
@@ -118,7 +117,7 @@ def said_remedy(text: str) -> str | None:
 
 
 def known_remedy(model: nn.Module, error: Exception) -> str | None:
-    """The sentence for a model that could not be captured; None if it is of no known kind."""
+    """Return the sentence for a model that could not be captured; None if no cause is known."""
     for cause in _CAUSES:
         found = cause(model, str(error))
         if found is not None:
@@ -127,7 +126,7 @@ def known_remedy(model: nn.Module, error: Exception) -> str | None:
 
 
 def inside_fabric(model: nn.Module) -> nn.Module | None:
-    """The user's module in what Lightning Fabric's `setup` made of it; None: it made none."""
+    """Return the user's module inside a model that Lightning Fabric's `setup` made; else None."""
     if "_FabricModule" not in {kind.__name__ for kind in type(model).__mro__}:
         return None
     module: nn.Module = model.module  # type: ignore[assignment]
@@ -135,10 +134,10 @@ def inside_fabric(model: nn.Module) -> nn.Module | None:
 
 
 def check_outside_fabric(model: nn.Module) -> None:
-    """Refuse what Lightning Fabric's `setup` made, which casts and redirects calls in Python.
+    """Refuse a model that Lightning Fabric's `setup` made, which redirects calls in Python.
 
     Raises:
-        CaptureError: it is that.
+        CaptureError: the model is one.
     """
     if inside_fabric(model) is not None:
         raise CaptureError(
@@ -148,12 +147,12 @@ def check_outside_fabric(model: nn.Module) -> None:
 
 
 def is_data_parallel(model: nn.Module) -> bool:
-    """Whether the model is wrapped to exchange gradients, by hooks that no plan holds."""
+    """Return whether the model is wrapped to exchange gradients, by hooks that no plan holds."""
     return _is_a(model, "DistributedDataParallel", "DataParallel")
 
 
 def _is_a(model: nn.Module, *names: str) -> bool:
-    """Whether the model's class, or one that it is derived from, has one of the names."""
+    """Return whether the model's class, or a base of it, has one of the names."""
     return any(kind.__name__ in names for kind in type(model).__mro__)
 
 
@@ -209,7 +208,7 @@ def _differentiates(_model: nn.Module, text: str) -> str | None:
 
 
 def _drawn_in_python(model: nn.Module, text: str) -> str | None:
-    """Speech models of Hugging Face's: each of their settings that no graph can hold, at once."""
+    """Name each setting of Hugging Face's speech models that no graph can hold, at once."""
     config = getattr(model, "config", None)
     undo = [
         f"set model.config.{name} = 0"
@@ -243,7 +242,7 @@ def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
 
 
 def _quantized(model: nn.Module, text: str) -> str | None:
-    """torch.ao's observers and fake quantizers, which dynamo leaves out of every graph."""
+    """Name torch.ao's observers and fake quantizers, which dynamo leaves out of every graph."""
     if "skipped" not in text:
         return None
     for name, module in model.named_modules():
@@ -269,7 +268,7 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
 
 
 def without_labels(call: Call) -> str:
-    """What to do where it is the model's own loss that cannot be captured; "" if it has none."""
+    """Return the remedy where the model's own loss cannot be captured; "" if it has none."""
     if call.kwargs.get("labels") is None:
         return ""
     return (

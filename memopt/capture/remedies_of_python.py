@@ -1,4 +1,4 @@
-"""What a forward does in Python beside its tensors that no graph holds, and what to do instead."""
+"""Explains which Python in a forward no graph holds, and what to do instead."""
 
 from __future__ import annotations
 
@@ -143,4 +143,4 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "plan the sub-modules around it",
     ),
 )
-"""Words of an error → the cause, and what to do about it, see `memopt.capture.remedies`."""
+"""Pattern in an error's message → the cause and the remedy, see `memopt.capture.remedies`."""

@@ -1,4 +1,4 @@
-"""What a model is called with, and holds, that no planned step can take."""
+"""Refuses arguments and tensors of a model that no planned step can take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = (
 
 
 def check_leaves(call: Call) -> None:
-    """Refuse arguments that are no tensors, numbers, strings or None.
+    """Refuse arguments other than tensors, numbers, strings or None.
 
     Raises:
         CaptureError: there is one, named.
@@ -47,7 +47,7 @@ def check_leaves(call: Call) -> None:
 
 
 def _takes_part(kind: type) -> bool:
-    """Whether a class of tensors has a `__torch_function__` that a user has written."""
+    """Return whether a tensor class has a `__torch_function__` that a user has written."""
     for one in kind.__mro__:
         if one is torch.Tensor:
             return False
@@ -79,11 +79,11 @@ def check_taken(model: nn.Module, call: Call) -> None:
 
 
 def check_dense(traced: GraphModule, sources: dict[int, str]) -> None:
-    """Refuse sparse and nested tensors that the forward reads elsewhere, or makes.
+    """Refuse sparse and nested tensors that the forward makes, or reads from elsewhere.
 
     Args:
         traced: dynamo's graph.
-        sources: id of a tensor that the model does not register → where it was read.
+        sources: id of a tensor that the model does not register → where it is read.
 
     Raises:
         CaptureError: there is one, named.
@@ -98,18 +98,18 @@ def check_dense(traced: GraphModule, sources: dict[int, str]) -> None:
 
 
 def check_objects_kept(model: nn.Module, call: Call) -> None:
-    """Refuse a forward that changes the objects that it is called with: a planned step gets others,
-    made of the same attributes. Runs it once, on objects of its own.
+    """Refuse a forward that changes objects among its arguments: a planned step gets other objects
+    with the same attributes. Runs the forward once, on objects of its own.
 
     Raises:
-        CaptureError: it does; the object and the attribute are named.
+        CaptureError: it changes one; the object and the attribute are named.
     """
     if not call.objects:
         return
     own = call.with_tensors(lambda tensor: tensor)
     before = [(one, _parts(one)) for one in own.objects]
     with forward_restored(model, own):
-        # What is in an object comes after it.
+        # An object's inner objects come after it.
         for one, old in reversed(before):
             new = _parts(one)
             changed = [n for n in {**old, **new} if old.get(n) != new.get(n)]
@@ -122,7 +122,7 @@ def check_objects_kept(model: nn.Module, call: Call) -> None:
 
 
 def _parts(one: Any) -> dict[str, tuple[Any, ...]]:
-    """Of each attribute of an object its structure, and which objects are in it."""
+    """Return for each attribute of an object its structure, and the ids of its leaves."""
     found = {}
     for name, value in attributes(one).items():
         leaves, spec = pytree.tree_flatten(opened(value))
@@ -144,7 +144,7 @@ def _not_dense(what: str, tensor: torch.Tensor) -> str:
 
 
 def _place(call: Call, leaf: Any) -> str:
-    """What a leaf is, and of which object an attribute."""
+    """Return a text on what a leaf is, and of which object an attribute."""
     kind = type(leaf).__name__
     for one in call.objects:
         for name, value in attributes(one).items():
@@ -154,7 +154,7 @@ def _place(call: Call, leaf: Any) -> str:
 
 
 def _argument(model: nn.Module, call: Call, leaf: torch.Tensor) -> str:
-    """The name of the argument that a tensor is, or is in."""
+    """Return the name of the argument that a tensor is, or is in."""
     args, kwargs = call.opened
     named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     for name, value in named.items():

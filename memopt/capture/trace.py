@@ -1,4 +1,4 @@
-"""Dynamo's trace of a model: its graph, what that depends on, what the forward leaves behind."""
+"""Traces a model by dynamo: its graph, its dependencies, and the forward's side effects."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
 
 def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
-    """A model's graph, as eager computes it, and what it depends on; inside `tracing_as_eager`.
+    """Return a model's graph, as eager computes it, and its dependencies; inside
+    `tracing_as_eager`.
 
     Args:
-        model, call: what is traced.
-        to_be_run: whether what the forward leaves behind matters.
+        model, call: the model to trace, and its call.
+        to_be_run: whether the forward's side effects matter.
 
     Raises:
-        CaptureError: it cannot be traced, or a planned step could not leave behind what the
-            forward leaves behind.
+        CaptureError: the model cannot be traced, or a planned step could not repeat the forward's
+            side effects.
     """
     return traced_as_eager(model, call, lambda: _trace(model, call, to_be_run))
 
@@ -62,15 +63,15 @@ def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
 def traced_again(
     model: nn.Module, call: Call, device: torch.device | None, trace: str
 ) -> Dependencies | None:
-    """The dependencies of a new trace of the model; None if it gives another graph than `trace`."""
+    """Return the dependencies of a new trace of the model; None if its graph is not `trace`."""
     with tracing_as_eager(device), lean_trace():
         traced, dependencies = trace_of(model, call)
     return dependencies if digest(traced, model, dependencies) == trace else None
 
 
 def effects_of(traced: GraphModule) -> SideEffects:
-    """What the forward leaves behind. If it returns values for them, it returns a pair: the
-    model's output and these."""
+    """Return the forward's side effects. If the graph returns values for them, it returns a pair:
+    the model's output and these values."""
     found: SideEffects = traced.meta.get(EFFECTS, NO_EFFECTS)
     return found
 
@@ -115,7 +116,7 @@ def _digest(module: GraphModule, model: nn.Module, guards: TraceGuards) -> str:
 def _settled(
     model: nn.Module, call: Call, module: GraphModule, guards: TraceGuards
 ) -> Trace | None:
-    """The trace of a model whose attributes stay as a first call sets them; None: they do not."""
+    """Return the trace of a model whose attributes keep what a first call sets; None if not."""
     names = dict.fromkeys(python_name(one.source) for one in guards.changes)
     found: Trace | None = None
 
@@ -131,8 +132,9 @@ def _settled(
 def dynamo_capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, TraceGuards]:
-    """One FX graph of the whole model by dynamo, sharing the model's parameters; and what the trace
-    read of other Python objects, and what of them the forward changes, which the graph will not."""
+    """Return dynamo's graph of the whole model, which shares the model's parameters, and its
+    guards: what the trace read of other Python objects, and the forward's changes to them, which
+    the graph omits."""
     with (
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),
@@ -144,10 +146,10 @@ def dynamo_capture(
 
 
 def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
-    """Dynamo's graph of a call, traced as eager runs it, and what the trace read and changes."""
+    """Return dynamo's graph of a call, traced as eager runs it, and the trace's guards."""
 
     def trace() -> Any:
-        # Strides that the model asks for are those of its kernels.
+        # A model that asks for strides gets those of its kernels.
         with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
             return dynamo_capture(model, *call.opened)
 
@@ -164,7 +166,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     except NotImplementedError as error:
         if "argument of type" in str(error):
             raise CaptureError(why_not_captured(model, call, error)) from error
-        # Dynamo has no words of its own for an object that the forward makes and leaves behind.
+        # Dynamo has no message of its own for an object that the forward makes and leaves behind.
         if "TempLocalSource" not in str(error):
             raise
         raise CaptureError(why_not_left_behind(["an object that it makes"])) from error

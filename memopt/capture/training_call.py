@@ -1,8 +1,7 @@
-"""What a model of Hugging Face's is told when it trains, beside the user's own arguments.
+"""Adds the arguments that a Hugging Face model needs to train to the user's own.
 
-A model that is configured to generate returns its keys and values although nobody asked for them,
-which a training step does not need and which would keep every layer's; gradient checkpointing
-switches that off likewise.
+A model that is configured to generate returns its keys and values unasked. A training step does not
+need them, and they would keep every layer's alive; gradient checkpointing switches that off, too.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def training_call(model: nn.Module, inputs: Any) -> Call:
-    """A user's `inputs` as the call to plan: `to_call`, and what a training loop would add.
+    """Turn a user's `inputs` into the call to plan: `to_call`, and what a training loop would add.
 
     Raises:
-        CaptureError: the model is one that a trainer made of the user's.
+        CaptureError: Lightning Fabric's `setup` made the model, or an argument cannot be taken.
     """
     check_outside_fabric(model)
     call = to_call(inputs)
@@ -35,7 +34,7 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     settle_problem_type(model, call)
     if not model.training or not _keeps_keys(model):
         return call
-    # An adapted model (PEFT) passes on what it is given.
+    # An adapted model (PEFT) passes on its arguments.
     inner: Any = getattr(model, "get_base_model", None)
     base = inner() if callable(inner) else model
     names = list(inspect.signature(base.forward).parameters)
@@ -45,22 +44,23 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
 
 
 def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a call with what `training_call` has added to the planned one."""
+    """Return a call's keyword arguments with those that `training_call` added to the planned
+    call."""
     if "use_cache" in planned.kwargs and "use_cache" not in kwargs:
         return {**kwargs, "use_cache": planned.kwargs["use_cache"]}
     return kwargs
 
 
 class NoLossError(ValueError):
-    """A model that was called with labels returns no loss."""
+    """A model that is called with labels returns no loss."""
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that a model of Hugging Face's computes itself from its labels: what its output, or
-    the dict that it returns, calls so, or the first of a tuple.
+    """Return the loss that a Hugging Face model computes itself from its labels: the `loss` of its
+    output or of the dict that it returns, or the first item of a tuple.
 
     Raises:
-        NoLossError: it computes none.
+        NoLossError: the output has none.
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -74,12 +74,12 @@ def own_loss(output: Any) -> Any:
 
 
 def has_own_loss(call: Call) -> bool:
-    """Whether a call gives the model labels to compute its loss from."""
+    """Return whether a call gives the model labels to compute its loss from."""
     return call.kwargs.get("labels") is not None
 
 
 def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
-    """What a user should know of the call that is planned."""
+    """Return notes for the user on the call that is planned."""
     notes = []
     if not model.training and any(type(m).__name__.startswith("Dropout") for m in model.modules()):
         notes.append("Planned in eval mode, without dropout; to train, call model.train() first.")
@@ -89,15 +89,15 @@ def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
 
 
 def _keeps_keys(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, is configured to return its keys and values. A decoder may
-    have a configuration of its own (T5's), which trainers that change the model's leave alone."""
+    """Return whether a model, or a part of it, is configured to return its keys and values. A
+    decoder may have its own configuration (T5's), which trainers leave alone."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "use_cache", False) is True for config in configs)
 
 
 def settle_problem_type(model: nn.Module, call: Call) -> None:
-    """Set `config.problem_type` of a classifier that has labels and no problem type, to what its
-    own first call would set it to. A planned step cannot: it changes nothing but tensors."""
+    """Set `config.problem_type` of a classifier that has labels and no problem type to what its own
+    first call would set. A planned step cannot: it changes only tensors."""
     config, labels = getattr(model, "config", None), call.kwargs.get("labels")
     if not isinstance(labels, torch.Tensor) or getattr(config, "problem_type", "") is not None:
         return

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured as one graph, in words that say what to do."""
+"""Explains why a model cannot be captured as one graph, and what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memopt.torch_private.expressions import ROOT, draws_in_numpy
 from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
 from memopt.user_code.restored_state import forward_restored, state_restored
 
-# Torch, memopt and Python's own modules: a line there is not what a user can change.
+# Files of torch, memopt and Python, whose lines a user cannot change.
 _NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
 
@@ -49,7 +49,7 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
-    """The message on what dynamo refused in a model's forward, where, and what to do about it."""
+    """Explain what dynamo refused in a model's forward, where, and what to do about it."""
     known = (
         _cumulative_average(model)
         or known_remedy(model, error)
@@ -79,7 +79,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
 
 
 def why_not_taken(model: nn.Module, error: Exception) -> str:
-    """The message on an argument or a result of the model that no graph can have."""
+    """Explain why an argument or a result of the model cannot be in a graph."""
     remedy = cache_remedy(model)
     said = said_remedy(str(error)) if remedy is None else None
     if said is not None:
@@ -92,7 +92,7 @@ def why_not_taken(model: nn.Module, error: Exception) -> str:
 
 
 def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
-    """The message on what AOTAutograd refused in dynamo's graph, and what to do about it."""
+    """Explain what AOTAutograd refused in dynamo's graph, and what to do about it."""
     first = first_line(error) or repr(error)
     where = _shape_from_data(traced)
     if where is None and "nonzero" in first:
@@ -126,19 +126,18 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
 
 
 _OF_GRAPH = "<eval_with_key>"
-"""How the file of a graph's generated code is called."""
+"""Prefix of the file names of graphs' generated code."""
 
 
 def _is_users(path: str | None) -> bool:
-    """Whether a file is the user's, or a library's that is made of models."""
+    """Return whether a file is the user's, or an installed library's."""
     if not path or path.startswith(("<frozen ", *_NOT_USERS)):
         return False
     return "-packages" in path or not path.startswith(_PYTHON)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, to the end of its sentence and without its full stop;
-    "" if it says nothing."""
+    """Return the first sentence of an error's message, without its full stop; "" if it has none."""
     first, *others = str(error).strip().splitlines() or [""]
     for line in others:
         if not line[:1].islower():
@@ -151,7 +150,7 @@ def first_line(error: Exception) -> str:
 
 
 def _cumulative_average(model: nn.Module) -> str | None:
-    """Batch norm that averages over all steps, which divides by a step counter read in Python."""
+    """Explain batch norm that averages over all steps: it divides by a counter read in Python."""
     for name, module in model.named_modules():
         if isinstance(module, BatchNorm) and module.momentum is None and module.training:
             return (
@@ -164,15 +163,15 @@ def _cumulative_average(model: nn.Module) -> str | None:
 
 
 def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str | None:
-    """Buffers that a forward gives another shape, as observers of ranges do in their first one.
-    Only where dynamo speaks of it the forward is run, since it may tell the world something."""
+    """Explain buffers that a forward gives another shape, as range observers do in their first one.
+    Runs the forward only if dynamo's message names such a change, for the sake of side effects."""
     if "inplace view" not in text and "resize_" not in text:
         return None
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
     if not any(b.is_floating_point() and b.numel() <= 1 for b in model.buffers()):
-        return None  # a run for nothing would leave what cannot be put back (files, queues)
+        return None  # a needless run could leave side effects that cannot be undone (files, queues)
     found: list[str] = []
-    # What the model itself raises here, dynamo has said already.
+    # Dynamo's message covers errors that the model itself raises here.
     with contextlib.suppress(Exception), forward_restored(model, call):
         now = dict(model.named_buffers())
         found = [n for n, shape in before.items() if n in now and now[n].shape != shape]
@@ -186,7 +185,7 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
 
 
 def _backward_hooks(model: nn.Module) -> str | None:
-    """A module's full backward hooks, which dynamo puts into no graph."""
+    """Explain a module's full backward hooks, which dynamo puts into no graph."""
     for name, module in model.named_modules():
         if has_backward_hooks(module):
             owner = f"module {name!r}" if name else "the model"
@@ -198,7 +197,7 @@ def _backward_hooks(model: nn.Module) -> str | None:
 
 
 def cache_remedy(model: nn.Module) -> str | None:
-    """The remedy for a result that is no pytree, where it is the model's cache."""
+    """Return the remedy for a result that is no pytree, if it is the model's cache."""
     if not getattr(getattr(model, "config", None), "use_cache", False):
         return None
     return (
@@ -218,7 +217,7 @@ def check_settings(traced: GraphModule) -> None:
     """Refuse a forward that sets how torch computes (its default dtype, deterministic algorithms).
 
     Raises:
-        CaptureError: it does; the setter is named.
+        CaptureError: the forward does; the setter is named.
     """
     for node in traced.graph.nodes:
         name = getattr(node.target, "__name__", "")
@@ -228,7 +227,7 @@ def check_settings(traced: GraphModule) -> None:
 
 
 def check_effects(module: GraphModule) -> None:
-    """Refuse operators whose order among themselves is an effect (checks for errors, prints)."""
+    """Refuse operators whose order is an effect (checks for errors, prints)."""
     for node in module.graph.nodes:
         if node.op == "call_function" and str(node.target) == "with_effects":
             raise CaptureError(
@@ -254,7 +253,7 @@ def check_not_drawn_in_numpy(traced: GraphModule) -> None:
 
 
 def _shape_from_data(traced: GraphModule) -> str | None:
-    """The line that makes a tensor whose shape dynamo left open; None if there is none."""
+    """Return the line that makes a tensor whose shape dynamo left open; None if there is none."""
     for node in traced.graph.nodes:
         value = _example(node)
         if isinstance(value, torch.Tensor) and any(
@@ -265,7 +264,7 @@ def _shape_from_data(traced: GraphModule) -> str | None:
 
 
 def _selection(traced: GraphModule) -> str | None:
-    """The line that reads or writes elements which a tensor of truth values selects."""
+    """Return the line that reads or writes elements selected by a boolean tensor."""
     for node in traced.graph.nodes:
         if node.target in (operator.getitem, operator.setitem):
             index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -276,14 +275,14 @@ def _selection(traced: GraphModule) -> str | None:
 
 
 def _value_read(traced: GraphModule) -> str | None:
-    """The line that reads a number out of a tensor; None if there is none."""
+    """Return the line that reads a number out of a tensor; None if there is none."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
     found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
     return next(map(line_of, found), None)
 
 
 def _is_given_number(traced: GraphModule) -> bool:
-    """Whether the first number that is read is one of Python's, which torch.compile hands over."""
+    """Return whether the first number read is a Python number that torch.compile hands over."""
     for node in traced.graph.nodes:
         if node.target == "item":
             return bool(node.args[0].op == "placeholder")
@@ -291,7 +290,7 @@ def _is_given_number(traced: GraphModule) -> bool:
 
 
 def _of_numbers(traced: GraphModule) -> str:
-    """The line that reads a number, or computes in numpy; "" if there is none."""
+    """Return the line that reads a number, or computes in numpy; "" if there is none."""
     found = (n for n in traced.graph.nodes if type(n.target).__name__.startswith("numpy_"))
     return _value_read(traced) or next(map(line_of, found), "")
 
@@ -301,7 +300,7 @@ def _example(node: Node) -> Any:
 
 
 def _line_of_frame(model: nn.Module, frame: Any) -> str:
-    """A frame's line, as `line_of` writes it; of a graph's code the line that its node is from."""
+    """Return a frame's line, as `line_of` writes it; in a graph's code its node's original line."""
     if not frame.filename.startswith(_OF_GRAPH):
         return f" at {frame.filename}:{frame.lineno} ({frame.line})"
     name = str(frame.line).partition(" ")[0]
@@ -310,7 +309,7 @@ def _line_of_frame(model: nn.Module, frame: Any) -> str:
 
 
 def line_of(node: Node) -> str:
-    """The user's line that a node of dynamo's graph is from: " at file:line (text)"; or ""."""
+    """Return a dynamo node's line in the user's code: " at file:line (text)"; or ""."""
     places = re.findall(
         r'File "([^"]+)", line (\d+).*\n\s*(.*)', node.meta.get("stack_trace") or ""
     )
@@ -319,12 +318,11 @@ def line_of(node: Node) -> str:
 
 
 def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
-    """The guards of a trace without the changes that `self.buffer += 1` makes, which assigns the
-    same tensor again, and torch.func.functional_call, which puts tensors in the places of others
-    and those back: what counts is what is there afterwards.
+    """Return a trace's guards without changes that do not last: `self.buffer += 1` assigns the same
+    tensor again, and torch.func.functional_call replaces tensors and restores them.
 
     Args:
-        model, call: what was traced.
+        model, call: the model that was traced, and its call.
         guards: what the trace read and changed.
     """
     registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
@@ -346,8 +344,8 @@ def python_name(source: str) -> str:
 
 
 def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
-    """Of the registries that dynamo's `sources` name, the entries that are other objects after one
-    forward on fake tensors (nothing is computed)."""
+    """Return the entries of the registries that dynamo's `sources` name that one forward on fake
+    tensors replaces (nothing is computed)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     names = {"model": model, "L": {"self": model}}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
@@ -362,7 +360,7 @@ def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[st
             with mode, unheard():
                 model(*faked.args, **faked.kwargs)
         finally:
-            # Autocast keeps casts of parameters; these are fake, the parameters are not.
+            # Autocast would keep casts of these fake parameters for the real ones.
             torch.clear_autocast_cache()
         return [
             f"{python_name(source).rpartition('.')[0]}.{name}"

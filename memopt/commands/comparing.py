@@ -62,7 +62,7 @@ def compare(
 
 
 def _figures(made: Comparison) -> dict[str, Any]:
-    """A comparison's figures for machines: bytes and seconds."""
+    """Return a comparison's figures for machines: bytes and seconds."""
     names = [one.name for one in fields(Cell) if one.name != "plan"]
     measured = made.measured_baseline
     return {

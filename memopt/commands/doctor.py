@@ -76,7 +76,7 @@ def _figures(one: Finding) -> dict[str, Any]:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """What the machine, Python and its packages are."""
+    """Describe the machine, Python and its packages."""
     yield "memopt", memopt.__version__
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "platform", platform.platform()
@@ -103,7 +103,7 @@ def _processors() -> str:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    """What torch computes on here."""
+    """List the devices that torch computes on here."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()

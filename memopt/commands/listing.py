@@ -53,7 +53,7 @@ def device(
 
 
 def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A row for each figure; the network's own figures have their own."""
+    """Yield a row for each figure; each figure of the network is a row of its own."""
     for name, value in figures.items():
         if name == "network" and isinstance(value, dict):
             yield from ((f"network: {inner}", _shown(one)) for inner, one in value.items())

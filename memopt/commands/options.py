@@ -58,7 +58,7 @@ TimeLimit = Annotated[float | None, typer.Option(min=0.0, help="Seconds for the 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the commands that price a model's step take alike."""
+    """The options shared by all commands that price a model's step."""
 
     model: Model
     device: Device = None
@@ -73,11 +73,11 @@ class ModelOptions:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is to be printed for people."""
+        """Whether to print nothing for people."""
         return self.as_json or self.quiet
 
     def arguments(self) -> dict[str, Any]:
-        """Those of `memopt.plan` and its like: the model, how to price it, and progress."""
+        """Return the arguments for `memopt.plan` and its like: model, pricing and progress."""
         mode: Any = self.mode or "measure"
         with value_of("--device" if mode in ("measure", "estimate") else "--mode"):
             planned_device(self.device, mode)
@@ -101,8 +101,8 @@ class ModelOptions:
 
 
 def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first argument is `ModelOptions`, as typer reads it: the model, the command's
-    own options, then the others."""
+    """Give a command that takes `ModelOptions` a signature that typer can read: the model, the
+    command's own options, then the shared ones."""
     model, *others = inspect.signature(ModelOptions, eval_str=True).parameters.values()
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
@@ -116,14 +116,14 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_dtype(name: str | None) -> None:
-    """Fail before the work, not after it."""
+    """Fail before the work if --dtype is unknown."""
     with value_of("--dtype"):
         if name is not None and name not in DTYPES:
             raise ValueError(f"there is no {name!r} to train in; take {', '.join(DTYPES)}")
 
 
 def budget_of(text: str | None) -> int | str | None:
-    """A budget as typed: whole numbers are bytes. Fails before the work, not after it."""
+    """Read a budget as typed: whole numbers are bytes. Fail before the work if it is unreadable."""
     with value_of("--budget"):
         budget = int(text) if text is not None and text.isdecimal() else text
         check_budget(budget)
@@ -131,13 +131,13 @@ def budget_of(text: str | None) -> int | str | None:
 
 
 def check_strategy(name: str) -> None:
-    """Fail before the work, not after it."""
+    """Fail before the work if --strategy is unknown."""
     with value_of("--strategy"):
         resolve(name)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Fail before the work, not after it."""
+    """Fail before the work if a file cannot be written."""
     with value_of(option):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
@@ -164,7 +164,7 @@ def check_picture(path: Path | None) -> None:
 
 
 def reporting_failures(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, its errors turned into a message and an exit status (`failures`)."""
+    """Wrap a command so that errors become a message and an exit status (`failures`)."""
 
     @wraps(command)
     def run(**arguments: Any) -> None:

@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    """Unknown options and arguments, too few, or an option's value that means nothing."""
+    """Unknown or missing options and arguments, or an option's value that cannot be used."""
     INFEASIBLE = 3
     """No plan fits the budget, or no placement the capacity; the message names one that does."""
     PLAN_FILE = 4
@@ -42,10 +42,10 @@ class OptionError(ValueError):
 
 @contextmanager
 def value_of(option: str) -> Iterator[None]:
-    """What cannot be used inside is this option's value.
+    """Blame this option's value for every ValueError inside.
 
     Raises:
-        OptionError: instead of every ValueError.
+        OptionError: instead of a ValueError.
     """
     try:
         yield
@@ -54,12 +54,12 @@ def value_of(option: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """A text on standard output."""
+    """Print a text on standard output."""
     typer.echo(text)
 
 
 def say_json(value: object) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
@@ -92,7 +92,7 @@ def _fail(error: Exception, code: ExitCode, as_json: bool, **more: object) -> No
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table as wide as the terminal, 80 columns in a pipe."""
+    """Print a table as wide as the terminal, 80 columns in a pipe."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -107,7 +107,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def device_figures(device: Device) -> dict[str, Any]:
-    """A device's figures for machines; infinite rates as null."""
+    """Return a device's figures for machines; infinite rates as null."""
     found: dict[str, Any] = _finite(asdict(device))
     return found
 

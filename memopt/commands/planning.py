@@ -104,7 +104,7 @@ def show(
 
 
 def host_budget_of(text: str | None) -> int | str | None:
-    """A host budget as typed: whole numbers are bytes."""
+    """Read a host budget as typed: whole numbers are bytes."""
     return int(text) if text is not None and text.isdigit() else text
 
 

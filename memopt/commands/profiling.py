@@ -42,7 +42,7 @@ def profile(
 
 
 def _figures(graph: Graph, top: int) -> dict[str, Any]:
-    """Figures of the step and of its kernels, those that take most time in all first."""
+    """Return figures of the step and of its kernels, sorted by their total time, longest first."""
     kernels: dict[str, dict[str, Any]] = {}
     for operator in graph.operators:
         name = operator.target or operator.name

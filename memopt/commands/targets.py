@@ -27,7 +27,7 @@ FORMS = (
 
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""What a model may be trained in, by name."""
+"""Names of the dtypes that a model may be trained in."""
 
 
 class TargetError(Exception):
@@ -50,8 +50,8 @@ class Sizes:
     Attributes:
         batch: examples per step.
         sequence: tokens per example.
-        meta: without weights, for estimates.
-        dtype: one of DTYPES; None: a configuration's, a factory's own.
+        meta: whether the model has no weights, for estimates.
+        dtype: one of DTYPES; None: that of the configuration or factory.
     """
 
     batch: int = 4
@@ -64,7 +64,7 @@ def load_target(name: str, sizes: Sizes | None = None) -> NamedModel:
     """Make the model of a name; the user's folder is searched for modules first.
 
     Raises:
-        TargetError: the module, the factory or what it returns is not usable.
+        TargetError: the module, the factory or its result is not usable.
     """
     kind, _, rest = name.partition(":")
     sizes = sizes or Sizes()
@@ -111,7 +111,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # As an import would: dataclasses and pickling look a module up by its name.
+    # An import would do this, too: dataclasses and pickling look a module up by its name.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
@@ -139,7 +139,7 @@ def _called(name: str, factory: Callable[..., Any]) -> NamedModel:
 
 
 def _in_dtype(target: NamedModel, name: str) -> NamedModel:
-    """The model and its inputs, those of their tensors that hold real numbers in this dtype."""
+    """Cast the floating-point tensors of the model and its inputs to this dtype."""
     import torch
 
     from memopt.torch_private import pytree
@@ -154,7 +154,7 @@ def _in_dtype(target: NamedModel, name: str) -> NamedModel:
 
 
 def _last_line(error: BaseException) -> str:
-    """The error and the place in the user's code it comes from."""
+    """Format an error, and the place in the user's code that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = ("<frozen", __file__)
     own = [frame for frame in frames if not frame.filename.startswith(inside)]
@@ -168,12 +168,12 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def load_config(name: str, sizes: Sizes) -> NamedModel:
-    """The model of a config.json (or of a folder that holds one), with random weights.
+    """Make the model of a config.json (or of a folder that holds one), with random weights.
 
-    Its class is the first of the configuration's `architectures`, else a causal language model; its
-    dtype the configuration's, unless `sizes` names one.
-    Inputs are random token ids (batch, sequence), or images (batch, channels, size, size), with
-    the labels that the class's head wants; the loss is the model's own.
+    Its class is the first known one of the configuration's `architectures`, else a causal language
+    model; its dtype is the configuration's, unless `sizes` names one. Inputs are random token ids
+    (batch, sequence), or images (batch, channels, height, width), with the labels that the class's
+    head wants; the loss is the model's own.
 
     Raises:
         TargetError: the file, transformers or the model class is missing.
@@ -202,18 +202,18 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> NamedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         if hasattr(config, "use_cache"):
-            # Training needs no key-value cache, which the model would return and so hold.
+            # Training needs no key-value cache, which as an output would stay in memory.
             config.use_cache = False
         dtype = _dtype(sizes.dtype or getattr(config, "dtype", None))
         with torch.device("meta" if sizes.meta else "cpu"), default_dtype(dtype):
             model = _build(transformers, config)
-    except Exception as error:  # whatever a model class makes of a wrong configuration
+    except Exception as error:  # a model class may raise anything for a wrong configuration
         raise TargetError(not_built(path, error, fault)) from error
     return NamedModel(model.train(), _inputs(model, config, sizes), _own_loss)
 
 
 def _dtype(named: Any) -> torch.dtype:
-    """The dtype of a name or of a configuration, which may have none: torch's default."""
+    """Return the dtype of a name or a configuration; torch's default if there is none."""
     import torch
 
     found = getattr(torch, named, None) if isinstance(named, str) else named
@@ -222,7 +222,7 @@ def _dtype(named: Any) -> torch.dtype:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, new tensors of real numbers have this dtype unless told otherwise."""
+    """Make this the dtype of new floating-point tensors inside, unless they name another."""
     import torch
 
     before = torch.get_default_dtype()
@@ -234,7 +234,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def not_built(path: Path, error: BaseException, fault: str | None) -> str:
-    """A message with the first cause of a failure: transformers hides those of failed imports."""
+    """Write a message with the first cause of a failure, which transformers hides for imports."""
     text = f"{path}: transformers cannot build this model: {_first_line(error)}"
     root = error
     while root.__cause__ is not None:
@@ -278,7 +278,7 @@ def _inputs(model: Any, config: Any, sizes: Sizes) -> dict[str, Any]:
     one_each = torch.randint(classes, (sizes.batch,), generator=generator)
     head = type(model).__name__
     if head.endswith(_CLASSIFIERS):
-        # What the model's loss would set at its first call.
+        # The model's loss would set this at its first call.
         config.problem_type = config.problem_type or "single_label_classification"
     if model.main_input_name == "pixel_values":
         size = config.image_size

@@ -1,4 +1,4 @@
-"""A torchvision that is installed but cannot be imported, as beside a torch of another build."""
+"""Handling an installed torchvision that cannot be imported, such as one for another torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def torchvision_fault() -> str | None:
-    """Why the installed torchvision cannot be imported; None if it can or is not installed."""
+    """Say why the installed torchvision cannot be imported; None if it can or is not installed."""
     if importlib.util.find_spec(NAME) is None:
         return None
     try:
@@ -29,16 +29,16 @@ def torchvision_fault() -> str | None:
 
 @contextmanager
 def without_broken_torchvision() -> Iterator[str | None]:
-    """Inside, an installed torchvision that cannot be imported counts as not installed.
+    """Make a torchvision that cannot be imported count as not installed inside.
 
     transformers asks only whether torchvision is installed, imports it even for text models, and
-    fails. Yields what is wrong with torchvision, None if nothing.
+    fails. Yields why torchvision cannot be imported; None if it can.
     """
     fault = torchvision_fault()
     if fault is None:
         yield None
         return
-    # The import system's own way to say that a module does not exist.
+    # None in sys.modules is the import system's way to say that a module does not exist.
     sys.modules[NAME] = None  # type: ignore[assignment]
     try:
         yield fault

@@ -1,8 +1,7 @@
-"""Which parameters are gathered by one collective: small ones of one block.
+"""Buckets of parameters that one collective gathers: small ones of one block.
 
-A collective has its latency, whatever it sends, so that small parameters are gathered together, and
-large ones by their own: a plan that gathers one again, or frees one, then need not do so with the
-rest of its block.
+A collective has a fixed latency, so small parameters are gathered together. Large ones are gathered
+alone, so that a plan can gather one again, or free it, without the rest of its block.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ _NUMBERS = itertools.count()
 
 
 def buckets(model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> dict[int, int]:
-    """The id of a parameter → the number of its bucket, which no other call gives.
+    """Map the ids of parameters to the numbers of their buckets; no two calls share a number.
 
-    The parameters of a block, in their order, go each to the first of its buckets with room for it.
+    Each parameter of a block, in order, goes to the first of the block's buckets with room for it.
 
     Args:
         model: before its parameters are sharded.
-        bucket_bytes: of the whole parameters of a bucket, at most.
+        bucket_bytes: at most so many bytes are in a bucket, counted unsharded.
         dtype: what parameters are gathered in; None: their own.
     """
     found: dict[int, int] = {}
@@ -44,12 +43,12 @@ def buckets(model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> d
 
 
 def _blocks(model: nn.Module, within: bool = False) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each block, and those of each module that is in none. A block is a module
-    of a list that has modules of its own; blocks within it come first.
+    """Yield the parameters of each block, and of each module outside of blocks. A block is a module
+    in a list that has modules of its own; blocks inside a block come before it.
 
     Args:
-        model: where they are looked for.
-        within: it is in a block.
+        model: the module to search.
+        within: whether it is in a block.
     """
     is_list = isinstance(model, (nn.ModuleList, nn.Sequential))
     for child in model.children():

@@ -1,5 +1,5 @@
-"""A parameter of which each rank holds a shard, whole: gathered where it is read, its gradient
-averaged over the ranks and scattered to them (ZeRO-3, Rajbhandari et al., arXiv:1910.02054, §5.3).
+"""Gathering sharded parameters where they are read; their gradients are averaged over the ranks and
+scattered to them (ZeRO-3, Rajbhandari et al., arXiv:1910.02054, §5.3).
 
 The collectives are torch's functional ones, which capture sees as operators: a plan may gather a
 parameter again in the backward, or keep it, as it may any activation.
@@ -24,10 +24,10 @@ _OPS = collectives()
 
 @dataclass
 class WholeForward:
-    """Whether a sharded model's forward runs, in which its parameters are read whole.
+    """Whether a sharded model's forward runs, during which its parameters are read whole.
 
     Attributes:
-        calls: how many of its calls are under way.
+        calls: how many calls of the model are under way.
     """
 
     calls: int = 0
@@ -45,10 +45,10 @@ class Sharding:
     """How parameters are spread over the ranks.
 
     Attributes:
-        mesh: of one dimension, over which they are sharded; or of two, and they are sharded over
-            the second and the same along the first (HSDP).
-        param_dtype: what they are gathered and computed with in; None: their own.
-        reduce_dtype: what gradients are averaged in; None: as they are computed.
+        mesh: of one dimension, over which parameters are sharded; or of two: they are sharded over
+            the second and replicated over the first (HSDP).
+        param_dtype: the dtype in which they are gathered and computed with; None: their own.
+        reduce_dtype: the dtype in which gradients are averaged; None: that of their computation.
         running: whether the model's forward runs.
     """
 
@@ -63,11 +63,11 @@ class Sharding:
         return self.mesh.size(self.mesh.ndim - 1)
 
     def reader(self, name: str, rows: int | None) -> Callable[[Any], Any]:
-        """What reads a module's parameter: whole while the model runs, else as it is registered.
+        """Return the reader of a parameter: whole while the model runs, else as registered.
 
         Args:
             name: of the parameter in its module.
-            rows: its size along the first dimension; None: it has none, and is on every rank.
+            rows: its size along the first dimension; None: it has no dimensions and is replicated.
         """
         running, route = self.running, self._route()
 
@@ -89,12 +89,12 @@ class Sharding:
 
 
 class _Route(NamedTuple):
-    """Over which ranks a parameter is gathered and its gradient averaged, in constants that dynamo
-    traces.
+    """The ranks over which a parameter is gathered and its gradient averaged, as constants that
+    Dynamo traces.
 
     Attributes:
-        ranks, group: that share one copy of the parameters; the group's name.
-        replicas, replica_group: copies of them; 1 and "" if there is one.
+        ranks, group: how many ranks share one copy of the parameters; their group's name.
+        replicas, replica_group: how many copies there are; their group's name, "" if there is one.
         param_dtype, reduce_dtype: as in `Sharding`.
     """
 
@@ -107,7 +107,7 @@ class _Route(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """A shard of rows → all rows; the gradient of all → the average of the shard's."""
+    """Gathers all rows from the shards; its backward averages the gradient and scatters it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, rows: int, route: _Route) -> Tensor:
@@ -117,7 +117,7 @@ class _Gathered(torch.autograd.Function):
         ctx.uneven = rows % ranks != 0
         shard = local if route.param_dtype is None else local.to(route.param_dtype)
         if ctx.uneven:
-            # On all ranks, also where there is nothing to add: they run the same operators.
+            # Ranks without missing rows pad, too, so that all run the same operators.
             shard = _with_rows(shard, ctx.padded)
         if ranks == 1:
             return shard.clone()
@@ -141,7 +141,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Replicated(torch.autograd.Function):
-    """A parameter without dimensions, which every rank has; its gradient is averaged."""
+    """Reads a parameter without dimensions, which every rank has; averages its gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, route: _Route) -> Tensor:
@@ -158,7 +158,7 @@ class _Replicated(torch.autograd.Function):
 
 
 def _averaged(gradient: Tensor, ranks: int, group: str) -> Tensor:
-    """A gradient averaged over the ranks of a group."""
+    """Average a gradient over the ranks of a group."""
     if ranks == 1:
         return gradient
     averaged: Tensor = _OPS.wait_tensor(_OPS.all_reduce(gradient, "avg", group))
@@ -166,6 +166,6 @@ def _averaged(gradient: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _with_rows(value: Tensor, rows: int) -> Tensor:
-    """A tensor with rows of zeros added."""
+    """Pad a tensor with rows of zeros to `rows` rows."""
     padding = [0, 0] * (value.dim() - 1) + [0, rows - value.shape[0]]
     return torch.constant_pad_nd(value, padding)

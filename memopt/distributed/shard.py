@@ -29,7 +29,7 @@ def sharded(
     reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int,
 ) -> M:
-    """See `memopt.shard`."""
+    """Shard a model's parameters; see `memopt.shard`."""
     _check(model, mesh)
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes must be at least 0, got {bucket_bytes}")
@@ -94,7 +94,7 @@ def _shard_module(
     readers: dict[str, Any] = {_MARK: sharding, BUCKETS: bucket_of}
     for name, parameter in own.items():
         if id(parameter) not in made:
-            # The shard is kept with the old parameter's name in the dict, whose id lives so long.
+            # By the old parameter's id: modules that share it find the same shard.
             made[id(parameter)] = _sharded(parameter, sharding)
         parameters_of(module)[name] = made[id(parameter)]
         rows = parameter.shape[0] if parameter.dim() else None
@@ -114,7 +114,7 @@ def _sharded(parameter: nn.Parameter, sharding: Sharding) -> nn.Parameter:
 
 
 def _mark_running(model: nn.Module, sharding: Sharding) -> None:
-    """Let the shards know when the model runs; cast what it is called with."""
+    """Add hooks that count the model's calls under way, and cast its inputs to `param_dtype`."""
     running, dtype = sharding.running, sharding.param_dtype
 
     def begin(_model: nn.Module, args: Any, kwargs: Any) -> Any:

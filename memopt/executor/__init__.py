@@ -1,1 +1,1 @@
-"""Runs a plan: generated code inside AOTAutograd's runtime, swapping, guards."""
+"""Run a plan: generated code inside AOTAutograd's runtime, swapping, guards."""

@@ -1,4 +1,4 @@
-"""What a backward does not compute because some outputs get no gradient, and what stands there."""
+"""Kernels that a backward skips when some outputs get no gradient, and the values used instead."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.fx import Node
 from memopt.step.signature import values_of
 
 NEUTRAL = -0.0
-"""Added to a number of floating point it changes no bit of it, the sign of zero included."""
+"""Adding it to a floating-point number changes no bit, not even the sign of zero."""
 
 
 @dataclass(frozen=True)
 class Uncomputed:
-    """What a backward does not compute.
+    """The part of a backward that is not computed.
 
     Attributes:
-        nodes: what depends on nothing but gradients that outputs do not get.
-        fills: the tensor of such a node → the number that it is filled with where it is not
-            `NEUTRAL`.
+        nodes: kernel calls that depend only on gradients that the outputs do not get.
+        fills: tensor of such a call → the number that it is filled with; `NEUTRAL` where it has
+            no entry.
     """
 
     nodes: frozenset[Node] = frozenset()
     fills: Mapping[int, float] = field(default_factory=dict)
 
     def number(self, tensor: int | None) -> float:
-        """What a tensor is filled with."""
+        """Return the number that a tensor is filled with."""
         return NEUTRAL if tensor is None else self.fills.get(tensor, NEUTRAL)
 
     def result(self, node: Node, held: tuple[int | None, ...]) -> Result:
-        """What stands for the results of an absent kernel call.
+        """Return the values that replace the results of a skipped kernel call.
 
         Args:
             node: the call.
@@ -51,7 +51,7 @@ NOTHING_ABSENT = Uncomputed()
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor that holds one number."""
+    """The layout of a tensor all of whose elements are one number."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -61,45 +61,45 @@ class Like:
 
     @staticmethod
     def of(value: torch.Tensor, number: float) -> Like:
-        """One with the layout of a (fake) tensor."""
+        """Take the layout from a (fake) tensor."""
         return Like(tuple(value.shape), value.stride(), value.dtype, value.device, number)
 
     def made(self) -> torch.Tensor:
-        """A new tensor."""
+        """Make a new tensor."""
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         return self.written(made)
 
     def written(self, into: torch.Tensor) -> torch.Tensor:
-        """The number in all elements of a tensor."""
+        """Fill a tensor with the number and return it."""
         number = complex(self.number, self.number) if self.dtype.is_complex else self.number
         return into.fill_(number)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returns that is not made.
+    """The results of a kernel call that is skipped.
 
     Attributes:
-        likes: the tensors; None where it returns none.
-        several: whether it returns several.
+        likes: the tensors; None where the call returns none.
+        several: whether the call returns several.
     """
 
     likes: tuple[Like | None, ...]
     several: bool
 
     def __call__(self) -> Any:
-        """The result, in new memory."""
+        """Return the results in new memory."""
         made = [None if like is None else like.made() for like in self.likes]
         return made if self.several else made[0]
 
     def into(self, *given: torch.Tensor) -> None:
-        """The result, in these tensors."""
+        """Write the results into the given tensors."""
         for like, tensor in zip(self.likes, given, strict=True):
             if like is not None:
                 like.written(tensor)
 
     def over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The result in place of a tensor."""
+        """Write the only result over a tensor."""
         (like,) = self.likes
         assert like is not None
         return like.written(tensor)

@@ -1,4 +1,4 @@
-"""Backwards that go through several calls of a model which uses a value more than once.
+"""Warns when one backward goes through several calls of a model that uses a value more than once.
 
 Autograd adds the parts of a gradient one after the other, over all calls. A planned call adds its
 own parts first and hands over the sum, so that last bits can differ.
@@ -21,14 +21,14 @@ _COPIES = frozenset((torch.ops.aten.clone.default,))
 
 
 class _Backward:
-    """The running backward, and the values whose gradients have come in several parts."""
+    """The running backward, and the values whose gradients planned calls have summed in it."""
 
     task = -1
     values: frozenset[int] = frozenset()
 
 
 class AddedLater:
-    """Looks, in each backward of a captured model, whether it has gone through another call.
+    """Checks, in each backward of a captured model, whether it has gone through another call.
 
     Args:
         captured: the captured model.
@@ -44,7 +44,7 @@ class AddedLater:
         }
 
     def look(self, primals: Sequence[Any]) -> None:
-        """Warn, once, if a value gets another sum in the backward that is running.
+        """Warn, once, if the running backward has already summed a gradient of one of `primals`.
 
         Args:
             primals: the values of the joint graph's inputs.
@@ -70,7 +70,7 @@ class AddedLater:
 
 
 def _is_sum(gradient: Any) -> bool:
-    """Whether a gradient is a sum of several parts, or a view or copy of one."""
+    """Return whether a gradient is a sum of several parts, or a view or copy of one."""
     while isinstance(gradient, Node):
         if gradient.target is _SUM:
             return sum(isinstance(one, Node) for one in gradient.args) > 1

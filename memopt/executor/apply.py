@@ -1,5 +1,5 @@
-"""Applying a plan to a model: the one it was made from, or another with the same graph; and what
-is done with a call that is not the planned one."""
+"""Apply a plan to a model (the one it was made from, or another with the same graph), and handle
+calls that were not planned."""
 
 from __future__ import annotations
 
@@ -45,13 +45,12 @@ _LOG = logging.getLogger(__name__)
 def behaviour(
     on_mismatch: str, plan_again: Callable[[nn.Module, Call], nn.Module]
 ) -> OnMismatch | None:
-    """Make what is done with calls that were not planned.
+    """Return the function that handles calls that were not planned; None raises.
 
     Args:
         on_mismatch: "plan" plans once for each kind of call and runs that; "original" runs the
             unplanned model; "error" raises GuardError.
         plan_again: makes a planned module for a model and a call.
-
     Raises:
         ValueError: an unknown name.
     """
@@ -78,7 +77,7 @@ def behaviour(
 
 
 def runtime_of(captured: Captured) -> Runtime:
-    """The one runtime of a captured model: its joint graph is compiled once."""
+    """Return a captured model's one runtime, so that its joint graph is compiled once."""
     owner = captured.hooks.owner
     return owner if isinstance(owner, Runtime) else Runtime(captured)
 
@@ -99,11 +98,11 @@ def apply_plan(
     """Apply a plan; see `Plan.apply`.
 
     Args:
-        plan, model, inputs, interpreted, checked: see there.
-        on_mismatch: what is done with other calls; None: they raise.
-        recorder: is told what runs when.
-        family: whose arena the module shares, if that keeps the budget.
-        cuda_graph: see there; or what captures, for tests.
+        plan, model, inputs, interpreted, checked: as of `Plan.apply`.
+        on_mismatch: handles calls that were not planned; None: they raise.
+        recorder: is told when each instruction runs.
+        family: programs whose arena the module shares, if that keeps the budget.
+        cuda_graph: as of `Plan.apply`; or a capturer, for tests.
         last: keeps the capture of a model that had to be captured anew, for the next time.
     """
     if not isinstance(model, nn.Module):
@@ -159,14 +158,14 @@ def _graphed(
     installed: Installed,
     capturer: bool | Capturer,
 ) -> Installed:
-    """The installed program, captured as CUDA graphs after its first steps.
+    """Wrap the installed program, so that CUDA graphs replay it after its first steps.
 
     Raises:
-        ValueError: it cannot be; the message says why.
+        ValueError: the step cannot be captured; the message says why.
     """
     device = captured.device or torch.device("cpu")
     spare_bytes = None if plan.budget is None else plan.budget - plan.peak_bytes
-    # What captures for a test stands in for the device, too.
+    # A test's capturer stands in for the device, too.
     on = device if isinstance(capturer, bool) else torch.device("cuda")
     reason = why_not(lowering, plan.program, on, spare_bytes)
     if reason is not None:
@@ -176,7 +175,7 @@ def _graphed(
 
 
 def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:
-    """The family, if the plan has addresses and may share its arena."""
+    """Return the family if the plan has addresses and may share its arena, else None."""
     use = None if family is None else arena_use(plan.graph, plan.program)
     if family is None or use is None:
         return None
@@ -192,7 +191,7 @@ def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None
 
 
 def _spare_bytes(plan: PlanRecord) -> int | None:
-    """What gradients may take that are there when a step begins; None: as much as there is."""
+    """Return the bytes that gradients held when a step begins may take; None: no limit."""
     if plan.budget is None:
         return None
     spare_bytes = plan.budget - plan.peak_bytes
@@ -202,7 +201,7 @@ def _spare_bytes(plan: PlanRecord) -> int | None:
 
 
 def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
-    """Autocast as it was when the plan was made, unless the caller has set one: plans are applied
+    """Return a context with the plan's autocast, unless the caller has set one: plans are applied
     outside of the `with torch.autocast` that the steps will run in."""
     if plan.record is None or any(autocast_state()):
         return nullcontext()
@@ -210,11 +209,11 @@ def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
 
 
 def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call:
-    """The user's inputs as a call, keywords in the order that was planned; without them the example
-    call, zeros if it comes from a file.
+    """Return the user's inputs as a call, keywords in the planned order; without inputs, the
+    example call (zeros if the plan comes from a file).
 
     Raises:
-        ValueError: there is no example call to take.
+        ValueError: the plan has no example call.
     """
     if inputs is not None:
         call = training_call(model, inputs)

@@ -32,11 +32,11 @@ _KNOWN_ADDRESSES = 8
 
 @dataclass(frozen=True)
 class Slot:
-    """One placed lifetime: where it is in the arena, and as what.
+    """A placed lifetime: a tensor and its address in the arena.
 
     Attributes:
         tensor: its index in the graph.
-        offset_bytes: in the arena.
+        offset_bytes: its first byte in the arena.
         like: a fake tensor with its shape, strides and dtype.
     """
 
@@ -46,21 +46,21 @@ class Slot:
 
     @property
     def end_bytes(self) -> int:
-        """First byte after it."""
+        """First byte after the slot."""
         return self.offset_bytes + self.like.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """The part of a placement that runs as planned.
+    """The slots of a placed program, and how its kernels write into them.
 
     Attributes:
         slots: the lifetimes whose kernels can write at an address.
         at: (instruction, tensor) → index of its slot.
-        out_variants: how the kernel calls that have slots write there.
+        out_variants: kernel call → the variant that writes into its slots.
         lowering: the graph's map to FX nodes.
         extent_bytes: size of the arena.
-        device: where it is.
+        device: the device of the arena.
     """
 
     slots: tuple[Slot, ...]
@@ -71,20 +71,20 @@ class ArenaLayout:
     device: torch.device
 
     def name(self, slot: int) -> str:
-        """The tensor of a slot, and its addresses, for messages."""
+        """Return the tensor of a slot and its addresses, for messages."""
         one = self.slots[slot]
         tensor = self.lowering.graph.tensors[one.tensor].name
         return f"{tensor!r} at [{one.offset_bytes}, {one.end_bytes})"
 
 
 def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> ArenaLayout | None:
-    """The slots of a placed program; None where nothing has an address.
+    """Return the slots of a placed program; None if no lifetime can have one.
 
-    Lifetimes with an offset whose kernel cannot write there stay with the allocator, as results
-    do: they leave the step.
+    Lifetimes whose kernel cannot write at an address stay with the allocator. So do results,
+    since they leave the step.
 
     Raises:
-        InvalidProgramError: an offset that is no multiple of the alignment kernels expect.
+        InvalidProgramError: an offset is no multiple of the alignment that kernels expect.
     """
     if not program.offsets:
         return None
@@ -117,8 +117,8 @@ def _like(
     out_variants: Mapping[Node, OutVariant],
     tensor: int,
 ) -> Tensor | None:
-    """The fake tensor of a lifetime that can be written at an address, else None. It begins with
-    `run`, or where the tensor is swapped in."""
+    """Return the fake tensor of a lifetime if its kernel can write at an address, else None. The
+    lifetime begins with `run`; with a swap-in if that is None."""
     if run is None:
         base = lowering.bases.get(tensor)
         value: Any = base.meta.get("val") if base is not None else None
@@ -139,7 +139,7 @@ class ArenaLease:
     Attributes:
         memory: its bytes; they go back with the lease.
         slots: the placed tensors, in the layout's order.
-        arenas: where the bytes go.
+        arenas: gets the bytes back.
     """
 
     memory: Tensor
@@ -151,12 +151,12 @@ class ArenaLease:
 
 
 class ArenaFamily:
-    """Programs of which at most one runs at a time, such as those of one model for several shapes:
-    they share one arena, as large as the largest needs.
+    """Programs of which at most one runs at a time, such as those of one model for several shapes.
+    They share one arena, as large as the largest needs.
 
     Attributes:
-        extent_bytes: of that arena.
-        limit_bytes: the largest budget of its programs; None: one has no limit.
+        extent_bytes: size of that arena.
+        limit_bytes: the largest budget of its programs; None: one of them has no limit.
         idle: the last step's arena, kept for the next one.
     """
 
@@ -167,11 +167,11 @@ class ArenaFamily:
         self._outside_bytes = 0
 
     def admit(self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None) -> bool:
-        """Let a program share the arena, which grows if it must; False if one of them would need
-        more than the budget with an arena that large.
+        """Let a program share the arena, which grows if it must; return False if that would make
+        one of the programs exceed its budget.
 
         Args:
-            extent_bytes: of the program's own arena.
+            extent_bytes: size of the program's own arena.
             outside_bytes: the most that it needs outside of its arena, resident included.
             budget_bytes: its budget; None: no limit.
         """
@@ -189,15 +189,15 @@ class ArenaFamily:
     def narrower(
         self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None
     ) -> int | None:
-        """The budget with which a program that would not be admitted is to be planned again; None:
-        it would be, or no budget helps. Arguments as of `admit`."""
+        """Return the budget for planning a program again so that it is admitted; None if it is
+        admitted as it is or no budget helps. Takes the arguments of `admit`."""
         _, most_bytes = self._room(outside_bytes, budget_bytes)
         if most_bytes is None or max(extent_bytes, self.extent_bytes) <= most_bytes:
             return None
         return None if self.extent_bytes > most_bytes else most_bytes + outside_bytes
 
     def _room(self, outside_bytes: int, budget_bytes: int | None) -> tuple[int | None, int | None]:
-        """The limit with one more program, and the most that the arena may take; None: no limit."""
+        """Return the limit with one more program, and the arena's largest size; None: no limit."""
         if self.limit_bytes is None or budget_bytes is None:
             return None, None
         limit_bytes = max(self.limit_bytes, budget_bytes)
@@ -205,12 +205,12 @@ class ArenaFamily:
 
 
 class Arenas:
-    """Makes the arenas of one installed program, its own or those of its family.
+    """Makes the arenas of an installed program, or of its family.
 
     On the CPU the last step's memory is kept for the next one: torch gives a large allocation back
-    to the operating system, and touching every page anew takes a tenth of a step. One program (or
-    family) of the process keeps it, the last that ran. While torch's profiler looks on nothing is
-    kept, so that it sees every step's arena. CUDA's allocator keeps what it is given back itself.
+    to the operating system, and touching every page anew takes a tenth of a step. Only the program
+    (or family) that ran last keeps memory. While torch's profiler is active none is kept, so that
+    it sees every step's arena. CUDA's allocator caches freed memory itself.
     """
 
     _keeper: ClassVar[weakref.ref[ArenaFamily] | None] = None
@@ -221,27 +221,27 @@ class Arenas:
         if family is None:
             self.family.admit(layout.extent_bytes, 0, None)
         self._known: dict[int, list[Tensor]] = {}
-        """Address of an arena → its slots: the allocator often gives the same address again."""
+        """Address of an arena → its slots; the allocator often returns the same address again."""
 
     def lease(self) -> ArenaLease:
-        """An arena for one step."""
+        """Lease an arena for one step."""
         memory = self.memory()
         return ArenaLease(memory, self.slots_at(memory.data_ptr()), self)
 
     def memory(self) -> Tensor:
-        """The bytes of an arena: those of the last step, or new ones."""
+        """Return the bytes of an arena: those of the last step, or new ones."""
         family = self.family
         if profiler_looks_on():
             family.idle.clear()
         self._drop_others()
         try:
-            # Of two steps at once only one gets them: pop is atomic.
+            # Of two steps at once only one gets the idle arena: pop is atomic.
             return family.idle.pop()
         except IndexError:
             return torch.empty(family.extent_bytes, dtype=torch.uint8, device=self.layout.device)
 
     def keep(self, memory: Tensor) -> None:
-        """A step is over; this was its arena."""
+        """Keep the arena of a step that is over, if the next one can use it."""
         family = self.family
         if self.layout.device.type != "cpu" or profiler_looks_on():
             return
@@ -257,9 +257,9 @@ class Arenas:
             before.idle.clear()
 
     def slots_at(self, address: int) -> list[Tensor]:
-        """The placed tensors of an arena at an address."""
-        # Two living arenas have two addresses, so slots are never shared by two steps. Of the
-        # dictionary's operations each is atomic, and no two of them need to be.
+        """Return the placed tensors of an arena at an address."""
+        # Two living arenas have two addresses, so slots are never shared by two steps. Each of the
+        # dictionary's operations is atomic; no two of them need to be atomic together.
         slots = self._known.get(address)
         if slots is None:
             slots = [self._slot(address, slot) for slot in self.layout.slots]
@@ -276,11 +276,11 @@ class Arenas:
         return empty.set_(storage, 0, like.shape, like.stride())
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """Copy the arena for a backward that may come again (retain_graph), since it writes over
-        what the next one needs.
+        """Copy the arena for a backward that may run again (retain_graph), since each run
+        overwrites saved tensors.
 
         Args:
-            saved: what the forward has left for the backward.
+            saved: what the forward has saved for the backward.
         """
         lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()

@@ -1,9 +1,9 @@
-"""The arena's debug mode: freed ranges are poisoned, and every read of a range that is not what
-its tensor wrote there is an error that names both sides.
+"""The arena's debug mode: freed ranges are poisoned, and a read of overwritten or freed bytes
+raises an error that names the reader and the writer.
 
-What a slot holds is remembered by a digest when it is written and compared before every read. So
-a wrong address, a tensor freed too early and a kernel that writes beyond its own tensor are all
-found where they do harm: at the first read of what they spoilt.
+A digest of each slot is stored when it is written and compared before every read. So a wrong
+address, a tensor freed too early and a kernel that writes beyond its own tensor are found where
+they do harm: at the first read of the bytes they spoilt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.step.trial import POISON
 
 @dataclass
 class CheckedLease(ArenaLease):
-    """A lease that knows what its slots should hold."""
+    """A lease that stores digests of its slots."""
 
     layout: ArenaLayout
     live: dict[int, bytes] = field(default_factory=dict)
@@ -30,23 +30,23 @@ class CheckedLease(ArenaLease):
     """Slot in use → what has been written over it."""
 
     def bytes_of(self, slot: int) -> torch.Tensor:
-        """The arena's bytes of a slot."""
+        """Return the arena's bytes of a slot."""
         one = self.layout.slots[slot]
         return self.memory[one.offset_bytes : one.end_bytes]
 
     def digest(self, slot: int) -> bytes:
-        """A digest of the bytes that a slot holds now."""
+        """Return a digest of a slot's bytes as they are now."""
         return hashlib.blake2b(self.bytes_of(slot).cpu().numpy().data, digest_size=16).digest()
 
     def wrote(self, slots: Iterable[int], what: str) -> None:
-        """`what` has written these slots."""
+        """Store digests of the slots that `what` has just written."""
         for slot in slots:
             self._spoil(slot, f"{self.layout.name(slot)}, written by {what}")
             self.spoilt.pop(slot, None)
             self.live[slot] = self.digest(slot)
 
     def _spoil(self, slot: int, by: str) -> None:
-        """Note what is done to the other slots in use that share addresses with this one."""
+        """Mark other slots in use that overlap this one as overwritten by `by`."""
         one = self.layout.slots[slot]
         for other in self.live:
             beside = self.layout.slots[other]
@@ -57,10 +57,10 @@ class CheckedLease(ArenaLease):
                 self.spoilt[other] = by
 
     def read(self, slots: Iterable[int], what: str) -> None:
-        """`what` is about to read these slots.
+        """Check the slots that `what` is about to read.
 
         Raises:
-            ArenaError: one of them does not hold what was written there.
+            ArenaError: a slot is free, or its bytes have changed since it was written.
         """
         for slot in slots:
             if slot not in self.live:
@@ -74,7 +74,7 @@ class CheckedLease(ArenaLease):
                 )
 
     def freed(self, slots: Iterable[int]) -> None:
-        """These slots are free: poison their ranges."""
+        """Poison the ranges of slots that are free now."""
         for slot in slots:
             self.live.pop(slot, None)
             self.spoilt.pop(slot, None)
@@ -86,12 +86,12 @@ class CheckedArenas(Arenas):
     """Arenas in debug mode, poisoned from the start."""
 
     def lease(self) -> ArenaLease:
-        """An arena for one step."""
+        """Lease an arena for one step."""
         memory = self.memory().fill_(POISON)
         return CheckedLease(memory, self.slots_at(memory.data_ptr()), self, self.layout)
 
     def fork(self, saved: list[object]) -> list[object]:
-        """Copy the arena as `Arenas.fork` does; the copy knows what the original knew."""
+        """Copy the arena as `Arenas.fork` does, digests included."""
         forked = super().fork(saved)
         for before, after in zip(saved, forked, strict=True):
             if isinstance(before, CheckedLease) and isinstance(after, CheckedLease):

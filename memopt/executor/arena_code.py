@@ -1,4 +1,4 @@
-"""The lines of generated code that write into an arena."""
+"""Writes the lines of generated code that use an arena."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memopt.step.signature import values_of
 
 
 class HalfWriter(Protocol):
-    """The writer of one half, as far as an arena needs it (see `memopt.executor.codegen`)."""
+    """The part of a half's writer that an arena needs (see `memopt.executor.code_writer`)."""
 
     globals: dict[str, Any]
 
@@ -26,12 +26,12 @@ class HalfWriter(Protocol):
         """Note that a node's variable holds its value now."""
 
     def argument(self, value: Any) -> str:
-        """The text of an argument."""
+        """Return the text of an argument."""
 
 
 class ArenaWriter:
-    """Writes the calls whose results have slots; with `checked`, also what the checks of
-    `memopt.executor.arena_check` need. One for both halves: it knows which slots are in use."""
+    """Writes the calls whose results have slots and, with `checked`, the lines that
+    `memopt.executor.arena_check` needs. Shared by both halves, as it tracks the slots in use."""
 
     def __init__(self, layout: ArenaLayout, checked: bool) -> None:
         self.layout = layout
@@ -42,7 +42,7 @@ class ArenaWriter:
         self.transient: list[int] = []
 
     def begin(self, writer: HalfWriter) -> None:
-        """The first lines of the forward."""
+        """Emit the first lines of the forward."""
         writer.emit("arena = arenas.lease()")
         writer.emit("slots = arena.slots")
 
@@ -54,8 +54,8 @@ class ArenaWriter:
         position: int,
         absent: str = "",
     ) -> str | None:
-        """The call of a kernel that writes into its slots, after lines that bind its outputs; None
-        where no result has a slot."""
+        """Return a kernel's call that writes into its slots, after emitting lines that bind its
+        outputs; None if no result has a slot."""
         held = self.layout.lowering.storages[node]
         slots = [self.layout.at.get((position, t)) if t is not None else None for t in held]
         if node not in self.layout.out_variants or all(slot is None for slot in slots):
@@ -93,7 +93,7 @@ class ArenaWriter:
                     self.transient.append(slot)
 
     def bring(self, position: int, tensor: int) -> str:
-        """The argument of a swap-in that names its slot; "" where it has none."""
+        """Return the argument that names a swap-in's slot; "" if it has none."""
         slot = self.layout.at.get((position, tensor))
         if slot is None:
             return ""
@@ -101,13 +101,13 @@ class ArenaWriter:
         return f", slots[{slot}]"
 
     def before(self, writer: HalfWriter, what: str, reads: Iterable[int]) -> None:
-        """Checked: the tensors that are about to be read."""
+        """If checked, emit a check of the tensors that are about to be read."""
         slots = [self.used[t] for t in dict.fromkeys(reads) if t in self.used]
         if self.checked and slots:
             writer.emit(f"arena.read({slots!r}, {what!r})")
 
     def after(self, writer: HalfWriter, what: str) -> None:
-        """Checked: what the last call has written."""
+        """If checked, emit a note of the slots that the last call has written."""
         if self.checked and self.written:
             writer.emit(f"arena.wrote({self.written!r}, {what!r})")
             if self.transient:
@@ -115,12 +115,12 @@ class ArenaWriter:
         self.written = []
 
     def brought(self, writer: HalfWriter, tensor: int) -> None:
-        """Checked: a swap-in whose data have arrived."""
+        """If checked, emit a note that a swap-in has arrived in its slot."""
         if self.checked and tensor in self.used:
             writer.emit(f"arena.wrote([{self.used[tensor]}], 'swap in')")
 
     def taken(self, writer: HalfWriter, tensor: int, outputs: Iterable[int], what: str) -> None:
-        """A tensor whose addresses the last result, computed in place, has taken over."""
+        """Move a tensor's slot to the outputs that were computed in place over it."""
         slot = self.used.pop(tensor, None)
         if slot is not None:
             self.used |= dict.fromkeys(outputs, slot)
@@ -128,14 +128,14 @@ class ArenaWriter:
             self.after(writer, what)
 
     def free(self, writer: HalfWriter, tensor: int) -> None:
-        """The end of a tensor's lifetime."""
+        """End a tensor's lifetime."""
         slot = self.used.pop(tensor, None)
         if self.checked and slot is not None:
             writer.emit(f"arena.freed([{slot}])")
 
 
 def _empty(writer: HalfWriter, like: Tensor) -> str:
-    """An allocation for a result that leaves the step."""
+    """Return an allocation for a result that leaves the step."""
     writer.globals["empty_strided"] = torch.empty_strided
     shape, stride = writer.argument(tuple(like.shape)), writer.argument(like.stride())
     dtype, device = writer.argument(like.dtype), writer.argument(like.device)

@@ -1,4 +1,4 @@
-"""How calls of a wrapped or planned model ran, and what is said of those without a plan."""
+"""Counts how calls of a wrapped or planned model ran, and warns of those without a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.torch_private import pytree
 
 
 def has_own(model: nn.Module, name: str) -> bool:
-    """Whether an attribute of this name is the model's own, not one that `memopt.wrap` gave it."""
+    """Return whether an attribute of this name is the model's own, not one set by `memopt.wrap`."""
     try:
         return not isinstance(getattr(model, name), Calls)
     except AttributeError:
@@ -25,11 +25,11 @@ _MANY = (8, 32, 128, 512, 2048)
 
 
 def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
-    """Say that calls of ever other kinds are planned, each time that four times as many are.
+    """Warn that plans are made for many kinds of calls, each time that four times as many exist.
 
     Args:
         made: how many plans were made so far.
-        differs: in what the last kind of call differs from the one before, for people.
+        differs: how the last kind of call differs from the one before, for people.
         remedy: what to write to have other kinds run unplanned.
     """
     if made in _MANY:
@@ -79,8 +79,8 @@ class Calls:
             )
 
     def evaluated(self, output: Any) -> Any:
-        """The output of a call in eval mode, which ran without a plan. A backward through it is
-        warned of, the first time."""
+        """Return the output of a call in eval mode, which ran without a plan; the first backward
+        through such an output warns."""
         if not self._evaluated and torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -101,10 +101,10 @@ class Calls:
 
     def take_back(self, why: str) -> None:
         """Count a planned call as one of the unplanned model, which runs again in place of its
-        backward; the first time warn.
+        backward; warn once per reason.
 
         Args:
-            why: see `memopt.executor.differentiated.REMEDIES`.
+            why: a key of `memopt.executor.differentiated.REMEDIES`.
         """
         self.planned -= 1
         self.original += 1

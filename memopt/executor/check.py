@@ -1,4 +1,4 @@
-"""Measuring planned steps on the real model, which stays as it was."""
+"""Measures planned steps on the real model and restores its state."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class _Steps:
     """Steps of one model on its example call, planned or not.
 
     Attributes:
-        plan: says how the backward begins, and what is resident.
+        plan: says where the backward begins, and what is resident.
         model: the user's model.
         call: the example call.
         loss_fn: the user's loss; None: the sum of the outputs.
         targets: what the loss takes beside the output.
-        world: the Python objects that a step reaches, and how they were.
+        world: the Python objects that a step reaches, and their state before it.
     """
 
     plan: PlanRecord
@@ -63,40 +63,40 @@ class _Steps:
 
     @property
     def device(self) -> torch.device:
-        """Where they run."""
+        """Device of the steps."""
         return device_of(self.model, self.call)
 
     def restored(self) -> AbstractContextManager[StorageCopies]:
-        """Context after which everything is what it was before."""
+        """Return a context that restores the state of model, inputs, loss and targets."""
         return state_restored(self.model, self.call, self.loss_fn, self.targets)
 
     def clear(self) -> None:
-        """No gradients, and nothing that a step has left in Python objects, as before a step."""
+        """Remove gradients, and restore Python objects to their state before a step."""
         clear_gradients(self.model, self.call.tensors())
         self.world.put_back()
 
     @unheard()
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
-        """A step of `module`, which is `model` or planned; its output."""
+        """Run a step of `module` (`model`, or planned) and return its output."""
         output = self._output(module)
         run_backward([loss_of(output, self.loss_fn, self.targets, self.plan.output_gradients)])
         return output
 
     @unheard()
     def _output(self, module: nn.Module) -> Any:
-        """What a training loop holds of a call's output."""
+        """Call the module and return the part of its output that a training loop holds."""
         dropped = self.plan.output_gradients.dropped
         given = self.call.once()
         return without(module(*given.args, **given.kwargs), dropped)
 
     def seconds(self, module: nn.Module, run_backward: OwnBackward) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         self.clear()
         return timed(partial(self.run, module, run_backward), self.device)
 
     def peak_bytes(self, module: nn.Module, kept: StorageCopies) -> int:
-        """Total peak bytes of a step that is not the first, which runs before. It holds its output
-        to its end and, while it makes its loss, the last step's."""
+        """Return the total peak bytes of a step after a first one. The step holds its output to its
+        end and, while it computes its loss, the last step's output."""
         self.clear()
         with kept.first_run():
             self.run(module, kept.backward)
@@ -115,7 +115,7 @@ class _Steps:
 def _steps(
     plan: PlanRecord, model: nn.Module, inputs: Any, loss_fn: Any, targets: tuple[Any, ...]
 ) -> _Steps:
-    """Steps on tensors without their history, which is the user's."""
+    """Prepare steps on tensors without their autograd history, which is the user's."""
     call = planned_call(plan, model, inputs).detached()
     given = Call(as_targets(targets), {}).detached().args
     world = ReachedState((model, call.args, call.kwargs, loss_fn, given))
@@ -131,7 +131,7 @@ def measure_step(
     targets: tuple[Any, ...] = (),
     last: LastCapture | None = None,
 ) -> Measured:
-    """The peak and time of a step under the plan; see `Plan.check`, and `apply_plan` for `last`."""
+    """Return the peak and time of a planned step; see `Plan.check`, and `apply_plan` for `last`."""
     steps = _steps(plan, model, inputs, loss_fn, targets)
     planned = apply_plan(plan, model, inputs, last=last)
     with together(ranks_of(model)), steps.restored() as kept:
@@ -150,10 +150,10 @@ def measure_in_turn(
     rounds: int = 5,
     progress: Callable[[float, str], None] | None = None,
 ) -> tuple[Measured, tuple[Measured, ...]]:
-    """The unplanned step's peak and time, and each plan's, of the planned example inputs.
+    """Measure the peak and time of the unplanned step and of each plan's, on the example inputs.
 
-    Every round runs each of them once, so that what disturbs the machine disturbs all alike. The
-    model's parameters, buffers, gradients and random state are left as they were.
+    Every round runs each of them once, so that disturbances of the machine hit all alike. The
+    model's parameters, buffers, gradients and random state are restored.
 
     Args:
         plans: at least one, all of this model.
@@ -190,8 +190,8 @@ def record_step(
     targets: tuple[Any, ...] = (),
     last: LastCapture | None = None,
 ) -> tuple[Recorded, ...]:
-    """What a step under the plan does when: the one of median time of RECORDED_STEPS, after a first
-    one. Arguments and errors are those of `Plan.check`; for `last`, see `apply_plan`."""
+    """Record when each instruction of a step runs: the step of median time of RECORDED_STEPS, after
+    a first one. Arguments and errors are those of `Plan.check`; for `last`, see `apply_plan`."""
     steps = _steps(plan, model, inputs, loss_fn, targets)
     recorder = recorder_for(steps.device)
     module = apply_plan(plan, model, inputs, recorder=recorder, last=last)
@@ -206,14 +206,14 @@ def record_step(
 
 
 def unmetered_bytes(plan: PlanRecord, device: torch.device) -> int:
-    """What a plan charges as resident and a metered step does not allocate. The loss and the
-    runtime's token are charged, and metered: they count once."""
+    """Return the bytes that a plan charges as resident and a metered step does not allocate. The
+    loss and the runtime's token are metered as well, and count once."""
     return plan.resident_bytes - plan.loss_bytes - backend_of(device).step_scalars_bytes
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of a tensor whose gradient is a real tensor, handed over to the backward as most
-    losses do; `sum()` would hand over an expanded scalar, a tangent without memory."""
+    """The sum of a tensor, with a real tensor as gradient, as most losses hand over; `sum()` would
+    hand over an expanded scalar, a tangent without memory."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
@@ -228,13 +228,13 @@ class _Sum(torch.autograd.Function):
 
 
 def loss_of(output: Any, loss_fn: Any, targets: Any, gradients: OutputGradients) -> Any:
-    """Where a measured step's backward begins: the user's loss, or else the sum of the outputs."""
+    """Return the root of a measured step's backward: the user's loss, or the sum of the outputs."""
     return summed(output, gradients) if loss_fn is None else loss_fn(output, *as_targets(targets))
 
 
 def summed(output: Any, gradients: OutputGradients) -> torch.Tensor:
-    """The sum of the differentiable outputs, handing a real tangent to each that the plan has one
-    for, in the layout that it was planned in."""
+    """Sum the differentiable outputs. Each that has a tangent in the plan gets a real one, in its
+    planned layout."""
     total = torch.zeros(())
     strides = dict(gradients.strides)
     for position, value in differentiable(output, gradients.unused).items():

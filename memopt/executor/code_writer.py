@@ -1,4 +1,4 @@
-"""One half of a step as lines of Python: a line per kernel or view, `del` where the plan frees."""
+"""Writes one half of a step as Python: a line per kernel or view, `del` where the plan frees."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memopt.step.in_place import in_place_call
 
 
 class Writer:
-    """Emits one half of a step; knows which nodes have a variable now."""
+    """Emits one half of a step and tracks which nodes have a variable."""
 
     def __init__(self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) -> None:
         self.halves = halves
@@ -46,7 +46,7 @@ class Writer:
         self.swapping_in: set[int] = set()
         self.updating: set[int] = set()
         self.sending = UnderWay(halves.lowering)
-        # What collectives on CPU read or wrote, and a thread of the group may still hold.
+        # Tensors of CPU collectives that a thread of the process group may still hold.
         self.held: set[int] = set()
         self.ran: set[int] = set()
         # Results whose layout is certain, and the views that were made of them.
@@ -97,7 +97,7 @@ class Writer:
         return self.call_of(node.target, node.args, node.kwargs)
 
     def call_over(self, node: Node, tensor: int) -> str:
-        """The call that writes a node's result over its argument in storage `tensor`."""
+        """Return the call that writes a node's result over its argument in storage `tensor`."""
         return self.call_of(*in_place_call(node, argument_in(self.lowering, node, tensor)))
 
     def call_of(self, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
@@ -106,14 +106,14 @@ class Writer:
         return f"{self.kernel(target)}({', '.join(arguments)})"
 
     def kernel(self, target: Any) -> str:
-        """The name of what is called: two kernels of one operator (memopt's form of it and
-        torch's) have two."""
+        """Return the name of a callee. Two kernels of one operator (memopt's form of it and
+        torch's) have two names."""
         plain = "".join(c if c.isalnum() else "_" for c in str(target))
         names = itertools.chain([plain], (f"{plain}_{i}" for i in itertools.count(2)))
         return next(n for n in names if self.globals.setdefault(n, target) == target)
 
     def value(self, node: Node) -> str:
-        """The variable of a node's value, made now if it is a view that has none."""
+        """Return the variable of a node's value; a view without one is made first."""
         if node in self.bound:
             return node.name
         if node.op == "get_attr":
@@ -137,8 +137,8 @@ class Writer:
         return node.name
 
     def look(self, node: Node) -> str | None:
-        """A view as one look into a result of certain layout, or as a name that it has; None: it
-        is made of what it is a view of, as it was captured."""
+        """Return a view as one strided view of a result whose layout is certain, or as a name that
+        it already has; None: it must be made by the captured view calls."""
         found = None if node in self.outputs else look_of(node, self.lowering.views)
         if found is None:
             return None
@@ -159,18 +159,18 @@ class Writer:
         return f"looked({found.root.name}, {found.shape}, {found.strides}, {found.offset})"
 
     def waiting(self, text: str) -> str:
-        """A wait for a collective, whose time is recorded where the step's is."""
+        """Return the text of a wait for a collective, recorded if the step is."""
         return f"record.waited(lambda: {text})" if "record" in self.globals else text
 
     def settle(self, tensor: int) -> None:
-        """Wait for the collectives that read or write a tensor, which is about to go."""
+        """Emit waits for the collectives that use a tensor, before its memory is given up."""
         for result, used in self.sending.take(tensor):
             base = self.lowering.bases[result].name
             self.emit(self.waiting(f"{self.kernel(WAIT)}({base})"))
             self.landed(used)
 
     def landed(self, tensors: Iterable[int]) -> None:
-        """A collective that reads or writes tensors has been waited for."""
+        """Note the tensors of a collective that has been waited for."""
         device = self.lowering.device
         if device is not None and device.type == "cpu":
             self.held.update(tensors)
@@ -213,7 +213,7 @@ class Writer:
                 raise InvalidProgramError("a second loss boundary")
 
     def recorded(self, position: int, instruction: Instruction) -> None:
-        """The instruction at a position of the program, and when it runs if that is recorded."""
+        """Emit an instruction at its position of the program, recorded if the step is."""
         self.position = position
         if "record" not in self.globals:
             self.instruction(instruction)
@@ -260,7 +260,7 @@ class Writer:
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
         self.lay_out(node, kept, implementation is None and in_place is None and into is None)
-        # What is not kept, or is memory beside the results, it would have as long as it runs.
+        # Dropped results and workspace must go when the call ends, so it is waited for at once.
         at_once = operator.collective is not None and (
             len(kept) < len(operator.writes) or operator.workspace_bytes > 0
         )
@@ -291,7 +291,7 @@ class Writer:
     def into_arena(
         self, op: int, node: Node, outputs: tuple[int, ...], reads: Iterable[int]
     ) -> str | None:
-        """The call that writes an operator's results at their addresses; None: they have none."""
+        """Return the call that writes results at their addresses; None: they have none."""
         if self.arena is None:
             return None
         absent = self.absent(op, node)
@@ -300,7 +300,7 @@ class Writer:
         return self.arena.call(self, node, outputs, self.position, absent)
 
     def run_of(self, op: int, node: Node, in_place: int | None) -> str:
-        """The call that makes an operator's results, or writes them over a tensor."""
+        """Return the call that makes an operator's results, or writes them over a tensor."""
         absent = self.absent(op, node)
         if absent and in_place is not None:
             return f"{absent}.over({self.argument(argument_in(self.lowering, node, in_place))})"
@@ -309,7 +309,7 @@ class Writer:
         return self.call(node) if in_place is None else self.call_over(node, in_place)
 
     def absent(self, op: int, node: Node) -> str:
-        """The name of what stands for results that are not made; "": they are."""
+        """Return the name of what replaces a skipped operator's results; "": they are computed."""
         if self.lowering.nodes[op] not in self.halves.absence.nodes:
             return ""
         name = f"absent_{node.name}"
@@ -317,19 +317,19 @@ class Writer:
         return name
 
     def lay_out(self, node: Node, kept: Iterable[tuple[Any, Node, int]], own: bool) -> None:
-        """Remember of which results of a call the layout is certain; `own`: it runs as captured."""
+        """Note which results of a call have a certain layout; `own`: the call runs as captured."""
         for _, result, _ in kept:
             certain = own and is_laid_out_one_way(node, result)
             (self.laid_out.add if certain else self.laid_out.discard)(result)
 
     def waited_at_once(self, text: str, tensors: Iterable[int]) -> str:
-        """A collective's call that ends when it has arrived."""
+        """Return the text of a collective's call that returns once its results have arrived."""
         self.globals["waited"] = waited
         self.landed(tensors)
         return self.waiting(f"waited({text})")
 
     def update_on_host(self, op: int) -> None:
-        """The host's update, by the host copy of the gradient."""
+        """Emit the optimizer's update on the host, which reads the host copy of the gradient."""
         _, _, gradient = gradient_of(self.lowering, op)
         self.updating.add(gradient)
         self.emit(f"homes.update({op}, host_{gradient})  # {self.lowering.nodes[op].args[0]}")
@@ -353,13 +353,13 @@ class Writer:
             self.arena.free(self, tensor)
 
     def primals(self) -> None:
-        """Bind the step's arguments; those that live on the host come by their SwapIn."""
+        """Bind the step's arguments, but for parameters and state that are swapped in."""
         homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
         nodes = [p.node for p in self.halves.captured.primals]
         self.unpack([None if node in homes else node for node in nodes], "primals")
 
     def resume(self) -> None:
-        """Bind what is on the device from the step before."""
+        """Bind parameters and state that the step before has left on the device."""
         for tensor in self.halves.from_before:
             node = self.lowering.bases.get(tensor)
             target = "" if node is None else f"{self.bind(node)} = "

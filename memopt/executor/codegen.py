@@ -1,4 +1,4 @@
-"""Generated straight-line Python for a program: one function per half of the step.
+"""Generates straight-line Python for a program: one function per half of the step.
 
 The source reads like the model: one line per kernel or view, `del` where the plan frees. It is
 what runs; `memopt.executor.interpret` is the oracle it is tested against.
@@ -27,7 +27,7 @@ _COUNTER = itertools.count()
 
 
 def _crossing(halves: Halves, arena: ArenaWriter | None) -> list[str]:
-    """The variables that the backward needs beside tensors on the device."""
+    """Return the variables that the backward needs beside tensors on the device."""
     names = [f"host_{t}" for t in halves.hosted_at_boundary]
     names += [f"state_{op}" for op in halves.saved_states]
     names += ["lease"] if halves.swaps_out_late else []
@@ -93,7 +93,7 @@ def _backward(
 
 
 def _hand_over(writer: Writer, positions: Iterable[int]) -> None:
-    """Give gradients to autograd, and keep nothing of them."""
+    """Yield gradients to autograd, and drop all variables that hold them."""
     gradients = writer.halves.captured.gradients
     pairs = [(i, gradients[i]) for i in positions if gradients[i] is not None]
     if not pairs:

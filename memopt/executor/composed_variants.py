@@ -1,7 +1,7 @@
-"""Kernels without a native `out=` overload, written by others that have one or work in place.
+"""Out variants of kernels without a native `out=` overload, composed of other kernels.
 
-Each follows torch's own implementation of the operator (ATen/native, 2.11 to 2.13), step by step
-and in its order, with given tensors where that allocates: results are the same bit for bit.
+Each follows torch's own implementation of the operator (ATen/native, 2.11 to 2.13) step by step,
+with given tensors where that allocates: results are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt.torch_private.operators import aten as _aten
 
 
 def _copy(x: Tensor, *_: Any, out: Tensor, **__: Any) -> Tensor:
-    """clone, _to_copy and the like: layout, dtype and memory format are those of `out`."""
+    """Implement clone, _to_copy and the like: `out` has the layout, dtype and memory format."""
     return out.copy_(x)
 
 
@@ -26,7 +26,7 @@ def _relu(x: Tensor, *, out: Tensor) -> Tensor:
 
 
 def _scaled(name: str, operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A sum or difference with a number, whose factor torch's `out=` takes by keyword only."""
+    """Make a sum or difference with a number, whose factor torch's `out=` takes by keyword only."""
 
     def run(x: Tensor, other: float, alpha: float = 1, *, out: Tensor) -> Tensor:
         return operator(x, other, alpha=alpha, out=out)
@@ -48,7 +48,7 @@ def _ones(*_: Any, out: Tensor, **__: Any) -> Tensor:
 
 
 def _backward_of(name: str, view: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The gradient of what a view looks into: 0 around it."""
+    """Make the gradient of a view's input: 0 outside of the view."""
 
     def run(grad: Tensor, _sizes: list[int], *where: int, out: Tensor) -> Tensor:
         view(out.zero_(), *where).copy_(grad)
@@ -59,7 +59,7 @@ def _backward_of(name: str, view: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _scatter(name: str, view: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A tensor with another in the place that a view looks into."""
+    """Make a copy of a tensor with another one written into a view of it."""
 
     def run(x: Tensor, source: Tensor, *where: Any, out: Tensor, **named: Any) -> Tensor:
         view(out.copy_(x), *where, **named).copy_(source)
@@ -76,14 +76,14 @@ def _embedding(weight: Tensor, indices: Tensor, _padding: int = -1, *_: Any, out
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None, *, out: Tensor) -> Tensor:
-    """Rows that are masked whole become 0 (SoftMax.cpp)."""
+    """Set rows that are masked whole to 0 (SoftMax.cpp)."""
     torch.softmax(x, dim, dtype, out=out)
     masked = torch.all(x.eq(-float("inf")), dim, keepdim=True)
     return out.masked_fill_(masked, 0.0)
 
 
 def _dropout(x: Tensor, p: float, _train: bool | None, *, out: Tensor, mask: Tensor) -> Tensor:
-    """In training (Dropout.cpp, native_dropout_cpu); it rounds the scale to the dtype."""
+    """Drop out in training (Dropout.cpp, native_dropout_cpu), the scale rounded to the dtype."""
     keep = 1.0 - p
     mask.bernoulli_(keep)
     return torch.mul(x, mask, out=out).mul_(rounded(0.0 if keep == 0 else 1.0 / keep, x.dtype))
@@ -105,7 +105,7 @@ def _batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, *more: Any,
     new_mean: Tensor, new_var: Tensor, **results: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The functional form copies the running statistics and updates the copies."""
+    """Copy the running statistics and update the copies, as the functional form does."""
     new_mean.copy_(mean)
     new_var.copy_(var)
     _aten._native_batch_norm_legit.out(x, weight, bias, new_mean, new_var, *more, **results)
@@ -153,4 +153,4 @@ ON_CPU: dict[Any, Composed] = {
     ),
     _aten._adaptive_avg_pool2d.default: (_pool_whole, _ONE),
 }
-"""Where torch's CUDA kernels do something else."""
+"""Variants for the CPU only: torch's CUDA kernels compute otherwise."""

@@ -1,9 +1,9 @@
-"""Steps replayed as CUDA graphs: one launch for a forward and one for a backward.
+"""Replays steps as CUDA graphs: one launch for a forward and one for a backward.
 
 A placed program has fixed addresses within its arena and launches the same kernels in every step,
-so that its two halves can be captured once and replayed. The first steps run as they are (libraries
-choose kernels and make workspaces then), the next one is captured. What is static: the arena, the
-inputs, the gradients that arrive and everything that leaves the step. Inputs are copied in and
+so that its two halves can be captured once and replayed. The first steps run uncaptured (libraries
+choose kernels and make workspaces then), the next one is captured. The arena, the inputs, the
+incoming gradients and all results of the step are static tensors. Inputs are copied in and
 results copied out, so that users see a module like any other; parameters are read where they are.
 
 Not yet run on a device: the order of captures, copies and replays is tested with a stand-in.
@@ -28,28 +28,28 @@ from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 
 WARM_UP = 2
-"""Steps that run as they are before the next one is captured."""
+"""Number of steps that run uncaptured first."""
 Run = Callable[[], tuple[list[Any], list[Any]]]
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Capturer(Protocol):
-    """Captures what a function launches."""
+    """Captures the kernels that a function launches."""
 
     def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        """(what `run` returned, a function that launches the same again into the same tensors)."""
+        """Return the results of `run`, and a function that repeats its launches into them."""
         ...
 
 
 class CudaGraphs:
-    """Graphs of one device in one memory pool: a backward finds what its forward has left."""
+    """CUDA graphs of one device in one memory pool, which a forward and its backward share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        """See `Capturer`."""
+        """Capture as `Capturer.capture` does."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.graph(graph, pool=self._pool):
@@ -58,8 +58,8 @@ class CudaGraphs:
 
 
 def static_bytes(graph: Graph) -> int:
-    """What a captured step holds beyond the plan: copies of its inputs, of the gradients that
-    arrive, and of its results."""
+    """Return the bytes that a captured step holds beyond the plan: copies of its inputs, of the
+    incoming gradients, and of its results."""
     inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
     return sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
 
@@ -67,7 +67,7 @@ def static_bytes(graph: Graph) -> int:
 def why_not(
     lowering: Lowering, program: Program, device: torch.device, spare_bytes: int | None
 ) -> str | None:
-    """Why a program's step cannot be captured; None if it can.
+    """Return why a program's step cannot be captured; None if it can.
 
     Args:
         lowering: of the captured model.
@@ -103,11 +103,11 @@ def why_not(
 
 
 class _ReplayedForward:
-    """A replayed forward whose backward may come; what the step's state holds of it."""
+    """A replayed forward that awaits its backward; the step's saved values hold it."""
 
 
 class GraphedProgram:
-    """An installed program whose halves are captured after a few steps, and then replayed."""
+    """An installed program whose halves are captured after a few steps, then replayed."""
 
     def __init__(self, program: Installed, captured: Captured, capturer: Capturer) -> None:
         self._program = program
@@ -124,7 +124,7 @@ class GraphedProgram:
         self._under_way: Callable[[], _ReplayedForward | None] = lambda: None
 
     def installed(self) -> Installed:
-        """The program as what a planned module runs."""
+        """Return the program in the form that a planned module runs."""
         return replace(
             self._program,
             forward=self.forward,
@@ -134,7 +134,7 @@ class GraphedProgram:
         )
 
     def forward(self, primals: list[Any]) -> tuple[list[Any], list[Any]]:
-        """As `Installed.forward`.
+        """Run the forward as `Installed.forward` does.
 
         Raises:
             ExecutionError: a parameter or buffer is elsewhere than when the step was captured, or
@@ -167,7 +167,7 @@ class GraphedProgram:
     def backward(
         self, primals: list[Any], arguments: list[Any], saved: list[Any]
     ) -> tuple[Any, ...]:
-        """As `Installed.backward`.
+        """Run the backward as `Installed.backward` does.
 
         Raises:
             ExecutionError: other gradients arrive than when the step was captured.
@@ -195,10 +195,10 @@ class GraphedProgram:
         return tuple(_copy(value) for value in self._gradients)
 
     def _partial(self, missing: frozenset[int]) -> PartialBackward | None:
-        """As `Installed.partial`.
+        """Return the backward for missing gradients, as `Installed.partial` does.
 
         Raises:
-            ExecutionError: the captured backward computes what is not to be computed.
+            ExecutionError: that backward would skip kernels that the captured one computes.
         """
         found = self._program.partial(missing)
         if found is None or found.run is not None:
@@ -210,7 +210,7 @@ class GraphedProgram:
         return found
 
     def _where(self, primals: Sequence[Any]) -> list[int | None]:
-        """Addresses of what is read where it is; None of inputs and of what is no tensor."""
+        """Return the addresses of tensors that are read in place; None for the others."""
         return [
             value.data_ptr() if isinstance(value, torch.Tensor) and i not in self._inputs else None
             for i, value in enumerate(primals)
@@ -240,7 +240,7 @@ def _copy(value: Any) -> Any:
 
 
 def _fill(static: Any, value: Any, name: str) -> None:
-    """Put a value where the captured kernels read it."""
+    """Copy a value to the tensor that the captured kernels read, or check that it is unchanged."""
     both = isinstance(static, torch.Tensor), isinstance(value, torch.Tensor)
     if both == (True, True):
         if static.shape != value.shape or static.dtype != value.dtype:

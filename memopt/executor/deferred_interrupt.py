@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of what must be whole."""
+"""Defers Ctrl-C to the end of a block that must complete."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def ctrl_c_deferred() -> Iterator[Callable[[], None]]:
-    """Once the yielded function has been called, Ctrl-C raises KeyboardInterrupt only at the end
-    of the block, which finishes first; a second Ctrl-C raises at once.
+    """Defer Ctrl-C to the end of the block, once the yielded function has been called; a second
+    Ctrl-C raises KeyboardInterrupt at once.
 
-    Changes nothing outside the main thread, or where somebody else handles the signal.
+    Changes nothing outside the main thread, or where another handler is installed.
     """
     usual = signal.default_int_handler
     asked = begun = False

@@ -1,4 +1,4 @@
-"""Is everything that a captured model's trace read as it was?"""
+"""Checks that everything a captured model's trace read is as it was."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOST_STATES = 8
 
 
 class _KnownState:
-    """A state of everything that a trace read, of which its graph is known to be right.
+    """A state of everything that a trace read for which its graph is known to be right.
 
     Args:
-        dependencies: what was read, and how it is.
+        dependencies: the values read, and their state.
         structure: the same of modules, parameters and buffers.
         recomputes: see `Dependencies.late`.
     """
@@ -37,24 +37,24 @@ class _KnownState:
 
     @cached_property
     def late(self) -> Dependencies:
-        """What eager reads in the backward."""
+        """The dependencies that eager reads in the backward."""
         return self.dependencies.late(self._recomputes)
 
 
 class DependencyCheck:
-    """Looks at everything that one captured model's trace read.
+    """Checks everything that one captured model's trace read.
 
     Args:
         captured: the captured model.
-        dependencies: what its trace read.
-        structure: what else must be as planned: modules, parameters and buffers.
+        dependencies: the values that its trace read.
+        structure: further values that must be as planned: modules, parameters and buffers.
     """
 
     def __init__(
         self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
     ) -> None:
         self._captured, self._structure = captured, structure
-        # That of the last call first.
+        # The state that the last call matched comes first.
         self._states: list[_KnownState] = []
         self._add(dependencies)
         self._refused: tuple[Dependency, Any] | None = None
@@ -65,7 +65,7 @@ class DependencyCheck:
         self._states = [state, *self._states][:_MOST_STATES]
 
     def unchanged(self, model: nn.Module) -> bool:
-        """Whether nothing has changed, the structure included."""
+        """Return whether all is as planned, the structure included."""
         for state in self._states:
             if state.everything.unchanged(model):
                 if state is not self._states[0]:
@@ -74,11 +74,11 @@ class DependencyCheck:
         return False
 
     def difference(self, model: nn.Module) -> str | None:
-        """What changed and both values; None: all is as planned.
+        """Return what changed and both values; None: all is as planned.
 
-        Dynamo asks for more than a graph needs where a global is concerned, or what the forward
-        itself changes: a registry that has grown fails its guards. Where only such things changed,
-        the model is traced again, and what gives the same graph is right.
+        Where a global is concerned, or a value that the forward itself changes, Dynamo's guards are
+        stricter than the graph needs: a registry that has grown fails them. Where only such values
+        changed, the model is traced again and accepted if it gives the same graph.
         """
         found = [state.dependencies.changed(model) for state in self._states]
         if None in found or found[0] is None:
@@ -94,12 +94,12 @@ class DependencyCheck:
                 self._add(dependencies)
                 self._count(difference)
                 return None
-            # A trace takes seconds: not for every call.
+            # A trace takes seconds, so it is not repeated for every call.
             self._refused = (dependency, value)
         return difference
 
     def _count(self, difference: str) -> None:
-        """Warn, once, where every call finds another state."""
+        """Warn, once, if every call finds another state."""
         self._traces += 1
         if self._traces == _MOST_STATES:
             warnings.warn(
@@ -110,8 +110,8 @@ class DependencyCheck:
             )
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
-        """What has changed since the forward of that which eager reads in the backward; None:
-        nothing.
+        """Return what changed since the forward of the values that eager reads in the backward;
+        None: nothing.
 
         Args:
             model: the user's model.

@@ -1,8 +1,8 @@
-"""Backwards in whose place the unplanned model runs again, as its forward ran.
+"""Runs the unplanned model again, as its forward ran, in place of a planned backward.
 
-Those that are differentiated themselves (`create_graph=True`: gradient penalties, products with a
-Hessian), since a planned backward has no derivative; and those that begin at some of the outputs,
-where autograd does more than leave out what only the others need.
+Two kinds of backward need it. One that is differentiated itself (`create_graph=True`: gradient
+penalties, products with a Hessian), since a planned backward has no derivative. And one that begins
+at some of the outputs, where autograd does more than skip what only the others need.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ REMEDIES = {
     PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
     "without a plan (memopt.unwrap(model), or planned.original)",
 }
-"""Why the unplanned model runs in place of a planned backward, and what to do where it cannot."""
+"""Why the unplanned model runs in place of a planned backward → what to do if it cannot."""
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Let AOTAutograd's function behind a planned output pass on which outputs get no gradient,
-    where it would make zeros, and return gradients that have a backward, if they have one. It
-    refuses a second derivative, and torch 2.11 forgets to."""
+    """Let AOTAutograd's function behind a planned output report outputs without a gradient, for
+    which it would make zeros, and return gradients that are differentiable if they can be. By
+    itself it refuses a second derivative; torch 2.11 does not even refuse."""
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)
@@ -65,15 +65,15 @@ def _as_computed(_context: Any, compute: Any, _arguments: Any) -> Any:
 
 
 class AsOriginal:
-    """One planned call, to run again without a plan.
+    """One planned call, which can run again without a plan.
 
     Args:
         captured: the captured model.
-        model: the user's.
+        model: the user's model.
         call: the call, before it runs.
-        guard: looks whether the call is still the planned one.
-        random: of the device where it draws random numbers; None: it draws none.
-        used: told why before the call runs again.
+        guard: checks whether the call is still the planned one.
+        random: random states of the device; None: the call draws no random numbers.
+        used: is told why, before the call runs again.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class AsOriginal:
         self._replay = [] if random is None else random.replay_from_now()
 
     def check_unchanged(self, values: Sequence[Any]) -> None:
-        """Look again, before the backward, at what eager would read there.
+        """Check, before the backward, the values that eager would read in it.
 
         Args:
             values: of the joint graph's inputs in the forward.
 
         Raises:
-            ExecutionError: it has changed since the forward, with whose values the planned
-                backward computes.
+            ExecutionError: one has changed since the forward, whose values the planned
+                backward uses.
         """
         difference = self._guard.late_difference(self._model, values)
         if difference is not None:
@@ -110,8 +110,8 @@ class AsOriginal:
             )
 
     def gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
-        """The gradients of the joint graph's inputs; where gradients are computed with
-        `create_graph=True`, with a backward of their own.
+        """Return the gradients of the joint graph's inputs, differentiable under
+        `create_graph=True`.
 
         Args:
             tangents: the gradients of its outputs, in the joint graph's order; None: it has none.
@@ -134,7 +134,7 @@ class AsOriginal:
                 f"reads. You can {REMEDIES[why]}"
             )
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
-        # The hooks of the user's tensors run when these gradients come to them, not here too.
+        # Hooks of the user's tensors run when they get these gradients, so they must not run here.
         inner = _aliased(call)
         primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
         with ExitStack() as stack:
@@ -177,7 +177,7 @@ class AsOriginal:
 
 
 def _aliased(call: Call) -> Call:
-    """The call with aliases of its computed tensors, which have no hooks."""
+    """Return the call with its computed tensors replaced by aliases, which have no hooks."""
     made: dict[int, torch.Tensor] = {}
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,13 +187,13 @@ def _aliased(call: Call) -> Call:
 
 
 def draws(captured: Captured) -> bool:
-    """Whether a captured model draws random numbers."""
+    """Return whether a captured model draws random numbers."""
     return any(is_random(node) for node in captured.module.graph.nodes)
 
 
 def pattern(call: Call) -> tuple[bool, ...]:
-    """Which arguments of a call are leaves that want a gradient: what a gradient penalty is called
-    with, and other calls are not."""
+    """Return which arguments of a call are leaves that require a gradient; calls for a gradient
+    penalty have such arguments, others do not."""
     return tuple(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         for leaf in call.leaves
@@ -201,7 +201,7 @@ def pattern(call: Call) -> tuple[bool, ...]:
 
 
 def _leaf_of(tangent: Node, why: str) -> int:
-    """Which leaf of the output a tangent is the gradient of."""
+    """Return the index of the output leaf that a tangent is the gradient of."""
     output: Any = getattr(tangent.meta["desc"], "output", None)
     index = getattr(output, "idx", None)
     if index is None:
@@ -213,8 +213,8 @@ def _leaf_of(tangent: Node, why: str) -> int:
 
 
 def _read_and_written(captured: Captured) -> Iterator[str]:
-    """Names of what the forward updates in place and reads itself: running again, it would read
-    what it wrote. Statistics of a batch norm in training are not read."""
+    """Yield names of tensors that the forward updates in place and reads itself: if it ran again,
+    it would read its own results. Statistics of a batch norm in training are not read."""
     results = (*captured.forward_outputs[len(captured.mutated) :], *captured.gradients)
     wanted = {node for node in results if isinstance(node, Node)}
     for position in captured.mutated:
@@ -232,7 +232,7 @@ def _read_and_written(captured: Captured) -> Iterator[str]:
 
 
 def _only_updates(value: Node, user: Node) -> bool:
-    """Whether an operator reads a value as statistics that it only updates."""
+    """Return whether an operator reads a value as statistics that it only updates."""
     schema = schema_of(user.target) if isinstance(user.target, OpOverload) else None
     if schema is None or "batch_norm" not in schema.name or user.target is operator.getitem:
         return False

@@ -1,8 +1,8 @@
-"""What a forked child needs anew: a fork copies all memory, but only the thread that forks.
+"""Calls back around forks: a fork copies all memory, but only the thread that forks.
 
 In the child a lock that another thread held stays locked for ever, and a worker thread is gone
-while its queue goes on taking work. Data loaders fork, so objects that own such things register;
-and where atomic operations do, there is no lock.
+while its queue still accepts work. Data loaders fork, so objects that own locks or threads
+register here; where atomic operations suffice, memopt uses no lock.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 
 class Forked(Protocol):
-    """What is told about forks."""
+    """An object that is called before a fork, and after it in the child."""
 
     def before_fork(self) -> None:
-        """The process is about to fork: nothing may be under way in other threads."""
+        """Let work in other threads end: the process is about to fork."""
 
     def in_child(self) -> None:
-        """This is the child: make threads anew."""
+        """Make threads anew: this is the child."""
 
 
 _TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -27,13 +27,13 @@ _generation = 0
 
 
 def tell_of_forks(thing: Forked) -> None:
-    """Tell `thing` of every fork for as long as it lives."""
+    """Call `thing` at every fork for as long as it lives."""
     _TOLD.add(thing)
 
 
 def generation() -> int:
-    """How many forks lie between this process and the one that imported memopt. What was made in
-    an earlier generation belongs to another process."""
+    """Return the number of forks between this process and the one that imported memopt. Objects
+    made in an earlier generation belong to another process."""
     return _generation
 
 

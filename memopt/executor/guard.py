@@ -1,4 +1,4 @@
-"""The one guard at the door of a planned module: is this call the one that was planned?"""
+"""The guard of a planned module: checks that a call is the one that was planned."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _call_text(call: Call) -> str:
 
 
 def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Settings that torch's own modules declare (`__constants__`): a dropout's p, a norm's eps."""
+    """Return the settings that torch's modules declare (`__constants__`): a dropout's p, say."""
     names: Iterable[str] = getattr(type(module), "__constants__", ())
     pairs = ((name, getattr(module, name, None)) for name in names)
     return tuple((name, value) for name, value in pairs if isinstance(value, _PLAIN))
 
 
 def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, under all their names; cheaper than `named_parameters`."""
+    """Return parameters and buffers under all their names; cheaper than `named_parameters`."""
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in modules.items()
@@ -71,8 +71,8 @@ def _registered(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def _structure(modules: dict[str, nn.Module]) -> list[Dependency]:
-    """The modules of a model, their types, modes and settings, and their tensors: what the guard
-    finds out one by one where it has to say what differs, as looks."""
+    """Return the modules of a model, their types, modes and settings, and their tensors as
+    dependencies: one quick check before the guard compares them one by one to name a difference."""
     looks: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for path, module in modules.items():
@@ -95,34 +95,34 @@ def _structure(modules: dict[str, nn.Module]) -> list[Dependency]:
 
 
 def _ties(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Parameters and buffers that are the same tensor as an earlier one: name → earlier name."""
+    """Map each parameter or buffer that is an earlier one's tensor to the earlier name."""
     first: dict[int, str] = {}
     earlier = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     return {name: other for name, other in earlier.items() if other != name}
 
 
 def _identities(leaves: list[Any], parameters: dict[int, str]) -> tuple[Any, ...]:
-    """For each argument that is a parameter, its name; that is an earlier argument, its index."""
+    """Return a parameter's name for each argument that is one, an index for an earlier argument."""
     earlier = repeated(leaves)
     return tuple(parameters.get(id(leaf), earlier.get(i)) for i, leaf in enumerate(leaves))
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What a plan was made for.
+    """The conditions under which a plan is valid.
 
     Attributes:
         spec: structure of the arguments.
         text: the call, for messages.
         leaves: description of every flat argument.
         same: which flat arguments are a parameter or an earlier argument.
-        separate: whether arguments that were apart must stay so (the step updates one in place).
+        separate: whether distinct arguments must stay distinct (the step updates one in place).
         modules: (name, type, training flag, declared settings) of every sub-module.
         parameters: (name, description) of every parameter and buffer.
-        ties: (name, earlier name) of each parameter and buffer that is one with an earlier one.
-        apart: names of those that must not become one with another, as the step updates them.
+        ties: (name, earlier name) of each parameter and buffer that is an earlier one's tensor.
+        apart: names of tensors that must not be tied later, since the step updates them.
         autocast: its dtype on cpu and cuda.
-        keeps_casts: whether autocast keeps the casts of parameters.
+        keeps_casts: whether autocast caches the casts of parameters.
         dependencies: everything else that the trace relied on; None: not known.
     """
 
@@ -147,13 +147,13 @@ class Guard:
         dependencies: Dependencies | None = None,
         updated: Iterable[str] = (),
     ) -> Guard:
-        """The guard of a model and its example call: as they are now, but for what the trace read.
+        """Make the guard of a model and its example call in their present state.
 
         Args:
             model: the user's model.
             call: the captured call.
-            captured: the captured model, where a step of it is guarded.
-            dependencies: what the trace read; None: as it was captured.
+            captured: the captured model, if a step of it is guarded.
+            dependencies: the values that the trace read; None: those of `captured`.
             updated: names of parameters that the step updates.
         """
         modules = dict(model.named_modules())
@@ -183,7 +183,7 @@ class Guard:
         )
 
     def evaluating(self, model: nn.Module) -> bool:
-        """Whether this call is evaluation: no gradients wanted, or the model put in eval mode."""
+        """Return whether a call is evaluation: gradients are off, or the model is in eval mode."""
         if not torch.is_grad_enabled():
             return True
         planned_in_train = self.modules[0][2]
@@ -196,12 +196,12 @@ class Guard:
             raise GuardError(f"{difference}; {REMEDY}")
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
-        """See `DependencyCheck.late_difference`."""
+        """Check as `DependencyCheck.late_difference` does."""
         check = self.dependencies
         return None if check is None else check.late_difference(model, values)
 
     def _differences(self, model: nn.Module, call: Call) -> Iterator[str]:
-        """Where the call is not the planned one, the first first; not to be asked for a second."""
+        """Yield differences from the planned call. Only the first is meaningful: take no second."""
         if call.spec != self.spec:
             other = _call_text(call)
             yield f"the plan was made for other arguments: planned {self.text}, got {other}"

@@ -1,10 +1,10 @@
-"""Handing gradients over while the backward still runs.
+"""Hands gradients over while the backward still runs.
 
-One autograd function gives all gradients at its end, and DistributedDataParallel, which reduces a
+One autograd function returns all gradients at its end. DistributedDataParallel, which reduces a
 bucket of gradients when its last one arrives, would then reduce everything after the backward.
-Inside it a planned backward is a chain of autograd functions: the first runs until its gradients
-are there and hands the chain on, so that autograd delivers them before the second goes on. The
-chain hangs on one parameter of the first function, whose gradient passes through it.
+Inside it a planned backward is a chain of autograd functions: each runs until its gradients are
+complete, and autograd delivers them before the next one runs. The chain is attached to one
+parameter of the first function, whose gradient passes through it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from memopt.step.captured import Captured
 from memopt.torch_private.modules import data_parallel_around
 
 Handed: TypeAlias = tuple[tuple[int, Any], ...]
-"""(position among the joint graph's inputs, its gradient), of those that are complete."""
+"""Complete gradients: (position among the joint graph's inputs, gradient)."""
 
 _PER_BUCKET = 8
-"""Into how many parts of the chain a bucket's gradients may come: autograd takes a moment for
+"""The most parts of the chain that a bucket's gradients come in: autograd takes a moment for
 each."""
 
 
 def in_parts(order: Sequence[tuple[tuple[int, ...], int]], part_bytes: int) -> list[list[int]]:
-    """Gradients in the order in which they are complete, in parts of at least so many bytes (the
-    last may be smaller).
+    """Split gradients, in the order in which they are complete, into parts of at least `part_bytes`
+    (the last may be smaller).
 
     Args:
         order: (positions of the gradients that are complete at once, their bytes).
@@ -53,10 +53,10 @@ def in_parts(order: Sequence[tuple[tuple[int, ...], int]], part_bytes: int) -> l
 
 
 class Handover:
-    """The chain of one step.
+    """The chain of autograd functions of one step.
 
     Args:
-        parts: the positions whose gradients each part of the backward gives, at least two parts.
+        parts: the positions whose gradients each part of the backward returns, at least two parts.
         count: how many inputs the joint graph has.
     """
 
@@ -66,12 +66,12 @@ class Handover:
         self._done = 0
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
-        """The joint graph's inputs as they are to be given to it: those whose gradients come later
-        without their history, which the chain has instead.
+        """Attach the chain and return the joint graph's inputs: those whose gradients come later
+        are detached, since the chain has their history.
 
         Args:
             values: by position.
-            anchor: the position, in the first part, of what the chain hangs on.
+            anchor: position, in the first part, of the parameter that the chain is attached to.
         """
         found = list(values)
         token = None
@@ -84,13 +84,13 @@ class Handover:
         return found
 
     def begin(self, running: Iterator[Handed]) -> tuple[Any, ...]:
-        """Run the backward's first part; gradients by position, None for those that come later."""
+        """Run the backward's first part; return gradients by position, None for later ones."""
         self._running, self._done = running, 0
         found = self.next_part(0)
         return tuple(found.get(i) for i in range(self._count))
 
     def next_part(self, number: int) -> dict[int, Any]:
-        """Run a part of the backward; its gradients by position.
+        """Run a part of the backward and return its gradients by position.
 
         Raises:
             ExecutionError: the parts before have not run, or this one has.
@@ -116,7 +116,7 @@ class Handover:
 
 
 class _Anchor(torch.autograd.Function):
-    """A parameter, with the chain behind it."""
+    """A parameter with the chain attached to it."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _Anchor(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """A part of the backward that is not the first."""
+    """A part of the backward after the first."""
 
     @staticmethod
     def forward(
@@ -149,12 +149,12 @@ class _Later(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class HandoverOrder:
-    """When a program's gradients are complete.
+    """The order in which a program's gradients are complete.
 
     Attributes:
         captured: the joint graph.
         complete: the positions of the gradients that are complete at once, in order.
-        running: the program's backward, given what `Installed.backward` is given.
+        running: the program's backward; takes the arguments of `Installed.backward`.
     """
 
     captured: Captured
@@ -165,7 +165,7 @@ class HandoverOrder:
     def of(
         halves: Halves, swap: Any, random: RandomStates, recorder: Recorder | None, arenas: Any
     ) -> HandoverOrder:
-        """That of a program; the arguments are those of `generate`."""
+        """Make the order of a program; the arguments are those of `generate`."""
 
         @functools.cache
         def backward() -> Callable[..., Iterator[Handed]]:
@@ -180,8 +180,8 @@ class HandoverOrder:
         return HandoverOrder(halves.captured, tuple(halves.complete_gradients.values()), running)
 
     def handover(self) -> tuple[Handover, int] | None:
-        """The chain for a call that is made now, and what it hangs on; None: gradients may come at
-        the end, since nobody reduces them meanwhile, or all come at once."""
+        """Return the chain for a call made now, and the position of its anchor; None: gradients
+        come at the end, since nobody reduces them meanwhile or all are complete at once."""
         around = data_parallel_around()
         if around is None:
             return None

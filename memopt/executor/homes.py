@@ -1,14 +1,14 @@
-"""The parameters and the optimizer state that live on the host between planned steps.
+"""Keeps parameters and optimizer state on the host between planned steps.
 
 Between steps a moved parameter's `.data`, and its tensors in `optimizer.state`, are its host
 copies (pinned, or on CPU memory that is not torch's allocator's): `state_dict()`, checkpoints and
-averages read them as they are. A step brings device copies; an update changes those, and its
-result is copied over the host's only when it is complete, so that an update that fails has
-changed nothing. An update on the host changes the host copies themselves.
+averages read them as they are. A step swaps in device copies; an update changes those, and its
+result overwrites the host copy only when it is complete, so that an update that fails has changed
+nothing. An update on the host changes the host copies themselves.
 
-What a plan for repeated steps leaves on the device between steps is the model's (or the
-optimizer's) device copy until the next step has written it over the host's: between steps nothing
-is under way, and whatever is read or changed then is the one value there is.
+A plan for repeated steps can leave tensors on the device between steps. Then the model (or the
+optimizer) holds the device copy until the next step has copied it to the host. Between steps no
+copy is under way, and every tensor has one current value.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from memopt.step.step_parts import StepParts
 
 
 class Homes:
-    """Host and device copies of what one train step moves.
+    """Host and device copies of the parameters and state that one train step moves.
 
     Attributes:
         parameters: moved parameter's tensor → the parameter.
         states: moved state's tensor → the parameter whose state it is.
-        swap: how copies are made; set when the program is installed.
+        swap: makes the copies; set when the program is installed.
         carried: tensors that stay on the device from one step to the next.
     """
 
@@ -71,7 +71,7 @@ class Homes:
         self._copies: dict[tuple[int, str], StoredTensor] = {}
         self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._there: dict[int, dict[str, torch.Tensor]] = {}
-        """Device copies, of a parameter under the key ""."""
+        """Device copies by tensor; a parameter's has the key ""."""
         self._stale: set[int] = set()
         """Tensors whose new value is not complete on the host."""
         self._changed: set[int] = set()
@@ -87,25 +87,25 @@ class Homes:
         return sum(view.untyped_storage().nbytes() for view in self._views.values())
 
     def leave(self, *, carried: bool = False) -> None:
-        """Put on the host what is not there: before the first step, and what has been loaded or
-        replaced since. With `carried` also what the step would begin with on the device."""
+        """Copy moved tensors to the host that are not there: before the first step, and after they
+        were loaded or replaced. With `carried`, also those that begin a step on the device."""
         for tensor in (*self.parameters, *self.states):
             if carried or tensor not in self.carried:
                 self._leave(tensor)
         self._synchronize()
 
     def moves(self, parameter: torch.Tensor) -> bool:
-        """Whether steps move a parameter."""
+        """Return whether steps move a parameter."""
         return id(parameter) in self._tensors
 
     def begin(self, begun: Callable[[], None], run: RunStep) -> None:
-        """A train step begins. `begun` is called before the first update on the host starts;
-        `run` by its thread, for each."""
+        """Begin a train step. `begun` is called before the first update on the host starts, `run`
+        by its thread for each update."""
         self._begun = begun
         self._host.begin(run)
 
     def update(self, op: int, stored: StoredTensor) -> None:
-        """Let the host run an update, by the copy of its gradient that is on its way there."""
+        """Let the host run an update once the host copy of its gradient is complete."""
         assert self._begun is not None
         self._begun()
         name, node, gradient = gradient_of(self._lowering, op)
@@ -116,16 +116,16 @@ class Homes:
             self._changed.update(t for key, t in found.items() if key == id(parameter))
 
     def updated(self, gradient: int) -> None:
-        """Wait for the host's update by a gradient."""
+        """Wait for the host's update that reads a gradient."""
         self._host.wait(gradient)
 
     def stop(self) -> None:
-        """Start no more updates on the host in this step, and wait for the one that runs."""
+        """Start no more updates on the host in this step, and wait for the running one."""
         self._host.stop()
 
     def resume(self, tensor: int) -> torch.Tensor | None:
-        """A step begins with a tensor on the device: the model's value, which is fetched if it is
-        on the host (before the first step, or after one that failed); a parameter's device copy."""
+        """Begin a step with a tensor on the device, fetched if its value is on the host (before the
+        first step, or after a failed one); return a parameter's device copy."""
         there = self._there[tensor] = dict[str, torch.Tensor]()
         for key, value in self._held(tensor).items():
             home = self._is_home(tensor, key, value)
@@ -136,8 +136,8 @@ class Homes:
         return there.get("")
 
     def bring(self, tensor: int) -> torch.Tensor | None:
-        """Start fetching a tensor; a parameter's device copy. State that does not exist yet is
-        made by its update."""
+        """Start fetching a tensor; return a parameter's device copy. State that does not exist yet
+        is made by its update."""
         swap, brought = self._swap, dict[str, torch.Tensor]()
         self._there[tensor] = brought
         self._host.until((self.parameters if tensor in self.parameters else self.states)[tensor])
@@ -146,17 +146,17 @@ class Homes:
         return brought.get("")
 
     def wait(self, tensor: int) -> None:
-        """Wait until the copies of a tensor under way have ended."""
+        """Wait until a tensor's copies under way are complete."""
         for key in self._there.get(tensor, ()):
             self._wait(tensor, key)
 
     def back(self, tensor: int) -> None:
-        """Start copying the new values over the host's."""
+        """Start copying the new values over the host copies."""
         for key, value in self._there[tensor].items():
             self._store(tensor, key, value)
 
     def drop(self, tensor: int) -> None:
-        """Let go of the device copy."""
+        """Drop a tensor's device copy."""
         self.wait(tensor)
         self._there.pop(tensor, None)
         self._stale.discard(tensor)
@@ -164,15 +164,15 @@ class Homes:
 
     @contextmanager
     def updating(self, parameter: nn.Parameter) -> Iterator[None]:
-        """The parameter and its state are their device copies; where the update fails, they are
-        what they were before."""
+        """Let the model and the optimizer hold the device copies of a parameter and its state. If
+        the block fails, they hold the former ones again."""
         own, state = self._tensors.get(id(parameter)), self._state_tensors.get(id(parameter))
         states, data = self._optimizer.state, parameter.data
         before = states.get(parameter)
         if own is not None:
             parameter.data = self._there[own][""]
         if state is not None and before is not None:
-            # A counter is changed in place: a copy, so that a failure changes nothing.
+            # A counter is changed in place: copy it, so that a failure changes nothing.
             counters = {k: v.clone() for k, v in before.items() if _is_counter(v)}
             states[parameter] = {**before, **counters, **self._there[state]}
         try:
@@ -191,15 +191,15 @@ class Homes:
             self._stale.add(state)
 
     def restores(self, parameter: nn.Parameter) -> bool:
-        """Whether a failing update of this parameter leaves no trace."""
+        """Return whether a failed update of this parameter changes nothing."""
         has_state = bool(_movable(self._optimizer.state.get(parameter, {})))
         own = id(parameter) in self._tensors
         return own and (id(parameter) in self._state_tensors or not has_state)
 
     def settle(self, *, complete: bool = False) -> None:
-        """End a step, however it went: what has been updated is on the host, device copies are
-        gone, but for those that the next step begins with, where this one is complete. Where it is
-        not, also the copies of activations that nobody waits for are over: they hold memory."""
+        """End a step, complete or failed: copy updates to the host and drop device copies, except
+        those that the next step begins with, if this step is complete. After a failed step also end
+        the copies of activations that nobody waits for, since they hold memory."""
         self.stop()
         for tensor in self.carried if complete else ():
             self._there.pop(tensor, None)
@@ -210,7 +210,7 @@ class Homes:
                 try:
                     self._wait(tensor, key)
                 except (RuntimeError, OSError, MemoryError):
-                    # The copy to the host failed, or one from it, which is then not needed.
+                    # A copy to the host failed, or one from it, which is then not needed.
                     updated = updated or self._is_shown(tensor, key, value)
                 if updated:
                     self._write(tensor, key, value)
@@ -224,7 +224,7 @@ class Homes:
         self._synchronize()
 
     def _leave(self, tensor: int) -> None:
-        """Put on the host what is not there of a tensor."""
+        """Copy to the host the values of a tensor that are not there."""
         for key, value in self._held(tensor).items():
             known = value is self._views.get((tensor, key))
             if not known and not self._is_home(tensor, key, value):
@@ -233,7 +233,7 @@ class Homes:
         self._show(tensor)
 
     def _synchronize(self) -> None:
-        """Wait until what has been copied to the host can be read there."""
+        """Wait until copies to the host can be read there."""
         runtime = backend_of(self._device).runtime
         if runtime is not None and self:
             runtime.current_stream(self._device).synchronize()
@@ -244,7 +244,7 @@ class Homes:
         return self.swap
 
     def _held(self, tensor: int) -> dict[str, torch.Tensor]:
-        """What the model, or the optimizer, has of a tensor now."""
+        """Return the values of a tensor that the model, or the optimizer, has now."""
         if tensor in self.parameters:
             return {"": self.parameters[tensor].data}
         return _movable(self._optimizer.state.get(self.states[tensor], {}))
@@ -254,12 +254,12 @@ class Homes:
         return view is not None and view.data_ptr() == value.data_ptr() and _alike(view, value)
 
     def _is_shown(self, tensor: int, key: str, value: torch.Tensor) -> bool:
-        """Whether the model has the device copy, as it does once that has been updated."""
+        """Return whether the model holds the device copy, as it does once that has been updated."""
         held = self._held(tensor).get(key)
         return held is not None and held.data_ptr() == value.data_ptr()
 
     def _store(self, tensor: int, key: str, value: torch.Tensor) -> None:
-        """Start copying a value to the host, over what is there."""
+        """Start copying a value to the host, over the former one."""
         view = self._views.get((tensor, key))
         if view is not None and _alike(view, value):
             self._swap.store(self._copies[tensor, key], value)  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ class Homes:
             self._swap.wait(self._copies[tensor, key])  # type: ignore[arg-type]
 
     def _show(self, tensor: int) -> None:
-        """Let the model, or the optimizer, have the host copies."""
+        """Let the model, or the optimizer, hold the host copies."""
         if tensor in self.parameters:
             self.parameters[tensor].data = self._views[tensor, ""]
             return
@@ -289,8 +289,8 @@ class Homes:
 
 @contextmanager
 def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """A module whose parameters and buffers are on a device: those that are there already are
-    shared, the others are copied and go back afterwards, with what has been changed."""
+    """Move a module's parameters and buffers to a device for the block. Those already there are
+    shared; the others are copied and go back afterwards, with all changes."""
     before = [(one, one.data) for one in (*module.parameters(), *module.buffers())]
     moved = [(one, data) for one, data in before if data.device.type != device.type]
     try:

@@ -1,4 +1,4 @@
-"""Addresses in the pinned host pool: one offset per tensor, its host copies never overlapping."""
+"""Places host copies in the pinned pool: one offset per tensor, live copies never overlapping."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class HostPlacement:
 
 
 def place_host_copies(graph: Graph, program: Program) -> HostPlacement:
-    """First fit by decreasing size, over the lifetimes of a program's host copies.
+    """Place a program's host copies by first fit in order of decreasing size.
 
     Offsets and sizes are multiples of 512 bytes, so that copies of any dtype are aligned.
     """
-    # A retained graph reads what crossed the boundary again: nothing may come over it later.
+    # A second backward (retain_graph) reads what crossed the boundary: keep it from being reused.
     boundary = program.boundary or 0
     spans: dict[int, list[tuple[int, int]]] = {}
     for begin, tensor, end in lifetimes(graph, program).host:

@@ -1,10 +1,10 @@
-"""Updates that the host runs beside the device, one after the other, in a thread of their own.
+"""Runs optimizer updates on the host beside the device, one after the other, in one thread.
 
 Parameter and state are the host copies, which the optimizer's own step changes in place; the
 gradient is the host copy that the plan has made of it. The optimizer that steps there is a shallow
 copy of the user's, with the same state and one parameter, so that updates on the device go on
-meanwhile. Where the device is not the host itself, which rounds otherwise anyway, it takes torch's
-fused step if there is one, a single pass over memory. After an update that failed those behind it
+meanwhile. If the device is not the host itself (it then rounds differently anyway), torch's fused
+step is used if there is one: a single pass over memory. After an update that failed, later ones
 do not run.
 """
 
@@ -31,19 +31,19 @@ from memopt.torch_private.modules import note_step
 
 Step: TypeAlias = Callable[[torch.Tensor], None]
 RunStep: TypeAlias = Callable[[str, torch.Tensor, Step], None]
-"""(a parameter's name, its gradient, what steps it by a gradient): steps it, and notes that."""
+"""(parameter's name, gradient, function that steps it by a gradient) → steps it and notes that."""
 
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""What torch has fused steps of on CPU."""
+"""Optimizers with a fused step on CPU."""
 
 
 class HostUpdates:
     """The thread that runs updates on the host.
 
     Args:
-        optimizer: the user's.
-        device: the model's.
+        optimizer: the user's optimizer.
+        device: the model's device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class HostUpdates:
         tell_of_forks(self)
 
     def begin(self, run: RunStep) -> None:
-        """A train step begins, which notes its updates by `run`."""
+        """Begin a train step, which notes its updates by `run`."""
         self._run = run
         self._stopped.clear()
 
@@ -74,16 +74,16 @@ class HostUpdates:
         """Let the host update a parameter.
 
         Args:
-            name: the parameter's.
+            name: the parameter's name.
             parameter: its data are on the host.
             gradient: a fake tensor of its shape.
             copied: the gradient's tensor in the graph, and its host copy, perhaps under way.
-            swap: who makes that copy.
+            swap: makes that copy.
         """
         tensor, stored = copied
         here = swap.fence(stored)  # type: ignore[arg-type]
         group = {**group_of(self._optimizer, parameter), **self._options, "params": [parameter]}
-        # As its own step notes for learning-rate schedulers, which warn otherwise.
+        # The optimizer's own step notes this for learning-rate schedulers, which warn otherwise.
         note_step(self._optimizer)
 
         def step(value: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class HostUpdates:
         self._tasks[tensor] = self._worker.submit(update), parameter
 
     def wait(self, tensor: int) -> None:
-        """Wait for the update by a gradient; raises what it raised."""
+        """Wait for the update that reads a gradient, and raise what it raised."""
         task, _ = self._tasks.pop(tensor, (None, None))
         if task is not None:
             task.result()
@@ -118,18 +118,18 @@ class HostUpdates:
                 task.wait()
 
     def stop(self) -> None:
-        """Run no more updates in this step, and wait for the one that runs."""
+        """Run no more updates in this step, and wait for the running one."""
         if self._tasks:
             self._stopped.set()
             self._worker.settle()
             self._tasks.clear()
 
     def before_fork(self) -> None:
-        """Let the updates under way end: the worker does not go with the child."""
+        """Let the updates under way end, since the child does not get the worker."""
         self._worker.settle()
 
     def in_child(self) -> None:
-        """A worker for the child."""
+        """Make a worker for the child."""
         self._worker = Worker("memopt-host")
 
 
@@ -142,7 +142,7 @@ def update_there(
     gradient: torch.Tensor,
     step: Step,
 ) -> None:
-    """Step a parameter on the host, and note what has been changed: what a train step runs."""
+    """Step a parameter on the host, in the update thread of a train step, and note the change."""
     parameter = parameters[name]
     if undo is not None:
         undo.keep_update(parameter)
@@ -157,7 +157,7 @@ def update_there(
 
 
 def gradient_of(lowering: Lowering, op: int) -> tuple[str, Node, int]:
-    """Of an update the parameter's name, the gradient's node, and that one's tensor."""
+    """Return an update's parameter name, its gradient's node, and the gradient's tensor."""
     name, gradient = lowering.nodes[op].args[:2]
     assert isinstance(name, str)
     assert isinstance(gradient, Node)

@@ -1,4 +1,4 @@
-"""Planning in a call that `torch.compile` has compiled."""
+"""Keeps Dynamo's compiled code while memopt captures inside a call of it."""
 
 from __future__ import annotations
 

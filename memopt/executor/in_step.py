@@ -1,5 +1,5 @@
-"""Ranks that run one planned step together: they start the same plan, and what fails on one of them
-takes the step down on all."""
+"""Runs one planned step on several ranks together: all start the same plan, and a failure on one of
+them ends the step on all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InStep:
     """The ranks of a planned module.
 
     Attributes:
-        ranks: who runs it.
+        ranks: the ranks that run it.
         failed: how a step of this rank failed; "": none did.
     """
 
@@ -38,7 +38,7 @@ class InStep:
         self.ranks.check_same({"plan": text}, "a plan is applied")
 
     def installed(self, program: Installed) -> Installed:
-        """The program, whose halves fail on all ranks if they fail on one."""
+        """Wrap the program, so that its halves fail on all ranks if they fail on one."""
         return replace(
             program,
             forward=self._failing(program.forward, "the forward"),

@@ -1,4 +1,4 @@
-"""Gradients of a train step's inputs: as autograd would leave them, or carry them on."""
+"""Passes gradients of a train step's inputs on, as autograd would."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_behind(leaves: list[Any], parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _variables(node: Any) -> Iterator[torch.Tensor]:
-    """The leaf tensors that a backward graph accumulates gradients into."""
+    """Yield the leaf tensors that a backward graph accumulates gradients into."""
     seen, stack = set(), [node]
     while stack:
         one = stack.pop()
@@ -59,7 +59,7 @@ def pass_on(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     rest = []
     for tensor, gradient in gradients:
         if times[id(tensor)] == 1 and _plain(tensor, gradient):
-            # Without the copy that autograd makes of what others hold.
+            # Without the copy that autograd makes of tensors that others hold.
             tensor.grad = gradient
         else:
             rest.append((tensor, gradient))

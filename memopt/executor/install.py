@@ -1,4 +1,4 @@
-"""Making a program runnable in its captured model."""
+"""Makes a program runnable in its captured model."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def install(
         lowering: its Graph and node map; the program's indices refer to it.
         program: a valid program.
         interpreted: run instruction by instruction instead of by generated code.
-        swap: how host copies are made; None: streams on CUDA, else worker threads.
+        swap: makes the host copies; None: streams on a device, else worker threads.
         recorder: records the generated code's steps (`recorder_for`); not interpreted ones.
         checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
-            arena: their tensors are where torch's allocator puts them.
+            arena: torch's allocator places their tensors.
         homes: the host copies of moved parameters and state (train steps).
-        family: whose arena it runs in; None: its own.
+        family: programs whose arena it shares; None: it has its own.
     """
     halves = Halves(captured, lowering, program)
     device = _device(captured)

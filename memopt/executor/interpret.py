@@ -1,4 +1,4 @@
-"""A plain interpreter of programs: the oracle the generated code is tested against."""
+"""A plain interpreter of programs: the oracle that generated code is tested against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.step.in_place import in_place_call
 
 
 class _Machine:
-    """Device values by node, host copies by tensor, generator states by operator."""
+    """The state of a step: device values by node, host copies by tensor, generator states."""
 
     def __init__(self, halves: Halves, swap: Any, random: Any, homes: Any) -> None:
         self.halves = halves
@@ -53,14 +53,14 @@ class _Machine:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def given(self, primals: list[Any]) -> None:
-        """Take the step's arguments; those that live on the host come by their SwapIn."""
+        """Take the step's arguments, but for parameters and state that are swapped in."""
         homes = {self.lowering.bases.get(tensor) for tensor in self.halves.moved}
         for primal, value in zip(self.halves.captured.primals, primals, strict=True):
             if primal.node not in homes:
                 self.values[primal.node] = value
 
     def resume(self) -> None:
-        """Take what is on the device from the step before."""
+        """Take parameters and state that the step before has left on the device."""
         for tensor in self.halves.from_before:
             there = self.homes.resume(tensor)
             if there is not None:
@@ -126,7 +126,7 @@ class _Machine:
 
 
 def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tuple[Any, Any]:
-    """(forward, backward) callables with the signatures of `codegen.generate`'s."""
+    """Return (forward, backward) callables with the signatures of `codegen.generate`'s."""
     captured = halves.captured
 
     def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,5 +1,5 @@
-"""Where the backward of a whole step begins: the loss divided by the number of micro-batches, and
-scaled by a `torch.amp.GradScaler`, whose scale follows what the step finds."""
+"""Computes the gradient that a whole step's backward begins with: the loss is divided by the number
+of micro-batches, and scaled by a `torch.amp.GradScaler`, whose scale is updated after the step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LossScaling:
     """The loss's gradient in a step, and a GradScaler's part in it.
 
     Args:
-        micro_batches: how many losses a step adds up.
-        scaler: scales them; None: nobody does.
+        micro_batches: number of losses that a step adds up.
+        scaler: scales the losses; None: they are not scaled.
         device: where the step runs.
     """
 
@@ -31,7 +31,7 @@ class LossScaling:
         return self._scaler
 
     def gradient(self, loss: torch.Tensor) -> torch.Tensor:
-        """What autograd would give the backward of one micro-batch's loss."""
+        """Return the gradient that autograd would begin one micro-batch's backward with."""
         if self._micro_batches == 1 and self._scaler is None:
             return torch.ones_like(loss)
         with torch.enable_grad():
@@ -43,15 +43,15 @@ class LossScaling:
         return gradient
 
     def inverse(self) -> torch.Tensor:
-        """What gradients are multiplied by to unscale them: as `GradScaler.unscale_` computes it,
-        in double precision and rounded."""
+        """Return the factor that unscales gradients: as `GradScaler.unscale_` computes it, in
+        double precision and rounded."""
         return self._number(1.0 / self._scaler.get_scale())
 
     def update(self, finite: bool) -> None:
         """End a step: the scale grows or shrinks, as `GradScaler.update` decides.
 
-        The scaler is told by an optimizer of one number, whose gradient is finite or not; the
-        planned step's own gradients are gone by now. If that fails the scaler is as before.
+        The planned step's own gradients are gone by now, so the scaler steps an optimizer of one
+        number, whose gradient is finite or not. If that fails the scaler is as before.
         """
         scaler = self._scaler
         before = scaler.state_dict()

@@ -1,4 +1,4 @@
-"""The drop-in module: same parameters, same outputs, same state_dict keys."""
+"""The planned module, a drop-in for the model: same parameters, outputs and state_dict keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
-"""(the user's model, a call that is not the planned one, what differs) → the module to call."""
+"""(the user's model, a call that was not planned, the difference) → the module to call."""
 
 
 class PlannedModule(nn.Module):
@@ -36,8 +36,8 @@ class PlannedModule(nn.Module):
     It shares the model's parameters, buffers and sub-modules (not copies), so optimizers,
     `state_dict` and `to()` work as on the model itself. Under `torch.no_grad()` or in eval mode
     the original forward runs. Other attributes are the model's, too: setting one sets it there.
-    Hooks of inner modules run as they were when the model was planned, in the planned graph; with
-    others a step is refused.
+    The planned graph contains the hooks that inner modules had when the model was planned; with
+    other hooks a step is refused.
 
     `calls`, `original` and `code` are those of `running(planned)`, unless the model has an
     attribute of that name.
@@ -90,7 +90,7 @@ class PlannedModule(nn.Module):
         if name in _SHOWN and "_memopt" in self.__dict__ and not has_own(original_of(self), name):
             raise AttributeError(f"{name!r} of a planned module cannot be set")
         if isinstance(known, property):
-            # Not by nn.Module, which would register a module under the name.
+            # Bypass nn.Module, which would register a module under the name.
             object.__setattr__(self, name, value)
         elif _keeps(self, name):
             super().__setattr__(name, value)
@@ -104,7 +104,7 @@ class PlannedModule(nn.Module):
             delattr(original_of(self), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedModule:
-        """The plan around a deep copy of the model.
+        """Return the plan around a deep copy of the model.
 
         Raises:
             ExecutionError: the step trains or updates a tensor that the model does not register.
@@ -145,11 +145,11 @@ class PlannedModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, as its class makes it."""
+        """Return the model's state dict, as its class makes it."""
         return original_of(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's, as its class does."""
+        """Load the model's state dict, as its class does."""
         return original_of(self).load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -159,8 +159,8 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's forward under the plan; the backward follows by autograd.
 
-        While a module around it is captured, it is what it was made of: its step is planned as a
-        part of that module's.
+        While a module around it is captured, the original forward runs, so that its step is planned
+        as a part of that module's.
         """
         if captured_around():
             return original_of(self)(*args, **kwargs)
@@ -200,7 +200,7 @@ class PlannedModule(nn.Module):
         held = [p.value(model, ()) for p in captured.primals if p.held]
 
         def used(why: str) -> None:
-            # Calls with arguments such as this one's are made for that, and run so from now on.
+            # Such calls are made to be differentiated: they run unplanned from now on.
             if why is DIFFERENTIATED and any(wants_gradients):
                 self.__dict__["_memopt_twice"].add(wants_gradients)
             calls.take_back(why)
@@ -237,29 +237,29 @@ class Running:
 
 
 def running(planned: PlannedModule) -> Running:
-    """How a planned module runs."""
+    """Return how a planned module runs."""
     calls: Calls = planned.__dict__["_memopt_calls"]
     return Running(calls, original_of(planned), str(planned.__dict__["_memopt"][3].source))
 
 
 def original_of(planned: PlannedModule) -> nn.Module:
-    """The unplanned model of a planned module."""
+    """Return the unplanned model of a planned module."""
     model: nn.Module = planned.__dict__["_memopt"][0]
     return model
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:
-    """Count the calls of a planned module elsewhere from now on."""
+    """Count the calls of a planned module in `calls` from now on."""
     planned.__dict__["_memopt_calls"] = calls
 
 
 def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
-    """Tell of the gradients with which each backward of a planned module begins from now on."""
+    """Call `arrived` with the gradients with which each backward of a planned module begins."""
     planned.__dict__["_memopt_arrived"] = arrived
 
 
 def accepts(planned: PlannedModule, call: Call) -> bool:
-    """Whether a call, as it would be made now, is the one that a module is planned for."""
+    """Return whether a call, made now, would be the one that a module is planned for."""
     model, captured = planned.__dict__["_memopt"][:2]
     guard: Guard = planned.__dict__["_memopt_guard"]
     try:
@@ -271,14 +271,14 @@ def accepts(planned: PlannedModule, call: Call) -> bool:
 
 
 def _keeps(planned: PlannedModule, name: str) -> bool:
-    """Whether an attribute is the planned module's, not the model's."""
+    """Return whether an attribute is the planned module's, not the model's."""
     own = "_memopt" not in planned.__dict__ or name in planned.__dict__
     return own or hasattr(PlannedModule, name)
 
 
 def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
-    """Say, once, that gradients are there for which the budget has no room."""
-    # Of several in one buffer, each its own part of it.
+    """Warn, once, if gradients are held when a step begins for which the budget has no room."""
+    # Gradients in one buffer count their own bytes each, at most the buffer.
     parts: dict[int, int] = {}
     whole: dict[int, int] = {}
     for gradient in (p.grad for p in original_of(planned).parameters()):
@@ -311,7 +311,7 @@ _OWN = (
 
 
 def _shared_names(model: nn.Module) -> list[str]:
-    """Attributes that a planned module shares with its model."""
+    """Return the attributes that a planned module shares with its model."""
     return [
         *REGISTRIES,
         *(name for name in model.__dict__ if "state_dict" in name and "hooks" in name),

@@ -1,9 +1,9 @@
-"""How a kernel call writes its results at given addresses: its out variant.
+"""Out variants: kernel calls that write their results at given addresses.
 
 A native variant is the `out=` overload of the same operator, where the device has a kernel for it
 (the overloads that torch generates compute first and then copy, which costs the tensor again).
-A composed variant is written with other kernels, see `composed_variants`. A variant is used where
-it has written, on stand-in data in the call's own layouts, what the kernel returns, bit for bit
+A composed variant is made of other kernels, see `composed_variants`. A variant is used only if, on
+stand-in data in the call's own layouts, it writes the same bits as the kernel returns
 (`memopt.step.trial`). Results without a variant are allocated by their kernel.
 """
 
@@ -35,9 +35,9 @@ class OutVariant:
     """A call that writes into given tensors: `target(*args, **kwargs, **{name: tensor})`.
 
     Attributes:
-        target: what to call, with the kernel call's own arguments.
+        target: the callable, which takes the kernel call's own arguments.
         names: the keyword of each tensor to write to, by position in the kernel's result.
-        composed: whether it is memopt's own way to run the kernel, else torch's `out=` overload.
+        composed: whether memopt composed it; else it is torch's `out=` overload.
     """
 
     target: Callable[..., Any]
@@ -46,14 +46,14 @@ class OutVariant:
 
     @property
     def label(self) -> str:
-        """A Python name for generated code."""
+        """Name of the callable in generated code."""
         if self.composed:
             return f"into_{self.target.__name__.strip('_')}"
         return "".join(c if c.isalnum() else "_" for c in str(self.target))
 
 
 def out_variant_of(node: Node, device: torch.device | None) -> OutVariant | None:
-    """The variant of a kernel call; None if its kernel allocates its results itself.
+    """Return the variant of a kernel call; None if its kernel allocates its results itself.
 
     Args:
         node: the call.
@@ -66,9 +66,9 @@ def out_variant_of(node: Node, device: torch.device | None) -> OutVariant | None
 
 
 def _gives_the_same(variant: OutVariant, node: Node, device: torch.device) -> bool:
-    """Whether a variant writes what the kernel returns, tried on stand-in data. torch's overload is
-    first given empty tensors, which it resizes: where it makes them larger than the result is
-    (losses that write what they sum up), it would resize a slot, too."""
+    """Return whether a variant writes the kernel's bits, tried on stand-in data. torch's overload
+    first gets empty tensors, which it resizes: if it makes them larger than the result (losses that
+    write what they sum up), it would resize a slot, too."""
     call, likes = signature(node), values_of(node)
 
     def writes_the_same(make: Callable[[], list[torch.Tensor]]) -> bool:
@@ -96,11 +96,11 @@ _COPYING = frozenset(
         aten._fft_c2c.default,
     )
 )
-"""Their `out=` kernels on CPU make the result elsewhere and copy it (mkl/SpectralOps.cpp)."""
+"""Operators whose `out=` kernels on CPU copy a temporary result (mkl/SpectralOps.cpp)."""
 
 
 def _possible(node: Node) -> OutVariant | None:
-    """The variant that a kernel call may have, by its kind."""
+    """Return the variant that a kernel call may have, by its kind."""
     values = values_of(node)
     if not all(isinstance(value, torch.Tensor) and _plain(value) for value in values):
         return None
@@ -136,8 +136,8 @@ def _variant(target: Any, device: str) -> OutVariant | None:
 
 
 def _suits(node: Node) -> bool:
-    """What the composed variants do not do: dropout that keeps everything, half-precision batch
-    norm with statistics of another dtype."""
+    """Return whether composed variants can run a call: not dropout without training or of nothing,
+    softmax of nothing, or a fill with anything but a real number."""
     if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
     if node.target is aten._safe_softmax.default:
@@ -155,13 +155,13 @@ def _tensor(node: Node, position: int) -> torch.Tensor:
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """Whether (address, shape, strides) is all there is to say of a result."""
+    """Return whether address, shape and strides describe a result completely."""
     strided = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
     return strided and fills_storage(value)
 
 
 def out_variants_of(lowering: Lowering) -> dict[Node, OutVariant]:
-    """The variants of all kernel calls that have one, alternatives of operators included."""
+    """Return the variants of all kernel calls that have one, operators' alternatives included."""
     variants = {}
     for node in (*lowering.nodes, *lowering.alternatives.values()):
         variant = out_variant_of(node, lowering.device) if len(lowering.storages[node]) else None
@@ -171,7 +171,7 @@ def out_variants_of(lowering: Lowering) -> dict[Node, OutVariant]:
 
 
 def for_placing(profiled: Profiled) -> Profiled:
-    """A profiled model whose graph says which tensors a placement must leave out."""
+    """Return a profiled model whose graph lists the tensors that a placement must leave out."""
     backend = backend_of(profiled.torch_device)
     if profiled.record is not None and profiled.record.block_bytes > 1:
         backend = estimated_backend(profiled.record.block_bytes)
@@ -182,9 +182,9 @@ def for_placing(profiled: Profiled) -> Profiled:
 
 
 def allocator_owned(lowering: Lowering) -> tuple[int, ...]:
-    """Computed tensors that no placement can give an address, ascending: their kernel (under some
-    implementation) has no variant, or they leave the step (results), or another tensor is a view of
-    the same storage by a kernel's hand."""
+    """Return the computed tensors that no placement can give an address, ascending. Their kernel
+    (under some implementation) has no variant or returns other storages than the operator writes,
+    or they leave the step (results)."""
     graph = lowering.graph
     variants = out_variants_of(lowering)
     outside = set(graph.outputs) | set(graph.gradients)

@@ -2,11 +2,11 @@
 loss and not the logits beside it.
 
 Autograd computes nothing for an output without a gradient, and parameters that only such outputs
-reach get None, which an optimizer skips. A planned backward is for all outputs; for fewer it does
-not compute what only the others need. In its place are tensors of one number, so that memory is as
-planned: -0.0 where autograd adds the gradients of a value's uses, which changes no bit of what it
-is added to, and zeros where autograd itself makes zeros of a missing gradient. Of other operators
-that read both it is not known what autograd would do, and the unplanned model runs again.
+reach get None, which an optimizer skips. A planned backward is for all outputs; for fewer, it skips
+the kernels that only the others need. Their results are tensors of one number, so that memory is as
+planned. The number is -0.0 where autograd adds the gradients of a value's uses (adding it changes
+no bit) and zero where autograd itself makes zeros of a missing gradient. If another operator reads
+both kinds, autograd's result is not known, and the unplanned model runs again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PartialBackward:
     """A program's backward for some of the outputs.
 
     Attributes:
-        numbers: for each tangent what stands in its place where it is missing.
-        run: the backward; None: the program's own, which is given these in their places.
+        numbers: for each tangent the number that fills it if it is missing.
+        run: the backward; None: the program's own, given filled tangents.
     """
 
     numbers: tuple[float, ...]
@@ -57,12 +57,12 @@ class PartialBackward:
 
 
 Partial: TypeAlias = Callable[[frozenset[int]], PartialBackward | None]
-"""(the positions of the tangents that do not arrive) → the backward without them; None: what
-autograd would compute is not known."""
+"""(positions of the missing tangents) → the backward without them; None: autograd's result is not
+known."""
 
 
 def unknown(_missing: frozenset[int]) -> PartialBackward | None:
-    """Nothing is known of backwards without some tangents."""
+    """Return None: no backward without some tangents is known."""
     return None
 
 
@@ -73,14 +73,14 @@ def partial_backward(
     missing: frozenset[int],
     make: Callable[[Uncomputed], Backward],
 ) -> PartialBackward | None:
-    """A program's backward without some tangents; None: what autograd would compute is not known.
+    """Return a program's backward without some tangents; None: autograd's result is not known.
 
     Args:
         captured: the captured model.
         lowering: its Graph and node map.
         program: the plan.
         missing: the positions of the tangents that do not arrive.
-        make: the program's backward without what is absent.
+        make: makes the program's backward without an absence.
     """
     absence = absence_of(captured, lowering, missing)
     if absence is None or _is_replaced(lowering, program, absence):
@@ -97,7 +97,7 @@ def partial_backward(
 def absence_of(
     captured: Captured, lowering: Lowering, missing: frozenset[int]
 ) -> Uncomputed | None:
-    """What the backward does not compute without some tangents; None: it is not known."""
+    """Return the part of the backward to skip without some tangents; None: it is not known."""
     walk = _Walk({tangent: i in missing for i, tangent in enumerate(captured.tangents)})
     for node in captured.module.graph.nodes:
         if node.op == "call_function" and node in lowering.storages and not walk.takes(node):
@@ -109,14 +109,14 @@ def absence_of(
                 return None
     nodes = frozenset(node for node, absent in walk.absent.items() if absent)
     pairs = zip(lowering.nodes, lowering.graph.operators, strict=True)
-    # Of a collective the other ranks would have to know.
+    # Skipping a collective would need the other ranks to skip it, too.
     if any(operator.collective is not None and node in nodes for node, operator in pairs):
         return None
     return Uncomputed(nodes, fills)
 
 
 def _is_replaced(lowering: Lowering, program: Program, absence: Uncomputed) -> bool:
-    """Whether something else computes an operator that reads what is absent and what is there."""
+    """Return whether an alternative implementation reads both skipped and computed values."""
     return any(
         run.implementation is not None
         and lowering.nodes[run.op] not in absence.nodes
@@ -127,18 +127,18 @@ def _is_replaced(lowering: Lowering, program: Program, absence: Uncomputed) -> b
 
 @dataclass
 class _Walk:
-    """Tells what is absent in a graph, node by node.
+    """Finds the skipped nodes of a graph, node by node.
 
     Attributes:
         absent: for each node that depends on tangents, whether all of these are missing.
-        numbers: for each absent node that others read, what it is filled with.
+        numbers: skipped node that others read → the number that fills its result.
     """
 
     absent: dict[Node, bool]
     numbers: dict[Node, float] = field(default_factory=dict)
 
     def takes(self, node: Node) -> bool:
-        """Take the next node; False if what autograd would make of it is not known."""
+        """Take the next node; return False if autograd's result for it is not known."""
         states = {one: self.absent[one] for one in node.all_input_nodes if one in self.absent}
         if not states:
             return True
@@ -157,11 +157,11 @@ class _Walk:
         return added and self._fill(missing, NEUTRAL)
 
     def _fill(self, nodes: Iterable[Node], number: float) -> bool:
-        """Note a number; False if a node has another one, which is one of the other sign."""
+        """Note a number for nodes; return False if a node has another one (the other zero)."""
         return all(str(self.numbers.setdefault(node, number)) == str(number) for node in nodes)
 
     def _only_added(self, kernel: FusedKernel, call: Node) -> bool:
-        """Whether a compiled region does nothing with what is missing but add it."""
+        """Return whether a compiled region only adds its missing inputs."""
         if kernel.graph is None:
             return False
         placeholders = kernel.graph.find_nodes(op="placeholder")
@@ -181,13 +181,13 @@ class _Walk:
 
 
 def _keeps_neutral(node: Node) -> bool:
-    """Whether a node makes nothing but -0.0 of -0.0: a view, or a sum."""
+    """Return whether a node maps -0.0 to -0.0 only: a view, or a sum."""
     is_sum = node.target is _ADD and not node.kwargs and len(node.all_input_nodes) == len(node.args)
     return is_sum or getattr(node.target, "is_view", False)
 
 
 def _is_sum(node: Node, missing: Node) -> bool:
-    """Whether a node adds a missing gradient to another one, and has that one's layout."""
+    """Return whether a node adds a missing gradient to another one, and has that one's layout."""
     if node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return False
     other: Any = node.args[1] if node.args[0] is missing else node.args[0]

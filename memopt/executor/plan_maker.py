@@ -1,8 +1,8 @@
-"""Plans of a wrapped model within its budget, whatever the loop around it holds.
+"""Makes plans of a wrapped model within its budget, charging what the loop around it holds.
 
-A plan charges what was met around the steps so far. Gradients that are there at a forward are
-charged for the whole step, as accumulation needs them; where nothing fits so, until the backward:
-a loop may drop them in between (Lightning does), and one that does not is stopped there.
+A plan charges the memory met around the steps so far. Gradients held at a forward are charged for
+the whole step, as accumulation needs them. If nothing fits so, they are charged until the backward:
+a loop may drop them in between (Lightning does); one that does not is stopped there.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 AGAIN = 4
-"""So often a kind of call is planned again at most because more was met around it."""
+"""Most times that a kind of call is planned again because more was met around it."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is to be made for.
+    """The conditions of a plan to be made.
 
     Attributes:
-        holding: whether the parameters' gradients are there for the whole step.
-        charges: what is charged beside the step.
-        budget_bytes: instead of the user's budget; None: that.
+        holding: whether the parameters' gradients are held for the whole step.
+        charges: memory charged beside the step.
+        budget_bytes: replaces the user's budget; None: that.
     """
 
     holding: bool
@@ -58,24 +58,24 @@ class Planner(Protocol):
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> tuple[PlannedModule, PlanRecord]:
-        """The model under a plan for such calls, and that plan.
+        """Return the model under a plan for such calls, and that plan.
 
         Args:
-            model, call, asked: what the plan is for.
-            instead: what is done with other calls.
-            family: whose arena it shares, if it has addresses.
+            model, call, asked: the plan's model, kind of call and conditions.
+            instead: handles other calls.
+            family: programs whose arena it shares, if it has addresses.
 
         Raises:
-            InfeasibleBudgetError: there is none within the budget.
+            InfeasibleBudgetError: no plan fits the budget.
         """
         ...
 
     def charges_loss(self, call: Call) -> bool:
-        """Whether plans for such calls charge the loss that they are trained with."""
+        """Return whether plans for such calls charge the loss that they are trained with."""
         ...
 
     def promises(self) -> bool:
-        """Whether the budget is one that the user gave, not the smallest."""
+        """Return whether the user gave the budget, rather than asking for the smallest."""
         ...
 
 
@@ -84,10 +84,10 @@ class Made:
     """A plan that is ready to run.
 
     Attributes:
-        module: the model under it.
-        plan: it.
-        charges: what it charges beside the step.
-        enough: the largest charges for which it does.
+        module: the model under the plan.
+        plan: the plan.
+        charges: memory that it charges beside the step.
+        enough: the largest charges for which it need not be made again.
     """
 
     module: PlannedModule
@@ -97,12 +97,12 @@ class Made:
 
 
 class PlanMaker:
-    """Makes the plans of a wrapped model, and says where they do not keep the budget.
+    """Makes the plans of a wrapped model, and warns when they exceed the budget.
 
     Args:
         model: the model.
         planner: makes plans.
-        around: what is met around its steps.
+        around: the memory met around its steps.
         alone: whether this process plans without others.
         instead, family: see `Planner`.
     """
@@ -122,8 +122,8 @@ class PlanMaker:
         self._told: set[str] = set()
 
     def made(self, kind: Any, holding: bool, call: Call) -> Made:
-        """A plan for a kind of call: one with what was met around its steps, if there is any; else
-        the one that needs least, with a warning.
+        """Make a plan for a kind of call that charges what was met around its steps. If none fits,
+        make the plan that needs least, with a warning.
 
         Raises:
             InfeasibleBudgetError: the step alone is beyond the budget.
@@ -154,8 +154,8 @@ class PlanMaker:
         return made
 
     def keeps(self, made: Made, kind: Any) -> bool:
-        """Whether a plan keeps its budget with all that was met around its steps, or is not to be
-        made again; else one more is counted."""
+        """Return whether a plan stays: it keeps its budget with all that was met around its steps,
+        or was made again often enough. If not, count one more."""
         charges = self._around.charges(kind)
         if charges.largest(made.enough) == made.enough:
             return True
@@ -168,8 +168,7 @@ class PlanMaker:
         return False
 
     def met(self, kind: Any, made: Made) -> None:
-        """More was met around a plan's step than it charges: say so, once, if it has exceeded the
-        budget."""
+        """Warn, once, if the memory met around a plan's step has exceeded the budget."""
         charges = self._around.charges(kind)
         over_bytes = self._over_bytes(made, charges)
         if over_bytes <= 0 or not self._planner.promises():
@@ -190,7 +189,7 @@ class PlanMaker:
 
     @staticmethod
     def _over_bytes(made: Made, charges: Charges) -> int:
-        """By how much a plan's steps exceed its budget with what is met around them."""
+        """Return by how much a plan's steps exceed its budget with what is met around them."""
         plan = made.plan
         if plan.budget is None:
             return 0
@@ -200,11 +199,11 @@ class PlanMaker:
     def _asked(
         self, holding: bool, call: Call, charges: Charges, budget_bytes: int | None = None
     ) -> Made:
-        """A plan with gradients there for the whole step, if they are there when it begins; if
-        there is none, with gradients that are dropped before the backward.
+        """Make a plan with gradients held for the whole step, if they are held when it begins; if
+        none fits, one with gradients that are dropped before the backward.
 
         Raises:
-            InfeasibleBudgetError: neither; of the first.
+            InfeasibleBudgetError: neither fits; the error of the first.
         """
 
         try:
@@ -231,8 +230,8 @@ class PlanMaker:
     def _beyond(
         self, error: InfeasibleBudgetError, holding: bool, call: Call
     ) -> InfeasibleBudgetError:
-        """What to say of a call that is beyond the budget: the one that does for the calls that may
-        come after it, too, which find gradients."""
+        """Return the error for a call beyond the budget. The budget that it names also does for
+        later calls, which find gradients."""
         least = alone = error.smallest_budget_bytes
         if not holding:
             try:
@@ -240,7 +239,7 @@ class PlanMaker:
             except InfeasibleBudgetError as other:
                 least = other.smallest_budget_bytes or least
             except ValueError:
-                # Gradients of a whole step do not stay.
+                # Gradients of a whole step are not kept.
                 pass
         remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
         if least != alone:
@@ -249,15 +248,15 @@ class PlanMaker:
         return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
 
     def _arrived_dropping(self, plan: PlanRecord, least: int | None, tangents: list[Any]) -> None:
-        """The backward of a planned call begins that has no room for gradients.
+        """Begin the backward of a planned call that has no room for gradients.
 
         Args:
             plan: of the call.
-            least: the budget within which gradients may be there; None: unknown.
+            least: the budget within which gradients may be held; None: unknown.
             tangents: the gradients of its outputs.
 
         Raises:
-            InfeasibleBudgetError: there are some.
+            InfeasibleBudgetError: gradients are held that do not fit.
         """
         self._around.arrived(tangents)
         held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
@@ -276,7 +275,7 @@ class PlanMaker:
 
 
 def shown(call: Call) -> str:
-    """The tensors of a call, for messages."""
+    """Return the tensors of a call, for messages."""
     found = [described_text(described(leaf)) for leaf in call.tensors()]
     return ", ".join(text.partition(" stride")[0] for text in found)
 
@@ -290,6 +289,6 @@ _WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
 
 
 def _listed(charges: Charges) -> str:
-    """What was met around a step, for people."""
+    """Return the memory met around a step, for people."""
     sizes = ((text, size_of(charges)) for text, size_of in _WORDS)
     return ", ".join(text.format(format_bytes(size)) for text, size in sizes if size)

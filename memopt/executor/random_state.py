@@ -1,12 +1,12 @@
-"""Generator states of random operators that run more than once.
+"""Saves and replays generator states of random operators that run more than once.
 
 The generator is the whole process's: its state is changed under one lock, and every random kernel
 of a planned step runs under it, so that a step replaying a dropout in one thread does not give a
 step in another the numbers of the first. Kernels outside of planned steps are not waited for.
 
-Neither the lock nor a state put back in time may survive an interruption. So the lock is taken by
-`with` alone, which Ctrl-C cannot split, and what is left all the same when a step fails is settled
-at its end (`RandomStates.settling`).
+A held lock or a rewound generator must not survive an interruption. So the lock is taken by `with`
+alone, which Ctrl-C cannot split, and what a failed step still holds is given back at its end
+(`RandomStates.settling`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _lock = threading.RLock()
 
 
 class _PutBack(threading.local):
-    """Of each thread: the generator that it has put back in time, and where to put it again."""
+    """The generator that each thread has rewound, and the state to restore."""
 
     moved: tuple[torch.Generator, torch.Tensor] | None = None
 
@@ -43,8 +43,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class Replay:
-    """Inside the block the generator is where `saved` was; afterwards where it was before. To be
-    entered under the lock."""
+    """Rewinds the generator to `saved` for the block, and restores it afterwards. Enter it under
+    the lock."""
 
     def __init__(self, device: torch.device, saved: bytearray) -> None:
         self._device = device
@@ -73,14 +73,14 @@ def _put_back() -> None:
 
 
 def _settle() -> None:
-    """What this thread still holds of the generator, given back."""
+    """Restore the generator and release the lock, if this thread still holds them."""
     with _lock:
         _put_back()
     try:
         while True:
             _lock.release()
     except RuntimeError:
-        # It is not this thread's: all is well.
+        # The lock is not this thread's: all is well.
         return
 
 
@@ -96,20 +96,20 @@ class RandomStates:
         return _lock
 
     def save(self) -> bytearray:
-        """The state now, before the operator's first run; under the lock."""
+        """Return the state now, before the operator's first run; under the lock."""
         return _state_of(_generator(self._device))
 
     def replay(self, saved: bytearray) -> Replay:
-        """Context in which an operator draws again what it drew when `saved` was saved."""
+        """Return a context in which an operator draws the numbers that it drew after `saved`."""
         return Replay(self._device, saved)
 
     def replay_from_now(self) -> list[AbstractContextManager[object]]:
-        """Contexts, to be entered in order, in which what draws next draws again."""
+        """Return contexts, to be entered in order, that replay the numbers drawn next."""
 
         return [self.lock, self.replay(self.now())]
 
     def now(self) -> bytearray:
-        """The state now."""
+        """Return the present state, taken under the lock."""
 
         def saved() -> bytearray:
             with self.lock:
@@ -119,7 +119,7 @@ class RandomStates:
         return found
 
     def put_back(self, saved: bytearray) -> None:
-        """Draw again from now on what was drawn since `saved`: a step that failed did not run."""
+        """Rewind to `saved`, after a step that failed: its numbers are drawn again."""
 
         def put() -> None:
             with self.lock:
@@ -128,8 +128,8 @@ class RandomStates:
         self.settling(put)()
 
     def settling(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, after whose failure this thread holds neither the lock nor a generator that is
-        back in time."""
+        """Wrap `run`: if it fails, this thread holds neither the lock nor a rewound generator
+        afterwards."""
 
         def settled(*arguments: Any) -> Any:
             try:
@@ -142,7 +142,7 @@ class RandomStates:
 
 
 def _before_fork() -> None:
-    # The child gets the generator: not while another thread has put it back in time.
+    # The child gets the generator: fork only while no other thread has rewound it.
     _lock.acquire()
 
 

@@ -1,5 +1,5 @@
-"""A plan for a model, or a whole step, that is captured anew: the stages of planning run again, as
-the plan has recorded them, and its program is validated and replayed on the graph they give."""
+"""Applies a plan to a model, or a whole step, that is captured anew: the stages of planning run as
+the plan has recorded them, and its program is validated and replayed on the resulting graph."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _OF_A_STEP = "loss_fn=..., targets=..., optimizer=..., whole_step=True, "
 def with_module(
     plan: PlanRecord, model: nn.Module, call: Call, of_file: bool, last: LastCapture | None
 ) -> tuple[Captured, Lowering]:
-    """The planned model's capture, or another one's if its graph is the planned one.
+    """Return the planned model's capture, or another one's if its graph is the planned one.
 
     Args:
         plan: of a module.
-        model, call: what it is applied to, and its example call.
-        of_file: whether that comes from the plan's file.
+        model, call: the model that it is applied to, and its example call.
+        of_file: whether the call comes from the plan's file.
         last: keeps the capture.
 
     Raises:
@@ -61,7 +61,7 @@ def with_module(
             )
     changed = None
     if plan.profiled is not None and plan.profiled.captured.model() is model:
-        # Of what has changed since then, some makes another graph and some the same.
+        # Changes since then may or may not give another graph, so capture it anew.
         since = plan.profiled.captured.dependencies.changed(model)
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
@@ -93,7 +93,7 @@ def _check_plan(plan: PlanRecord, graph: Graph, remedy: str) -> None:
 
 
 def _wasteful(graph: Graph, program: Program | None) -> bool:
-    """Whether an arena is larger than any placement of its tensors has to be."""
+    """Return whether an arena is larger than any placement of its tensors has to be."""
     rows = (program.offsets or ()) if program is not None else ()
     sizes = [graph.tensors[tensor].size_bytes for _, tensor, _ in rows]
     ends = [offset + size for (_, _, offset), size in zip(rows, sizes, strict=True)]
@@ -104,8 +104,8 @@ def _wasteful(graph: Graph, program: Program | None) -> bool:
 def with_step(
     plan: PlanRecord, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
 ) -> PlanRecord:
-    """The plan with its step captured from `model`; as it is unless it comes from a file and is of
-    a whole step.
+    """Return the plan with its step captured from `model`; unchanged unless it comes from a file
+    and is of a whole step.
 
     Raises:
         PlanFileError: model, mode, loss or optimizer are not the planned ones; the message says

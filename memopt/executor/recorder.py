@@ -1,4 +1,4 @@
-"""Recording when the instructions, waits and copies of a step begin and end.
+"""Records when the instructions, waits and copies of a step begin and end.
 
 On CPU a clock is read around each of them, copies on the thread that makes them. Elsewhere events
 are recorded on the streams and read when the step is over, so that the host never waits.
@@ -21,11 +21,11 @@ class HostClock:
     """The host's clock, for steps on CPU."""
 
     def now(self) -> float:
-        """The time now."""
+        """Return the time now."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
-        """Seconds from one time to another."""
+        """Return the seconds from one time to another."""
         return end - begin
 
 
@@ -36,17 +36,17 @@ class DeviceClock:
         self._device, self._runtime = device, backend_of(device).runtime
 
     def now(self) -> Any:
-        """An event recorded now on the compute stream."""
+        """Record an event on the compute stream."""
         return self.on(self._runtime.current_stream(self._device))
 
     def on(self, stream: Any) -> Any:
-        """An event recorded now on a stream."""
+        """Record an event on a stream."""
         event = self._runtime.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one event to another, asked for when the step is over."""
+        """Return the seconds from one event to another; call it when the step is over."""
         end.synchronize()
         begin.synchronize()
         milliseconds: float = begin.elapsed_time(end)
@@ -63,17 +63,17 @@ class Recorder:
         self._begin: Any = None
 
     def begin(self, position: int) -> None:
-        """The instruction at a position of the program begins."""
+        """Begin the instruction at a position of the program."""
         self._position = position
         self._begin = self.clock.now()
 
     def end(self) -> None:
-        """The instruction that began last is over."""
+        """End the instruction that began last."""
         self._spans.append((Occupied.COMPUTE, self._position, self._begin, self.clock.now()))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The compute stream waits for a copy meanwhile; what it does next begins afterwards."""
+        """Record the block as a wait of the compute stream; the instruction begins after it."""
         begin = self.clock.now()
         try:
             yield
@@ -82,17 +82,17 @@ class Recorder:
             self._spans.append((Occupied.WAIT, self._position, begin, self._begin))
 
     def waited(self, wait: Callable[[], Any]) -> Any:
-        """The result of a wait of the compute stream, which is recorded."""
+        """Record a wait of the compute stream and return its result."""
         with self.waiting():
             return wait()
 
     def copied(self, outward: bool, begin: Any, end: Any) -> None:
-        """A copy that the instruction under way has queued, from one moment to another."""
+        """Record a copy that the current instruction has queued, from one event to another."""
         what = Occupied.TO_HOST if outward else Occupied.FROM_HOST
         self._spans.append((what, self._position, begin, end))
 
     def timed(self, copy: Callable[..., None], outward: bool) -> Callable[..., None]:
-        """Wrap a copy so that it is recorded when it runs, for the instruction under way now."""
+        """Wrap a copy so that it is recorded when it runs, for the present instruction."""
         what = Occupied.TO_HOST if outward else Occupied.FROM_HOST
         position = self._position
 
@@ -104,7 +104,7 @@ class Recorder:
         return run
 
     def take(self) -> tuple[Recorded, ...]:
-        """Everything recorded since the last `take`; times count from the first moment."""
+        """Return the spans since the last `take`; times count from the first instruction."""
         spans, self._spans = self._spans, []
         if not spans:
             return ()
@@ -118,5 +118,5 @@ class Recorder:
 
 
 def recorder_for(device: torch.device) -> Recorder:
-    """A recorder with the clock of a device."""
+    """Return a recorder with the clock of a device."""
     return Recorder(HostClock() if backend_of(device).on_host else DeviceClock(device))

@@ -1,6 +1,6 @@
-"""Waiting until a process group has let go of what a collective read and wrote.
+"""Waits until a process group has released the tensors of a collective.
 
-A collective on CPU (gloo) is made by a thread of the group, which holds its tensors until a moment
+A collective on CPU (gloo) runs in a thread of the group, which holds its tensors until a moment
 after those that wait for it go on. Freed meanwhile, they would stay in memory for that moment.
 """
 
@@ -19,7 +19,7 @@ def released(*tensors: torch.Tensor) -> None:
     """Return when nothing but these tensors holds their storage, or after a second.
 
     Args:
-        tensors: all that the caller has in one storage, of a device whose memory is the host's.
+        tensors: all tensors that the caller has in one storage, on a device with the host's memory.
     """
     storage = tensors[0].untyped_storage()
     # A wait returns the tensor that it waited for.

@@ -1,7 +1,7 @@
 """The state of planned steps between their forward and their backward.
 
-AOTAutograd saves one 0-d int64 token per call; the kept tensors, host copies and generator
-states are found by it. A state goes when its token dies (the backward never came) or when its
+AOTAutograd saves one 0-d int64 token per call, the key to the step's saved tensors, host copies
+and generator states. A state is dropped when its token dies (the backward never came) or when its
 backward has run, unless the graph is retained.
 """
 
@@ -46,7 +46,7 @@ from memopt.torch_private.tensors import version_of
 _KEYS = itertools.count(1)
 
 Arrived: TypeAlias = Callable[[list[Any]], None]
-"""Told of the gradients of the outputs with which a call's backward begins."""
+"""Called with the gradients of the outputs when a call's backward begins."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class Installed:
         backward: `backward(primals, arguments, saved) -> gradients`.
         watched: positions of the primals whose change between forward and backward would
             give wrong gradients.
-        watched_outputs: positions of the forward outputs of which the same holds.
+        watched_outputs: positions of the forward outputs whose change would, too.
         names: the primals' names, for messages.
         source: the generated code; "" when interpreted.
-        fork: what a backward runs with that may come again, of what the forward has left.
+        fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
     """
@@ -96,11 +96,11 @@ class _Call:
     """A call under way.
 
     Attributes:
-        program: what runs.
+        program: the program that runs.
         again: runs the call without a plan.
-        arrived: told when its backward begins.
-        handover: hands its gradients over as they are complete; None: nothing does.
-        moves: what the forward updates, and the new values, once all of it has run.
+        arrived: called when its backward begins.
+        handover: hands its gradients over as they are complete; None: all come at the end.
+        moves: (updated tensor, new value) pairs, once the whole forward has run.
     """
 
     program: Installed
@@ -111,8 +111,8 @@ class _Call:
 
 
 class _ThreadCall(threading.local):
-    """Of each thread: the call that it makes. Weakly, so that nothing stays of one that was
-    interrupted wherever."""
+    """The call that each thread makes. The reference is weak, so that an interrupted call leaves
+    nothing behind."""
 
     call: weakref.ref[_Call] | None = None
 
@@ -148,11 +148,11 @@ class Runtime:
         """Call the captured model with `program`.
 
         Args:
-            program: what to run.
+            program: the program to run.
             held: values of the parameter and buffer primals, in the primals' order.
             call: the user's arguments, in the captured call's form.
             again: runs the call without a plan, for a backward that is differentiated itself.
-            arrived: told when its backward begins.
+            arrived: called when its backward begins.
         """
         before = self._local.call
         drawn = None if self.random is None else self.random.now()
@@ -178,8 +178,8 @@ class Runtime:
     def _chained(
         self, program: Installed, held: list[Any], call: Call
     ) -> tuple[Handover | None, list[Any], Call]:
-        """The chain that hands this call's gradients over, if there is to be one, and the call's
-        values as they are then."""
+        """Return the chain that hands this call's gradients over, if it needs one, and the call's
+        values with the chain attached."""
         made = None
         if program.handover is not None and torch.is_grad_enabled():
             made = program.handover.handover()
@@ -201,11 +201,11 @@ class Runtime:
         return chain, held, Call(args, kwargs, call.whole_masks)
 
     def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
-        """After a call that failed: buffers and random numbers are those from before it, or, if all
-        of the forward had run, those from after it.
+        """Restore buffers and random numbers after a call that failed; if all of the forward had
+        run, complete its updates instead.
 
         Args:
-            moves: what the forward updates and the new values; None: it has not come to its end.
+            moves: (updated tensor, new value) pairs; None: the forward has not come to its end.
             drawn: the random state before the call; None: it draws nothing.
         """
         if moves is not None:
@@ -248,9 +248,9 @@ class Runtime:
         return [*map(self._handed_out, leaves, outputs), token]
 
     def _handed_out(self, leaf: int | None, value: Any) -> Any:
-        """What the user gets of a forward output: the same memory, and changes in place are
-        counted for both. Of one that shares elements with others, a view: autograd refuses to
-        change it in place, of which the others would not know."""
+        """Return the tensor that the user gets for a forward output: the same memory, whose changes
+        in place are counted for both. An output that shares elements with others is a view, which
+        autograd refuses to change in place, since the others would not notice."""
         if not isinstance(value, torch.Tensor):
             return value
         return (
@@ -308,7 +308,7 @@ class Runtime:
             return self._given(run(state.primals, args, saved))
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
-        """The gradients as the unplanned model gives them, which runs again."""
+        """Return the gradients of the unplanned model, which runs again."""
         if self._sharded or state.handover is not None or state.again is None:
             raise ExecutionError(
                 f"{why}, which a planned module of sharded parameters, or inside "
@@ -317,7 +317,7 @@ class Runtime:
         return self._given(state.again.gradients(tangents, why))
 
     def _complete(self, args: list[Any], numbers: tuple[float, ...]) -> None:
-        """Put tensors of one number in the places of tangents that have not arrived."""
+        """Fill the places of missing tangents with tensors of one number."""
         for i, (tangent, number) in enumerate(
             zip(self._captured.tangents, numbers, strict=True), 1
         ):
@@ -325,7 +325,7 @@ class Runtime:
                 args[i] = Like.of(tangent.meta["val"], number).made()
 
     def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of the gradients those that AOTAutograd takes."""
+        """Return the gradients that AOTAutograd takes."""
         given = self._captured.given
         if len(given) == len(gradients):
             return gradients

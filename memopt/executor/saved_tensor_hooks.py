@@ -1,8 +1,8 @@
-"""Planned steps inside of what looks on at a call: modes, hooks on saved tensors, caches.
+"""Checks what surrounds a planned call: modes, hooks on saved tensors, caches.
 
-What a step keeps for its backward is the plan's. Autograd saves one token, by which that is found:
-hooks that copy what they are given would lose it, and those that change values would not change the
-step's.
+A plan decides what a step saves for its backward. Autograd saves one token, which is the key to
+that. Hooks that copy saved tensors would lose the token, and hooks that change their values would
+not reach the step's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _CACHED = (
 
 
 def why_not_inside() -> str | None:
-    """Why a call cannot run under a plan in what surrounds it here, for people; None: it can.
+    """Return why a call cannot run under a plan in these surroundings, for people; None: it can.
 
-    torch's own hooks on saved tensors give back what they get (`save_on_cpu`, a checkpoint's).
+    torch's own hooks on saved tensors return what they get (`save_on_cpu`, a checkpoint's).
     """
     mode = mode_around()
     if mode is not None:
@@ -45,9 +45,9 @@ def why_not_inside() -> str | None:
 
 
 def token_as_it_is() -> AbstractContextManager[object]:
-    """Context in which autograd saves the token itself, whatever hooks the caller has.
+    """Return a context in which autograd saves the token itself, whatever hooks the caller has.
 
-    A checkpoint's hooks stay: it drops what is saved, and runs the call again.
+    A checkpoint's hooks stay: it drops saved tensors, and runs the call again.
     """
     pack = _pack_around()
     if pack is None or _home(pack) == _CHECKPOINT:
@@ -56,13 +56,13 @@ def token_as_it_is() -> AbstractContextManager[object]:
 
 
 def _pack_around() -> Any:
-    """The innermost hook that packs what is saved here; None: there is none."""
+    """Return the innermost hook that packs saved tensors; None: there is none."""
     hooks = saved_tensor_hooks()
     return None if hooks is None else hooks[0]
 
 
 def _home(pack: Any) -> str:
-    """The module of a hook."""
+    """Return the module of a hook."""
     return str(getattr(pack, "__module__", None) or type(pack).__module__)
 
 

@@ -1,9 +1,9 @@
 """A model that runs its training calls under plans, made when a kind of call is first met.
 
-The model stays the object that it is: its class, forward, attributes, files and copies. torch asks
-`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it); so does this. What a
-model gets (that, a hook, and the attributes `memopt` and `calls` where it has no use for these
-names itself) is left out of copies and pickles, which are plain models.
+The model object keeps its class, forward, attributes, files and copies. torch asks
+`_compiled_call_impl` before a module's own call (`nn.Module.compile` sets it), and memopt sets it,
+too. All that a model gets (this, a hook, and the attributes `memopt` and `calls` unless it uses
+these names itself) is left out of copies and pickles, which are plain models.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _STATE = "__getstate__"
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
-    """Under `torch.compile` of the model or of one around it: the model runs as it is called, not
-    as a part of that graph. Dynamo sees hooks, and not `_compiled_call_impl`."""
+    """Break the graph under `torch.compile` of the model or of one around it, so that the model
+    runs as called. Dynamo sees hooks, and not `_compiled_call_impl`."""
     if torch.compiler.is_dynamo_compiling() and not captured_around():
         torch._dynamo.graph_break()
 
 
 def _difference(before: Any, now: Any) -> str:
-    """In what one kind of call differs from another, for messages."""
+    """Return how one kind of call differs from another, for messages."""
     if before[0] == now[0]:
         for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
             if was != found:
@@ -70,7 +70,7 @@ def _difference(before: Any, now: Any) -> str:
 
 
 def _uses(model: nn.Module, name: str) -> bool:
-    """Whether a model has an attribute, or its class's code speaks of one that it may get."""
+    """Return whether a model has an attribute, or its class's code uses that name."""
     if name in model.__dict__ or hasattr(model, name):
         return True
     classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
@@ -79,41 +79,40 @@ def _uses(model: nn.Module, name: str) -> bool:
 
 
 def planning_of(model: nn.Module) -> SelfPlanning | None:
-    """What plans a wrapped model's calls; None: it is not wrapped."""
+    """Return the object that plans a wrapped model's calls; None: it is not wrapped."""
     made = getattr(model.__dict__.get(_CALL), "__self__", None)
     return made if isinstance(made, SelfPlanning) else None
 
 
 _MOST_IN_A_CALL = 2
-"""So many plans a call may ask for. What another plan differs in is then changed by looking at it,
-and the model runs unplanned."""
+"""Most plans that one call may ask for. If it needs more, checking the model itself changes what
+differs, and the model runs unplanned."""
 
 
 class _InCall(threading.local):
-    """Of each thread: how many plans were made anew in the present call."""
+    """The number of plans made anew in each thread's present call."""
 
     plans = 0
 
 
 class SelfPlanning:
-    """What makes a model plan its own training calls; `remove()` makes it what it was.
+    """Makes a model plan its own training calls; `remove()` undoes that.
 
     Args:
         model: the model. Its calls go through here from now on.
         planner: makes plans.
-        most_plans: how many kinds of calls stay ready to run; of more, those go that were not
-            called for longest.
-        on_mismatch: what kinds of calls do that come after the first: "plan", "original", "error".
+        most_plans: how many plans stay ready to run; beyond that, those go whose kind of call
+            was not met for longest.
+        on_mismatch: how kinds of calls after the first are run: "plan", "original", "error".
         with_state: whether the optimizer's state is to be found and charged.
-
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
-        around: what is met around its steps.
+        around: the memory met around its steps.
         family: the arena that the plans with addresses share.
 
     Raises:
-        ValueError: the model's calls go elsewhere already (`model.compile()`, another wrap).
+        ValueError: the model's calls are intercepted already (`model.compile()`, another wrap).
     """
 
     def __init__(
@@ -132,11 +131,11 @@ class SelfPlanning:
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._most, self._on_mismatch = most_plans, on_mismatch
         self._biased = adds_learned_biases(model)
-        # Of one kind those that something beside the call tells apart, the last used at the end.
+        # Plans of one kind differ in something beside the call; the last used is at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
-        # Kinds whose outputs had no gradient, as far as is known.
+        # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
-        # Ranks that plan together would have to meet the same.
+        # Ranks that plan together would have to meet the same memory.
         self._alone = ranks_of(model) is None
         self.around = Surroundings(model, with_state and self._alone)
         self._planner = planner
@@ -145,7 +144,7 @@ class SelfPlanning:
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
-        # First, so that dynamo stops before the other hooks.
+        # First, so that Dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
         shown = (("memopt", self), ("calls", self.calls))
         self._shown = {name: value for name, value in shown if not _uses(model, name)}
@@ -153,11 +152,11 @@ class SelfPlanning:
         model.__dict__[_STATE] = self._plain_state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing, in a copy of the model that its class makes in its own way."""
+        """Reduce to None, in a copy of the model that its class makes in its own way."""
         return type(None), ()
 
     def _plain_state(self) -> Any:
-        """What copies and pickles of the model are made of: a plain model's."""
+        """Return the state for copies and pickles of the model: a plain model's."""
         state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]
         if not isinstance(state, dict):
             return state
@@ -169,7 +168,7 @@ class SelfPlanning:
         return state
 
     def _gave(self, name: str, value: Any) -> bool:
-        """Whether an attribute of the model is one that it got here."""
+        """Return whether an attribute of the model was set by memopt."""
         return name == _STATE or (name in self._shown and value is self._shown[name])
 
     @property
@@ -178,7 +177,7 @@ class SelfPlanning:
         return tuple(one.plan for made in self._ready.values() for one in made)
 
     def count_in(self, calls: Calls) -> None:
-        """Count the calls elsewhere from now on."""
+        """Count the calls in `calls` from now on."""
         if self.model.__dict__.get("calls") is self.calls:
             self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
@@ -187,7 +186,7 @@ class SelfPlanning:
                 count_in(one.module, calls)
 
     def remove(self) -> None:
-        """The model runs as before."""
+        """Undo the wrap: the model runs as before."""
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -196,8 +195,8 @@ class SelfPlanning:
             del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:
-        """Plan for calls such as these inputs now: the largest first, whose arena the others of a
-        family are to run in."""
+        """Plan for calls with these inputs now: the largest first, since the others of its family
+        share its arena."""
         calls = [to_call(inputs) for inputs in shapes]
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
@@ -206,7 +205,7 @@ class SelfPlanning:
                 self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        # This much dynamo sees, while it captures the model or one around it.
+        # Dynamo sees this much while it captures the model or one around it.
         if captured_around():
             return plain_call(self.model, *args, **kwargs)
         return self._run(*args, **kwargs)
@@ -242,7 +241,7 @@ class SelfPlanning:
             return output
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
-        """Count a call of the model as it is, since there was nothing to train, and return its
+        """Count a call of the unplanned model, since there was nothing to train, and return its
         output. If that has a gradient after all, such calls are planned from now on."""
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             self._untrained.discard(kind)
@@ -252,12 +251,12 @@ class SelfPlanning:
         return output
 
     def _seen(self, call: Call) -> Call:
-        """A call with what eager would see in its masks, if it can have a plan of its own."""
+        """Return a call, with its masks as eager sees them if it can have its own plan."""
         seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 
     def _kind(self, call: Call) -> Any:
-        """What calls that one plan may serve have in common."""
+        """Return the key of calls that one plan may serve."""
         check_leaves(call)
         trained, holding = [], False
         for parameter in self.model.parameters():
@@ -267,8 +266,8 @@ class SelfPlanning:
         return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
 
     def _planned(self, kind: Any, call: Call) -> Made | None:
-        """The model under a plan for calls such as this one, made now if there is none. That
-        module looks whether all else is as planned.
+        """Return the model under a plan for calls such as this one, made now if there is none. That
+        module checks whether all else is as planned.
 
         Raises:
             NothingToTrainError: such calls have no backward.
@@ -315,8 +314,8 @@ class SelfPlanning:
         return made
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
-        """What a planned module does where something beside the call has changed since it was
-        planned (an `OnMismatch`): an earlier plan that fits takes its place, or a new one."""
+        """Return the module for a call whose plan no longer fits because something beside the call
+        has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
         call = self._seen(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
@@ -337,5 +336,5 @@ class SelfPlanning:
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """A call, its keywords sorted: one plan serves it in whatever order they are given."""
+    """Make a call with its keywords sorted: one plan serves it in whatever order they are given."""
     return Call(args, dict(sorted(kwargs.items())))

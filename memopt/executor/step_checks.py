@@ -1,4 +1,4 @@
-"""What a train step refuses before it is made: a model, optimizer or scaler that is not planned."""
+"""Checks that a model, optimizer and scaler are the planned ones before a train step is made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
-    """The first parameter that an optimizer trains and the planned one does not, or the reverse."""
+    """Return the first parameter that only one of an optimizer and the planned one trains."""
     assert profiled.parts is not None
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -40,7 +40,7 @@ def other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -
 def _check_state(
     profiled: ProfiledStep, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
-    """Refuse an optimizer that keeps more, or less, than the planned one."""
+    """Refuse an optimizer that keeps more, or less, state than the planned one."""
     planned = profiled.optimizer
     assert planned is not None
     assert profiled.record is not None
@@ -54,7 +54,7 @@ def _check_state(
 
 
 def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_bytes: int) -> None:
-    """Refuse copies for taking a step back that are beyond the plan's host budget."""
+    """Refuse copies for taking a step back that exceed the plan's host budget."""
     planned, parts = profiled.optimizer, profiled.parts
     assert planned is not None
     assert parts is not None
@@ -72,7 +72,7 @@ def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_b
 
 def _check_alone(model: nn.Module) -> None:
     """Refuse a step whose gradients other processes need: it updates parameters inside, before
-    anybody could exchange them, and the processes' parameters would drift apart."""
+    gradients could be exchanged, and the processes' parameters would drift apart."""
     many = torch.distributed.is_available() and torch.distributed.is_initialized()
     if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
         raise ValueError(
@@ -83,7 +83,7 @@ def _check_alone(model: nn.Module) -> None:
 
 
 def _check_scaler(rules: StepRules, scaler: Any) -> None:
-    """Refuse a GradScaler where none was planned, and its absence where one was."""
+    """Refuse a GradScaler if none was planned, and its absence if one was."""
     if scales(scaler) != rules.scaled:
         raise ValueError(
             "this plan is for losses that a GradScaler scales: pass scaler="
@@ -101,7 +101,7 @@ def plan_of_step(
     undo: bool,
     scaler: Any,
 ) -> PlanRecord:
-    """The plan with its captured step, if it is of this model, loss, optimizer and scaler.
+    """Return the plan with its captured step, if it is of this model, loss, optimizer and scaler.
 
     Raises:
         PlanFileError, ValueError: it is not, or there is no room for the copies of `undo`.
@@ -116,7 +116,7 @@ def plan_of_step(
             "chains (rotor), auto, or one that recomputes nothing (olla, store-all, offload-graph)"
         )
     planned = profiled.parts.module
-    # Not `is`: a bound method is another object each time that it is named.
+    # Not `is`: each access of a bound method makes another object.
     if planned.model is not model or planned.loss_fn != loss_fn:
         raise ValueError("a train step runs the model and loss it was planned with; plan again")
     check_splittable(optimizer, model)

@@ -1,6 +1,6 @@
-"""What the training loop around a wrapped model needs beside the model's planned steps: its loss,
+"""Meters the memory that a training loop needs beside a wrapped model's planned steps: its loss,
 the outputs that it still holds, the optimizer's state. The loop is the user's, so all of it is
-known only once it is met: it is metered where it shows, and later plans charge the largest.
+known only once it is met; later plans charge the largest.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from memopt.step.optimizer_state import state_sizes
 from memopt.torch_private import pytree
 
 METERED = 4
-"""So many first steps of a kind are metered, and then the 8th, the 16th, the 32nd..."""
+"""Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
 
 
 def is_metered(count: int) -> bool:
-    """Whether a step is metered, by how many there were."""
+    """Return whether the step of this number is metered."""
     return count <= METERED or count & (count - 1) == 0
 
 
 _Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
-"""Storages by their address: whether they are there, and their bytes."""
+"""Storages by address: a weak reference, and their bytes."""
 
 
 def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -55,18 +55,18 @@ def _memory_of(tensors: Iterable[Any]) -> _Memory:
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Of the memory that tensors hold, what they share once."""
+    """Return the bytes of memory that tensors hold; shared memory counts once."""
     return sum(size for _, size in _memory_of(tensors).values())
 
 
 def _gone(memory: _Memory) -> dict[int, int]:
-    """Of storages those that are gone: their bytes by their address."""
+    """Return the bytes of the storages that are gone, by address."""
     return {at: size for at, (storage, size) in memory.items() if storage.expired()}  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _Met:
-    """What was met around one kind of call."""
+    """Memory met around one kind of call."""
 
     steps: int = 0
     charges: Charges = NO_CHARGES
@@ -78,10 +78,10 @@ class _Metered:
 
     Attributes:
         meter: meters it.
-        outputs: what the call returned.
-        before: what was there when it returned and may go: the last step's outputs, gradients.
-        ends: tell of the ends of the outputs' tensors.
-        tangent_bytes: of the gradients with which its backward has begun.
+        outputs: memory of the call's outputs.
+        before: memory held when it returned that may go: the last step's outputs, gradients.
+        ends: weak references that report the ends of the outputs' tensors.
+        tangent_bytes: size of the gradients with which its backward has begun.
     """
 
     meter: LossMeter
@@ -93,7 +93,7 @@ class _Metered:
 
 @dataclass
 class _Watched:
-    """Optimizers, by the state that they hold for the model's parameters."""
+    """Steps of each optimizer, and the bytes of its state for the model's parameters."""
 
     steps: weakref.WeakKeyDictionary[Optimizer, int] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -104,7 +104,7 @@ class _Watched:
 
 
 class Surroundings:
-    """What is met around the planned steps of a model.
+    """The memory met around the planned steps of a model.
 
     Args:
         model: the model.
@@ -121,17 +121,17 @@ class Surroundings:
             _OPTIMIZERS.tell(self)
 
     def remove(self) -> None:
-        """Nothing more is met."""
+        """Stop metering."""
         self._stop()
         _OPTIMIZERS.tell_no_more(self)
 
     def charges(self, kind: Any) -> Charges:
-        """The largest met around a kind of call."""
+        """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         return replace(met, state_bytes=sum(self._watched.state_bytes.values()))
 
     def calling(self, kind: Any) -> None:
-        """A call of a kind begins."""
+        """Begin a call of a kind."""
         self._stop()
         gone = _gone(self._outputs)
         self._outputs = {at: one for at, one in self._outputs.items() if at not in gone}
@@ -147,12 +147,12 @@ class Surroundings:
         device: torch.device | None,
         met: Callable[[], None],
     ) -> None:
-        """A planned call has returned.
+        """Begin to meter a planned call that has returned.
 
         Args:
             kind: of the call.
-            call: it.
-            output: what it returned.
+            call: the call.
+            output: its output.
             device: where its loss is to be metered; None: it is charged already.
             met: called when more was met than before.
         """
@@ -178,7 +178,7 @@ class Surroundings:
         self._metered = _Metered(meter, self._outputs, before, ends)
 
     def arrived(self, tangents: list[Any]) -> None:
-        """The backward of a planned call begins, with the gradients of its outputs."""
+        """Note that the backward of a planned call begins with the gradients of its outputs."""
         metered = self._metered
         if metered is not None:
             metered.tangent_bytes = bytes_of(tangents)
@@ -194,13 +194,13 @@ class Surroundings:
         backend = backend_of(device)
         tangent_bytes = in_blocks(metered.tangent_bytes, backend.block_bytes)
         sizes = (use.peak_bytes - tangent_bytes, use.end_bytes - tangent_bytes)
-        # What a number takes is charged in every step.
+        # The bytes of a number are charged in every step.
         boundary, kept = (size if size > backend.step_scalars_bytes else 0 for size in sizes)
         if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)):
             met()
 
     def _largest(self, kind: Any, charges: Charges) -> bool:
-        """Take the larger charges; whether any is larger than before."""
+        """Take the larger charges; return whether any has grown."""
         one = self._met.setdefault(kind, _Met())
         before, one.charges = one.charges, one.charges.largest(charges)
         return one.charges != before
@@ -213,7 +213,7 @@ class Surroundings:
             self._metered = None
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: find the state that it holds for the model's parameters."""
+        """Note that an optimizer has stepped, and find its state for the model's parameters."""
         count = self._watched.steps.get(optimizer, 0) + 1
         self._watched.steps[optimizer] = count
         model = self._model()
@@ -236,28 +236,28 @@ def _ended(
     _tensor: weakref.ref[torch.Tensor],
     ending: Callable[[], bool] = sys.is_finalizing,
 ) -> None:
-    # While Python ends, tensors end whose modules have gone.
+    # While Python exits, tensors end after their modules have gone.
     if not ending():
         meter.ended(address)
 
 
 class _Optimizers:
-    """Tells of every optimizer's steps, by one hook on all of them. That goes when nobody is to be
-    told any more, but not while the garbage collector runs, which may be in the midst of a step
-    that calls its hooks."""
+    """Calls back at every optimizer's steps, by one hook on all optimizers. The hook is removed
+    when nobody listens, but not while the garbage collector runs, which may be in the midst of a
+    step that calls its hooks."""
 
     def __init__(self) -> None:
         self._told: weakref.WeakSet[Surroundings] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
     def tell(self, around: Surroundings) -> None:
-        """Tell of steps from now on, for as long as there is somebody to tell."""
+        """Call `around.stepped` at each step from now on."""
         self._told.add(around)
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def tell_no_more(self, around: Surroundings) -> None:
-        """Tell of no step any more."""
+        """Call `around.stepped` no more."""
         self._told.discard(around)
         if self._hook is not None and not self._told:
             self._hook.remove()

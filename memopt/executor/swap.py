@@ -1,4 +1,4 @@
-"""Swapping on CPU: host copies made by a worker thread, accounted apart from the device.
+"""Swaps on CPU: host copies made by a worker thread, accounted apart from the device.
 
 The "device" memory of a CPU run is torch's allocator; host copies live in numpy buffers, so
 that a planned step's device peak and host peak can both be measured without a GPU.
@@ -39,7 +39,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, buffer: Any, **more: Any) -> Self:
-        """A copy of `tensor` that will be in `buffer`."""
+        """Describe a copy of `tensor` that will be in `buffer`."""
         return cls(
             buffer=buffer,
             dtype=tensor.dtype,
@@ -52,8 +52,8 @@ class StoredTensor:
         )
 
     def on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """The host copy as a tensor of the dtype and the layout of `like`, which shares its memory;
-        to be read once the copy is complete (`fence`)."""
+        """Return the host copy as a tensor of the dtype and the layout of `like`, which shares its
+        memory. Read it once the copy is complete (`fence`)."""
         held = self.buffer
         whole = held if isinstance(held, torch.Tensor) else torch.from_numpy(held)
         begin = int(whole.storage_offset()) // like.dtype.itemsize
@@ -62,7 +62,7 @@ class StoredTensor:
         return empty.set_(whole.untyped_storage(), offset, like.size(), like.stride())
 
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor again, over a storage."""
+        """Return the tensor again, over a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         stored = empty.set_(storage, self.offset, self.size, self.stride)
         stored = stored.conj() if self.conjugated else stored
@@ -71,14 +71,14 @@ class StoredTensor:
 
 @dataclass(kw_only=True)
 class HostCopy(StoredTensor):
-    """A stored tensor that a worker thread copies, into an array of numpy's."""
+    """A stored tensor that a worker thread copies into a numpy array."""
 
     buffer: np.ndarray
     pending: Task | None = None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's whole storage."""
+    """Return the bytes of a tensor's whole storage."""
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
@@ -90,7 +90,7 @@ class HostAccount:
     def __init__(self) -> None:
         self._sizes: set[TiedValue[int]] = set()
         self._totals = {0}
-        """Every sum there has been after a copy was counted."""
+        """Every sum so far, taken after a copy was counted."""
 
     @property
     def now_bytes(self) -> int:
@@ -99,7 +99,7 @@ class HostAccount:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at once so far."""
+        """Largest sum so far."""
         return max(list(self._totals))
 
     def add(self, copy: object, size_bytes: int) -> None:
@@ -127,17 +127,17 @@ class ThreadSwap:
         tell_of_forks(self)
 
     def settle(self) -> None:
-        """Wait until nothing is under way: of a step that failed, nobody waits for the copies."""
+        """Wait until no copy is under way: after a failed step nobody else waits for them."""
         self._worker.settle()
 
     before_fork = settle  # the worker does not go with the child
 
     def in_child(self) -> None:
-        """A worker for the child."""
+        """Make a worker for the child."""
         self._worker = Worker("memopt-swap")
 
     def lease(self) -> None:
-        """Nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
+        """Do nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
 
     def out(self, tensor: torch.Tensor, address: int | None = None, lease: None = None) -> HostCopy:
         """Start copying `tensor`'s storage to the host; address and lease are not used."""
@@ -155,11 +155,11 @@ class ThreadSwap:
         copy.generation = generation()
 
     def host_view(self, copy: HostCopy) -> torch.Tensor:
-        """The host copy as a tensor that shares its memory."""
+        """Return the host copy as a tensor that shares its memory."""
         return copy.made(torch.from_numpy(copy.buffer).untyped_storage())
 
     def fence(self, copy: HostCopy) -> Callable[[], None]:
-        """What another thread calls to wait until what has been started here for `copy` is over."""
+        """Return a function with which another thread waits for the last transfer of `copy`."""
         pending = copy.pending
 
         def wait() -> None:
@@ -184,7 +184,7 @@ class ThreadSwap:
         return tensor
 
     def wait(self, copy: HostCopy) -> None:
-        """Wait until the last transfer of `copy` has ended; raises what it raised."""
+        """Wait until the last transfer of `copy` has ended, and raise what it raised."""
         pending, copy.pending = copy.pending, None
         try:
             if pending is not None:

@@ -1,4 +1,4 @@
-"""Swapping by two copy streams, events, and one pinned pool addressed by the plan.
+"""Swaps by two copy streams, events, and one pinned pool addressed by the plan.
 
 SwapOut: the device→host stream waits for an event recorded after the producer. Free: the compute
 stream waits for the copy's event, then the tensor is dropped: the caching allocator reuses its
@@ -6,7 +6,7 @@ memory in the compute stream's order, so `record_stream` is not needed and memor
 deterministic. SwapIn: memory is allocated on the compute stream; the host→device stream waits for
 an event recorded there; the first reader waits for the copy's event.
 
-The order of events is all that this module decides; `Streams` does the work, so that the order
+This module only decides the order of events; `Streams` does the work, so that the order
 is tested without a GPU.
 """
 
@@ -29,31 +29,31 @@ class Streams(Protocol):
     """A compute stream and two copy streams."""
 
     def here(self) -> Any:
-        """The compute stream: the one that is current now."""
+        """Return the compute stream that is current now."""
 
     def mark(self, home: Any) -> Any:
-        """An event recorded now on a compute stream, one that `here` has named."""
+        """Record an event on a compute stream returned by `here`."""
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, outward: bool, after: Sequence[Any]
     ) -> Any:
-        """Copy bytes on the stream of the direction once the events are over; its end event."""
+        """Copy bytes on the stream of the direction after the events; return the end event."""
 
     def wait(self, event: Any, home: Any) -> None:
-        """Make the compute stream wait for an event, and `home`, where that is another one."""
+        """Make the compute stream wait for an event, and `home`, if that is another stream."""
 
     def finish(self, event: Any) -> None:
         """Make the calling thread wait for an event."""
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
-        """New device memory, allocated on the compute stream."""
+        """Allocate device memory on the compute stream."""
 
     def host_bytes(self, size_bytes: int) -> torch.Tensor:
-        """New pinned host memory."""
+        """Allocate pinned host memory."""
 
 
 class DeviceStreams:
-    """`Streams` of one device that has them."""
+    """The `Streams` of one device."""
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class DeviceStreams:
         return end
 
     def _moment(self, stream: Any) -> Any:
-        """An event with a time, where the step is recorded."""
+        """Record an event with a time, if the step is recorded."""
         return None if self._recorder is None else DeviceClock(self._device).on(stream)
 
     def wait(self, event: Any, home: Any) -> None:
@@ -112,7 +112,7 @@ class PoolLease:
     streams: Streams
     free: list[tuple[torch.Tensor, Any]]
     home: Any
-    """The compute stream of the step. Whoever drops its last copies, that stream has waited for
+    """The compute stream of the step. It waits for the step's last copies, whichever thread drops
     them, so that the pool is idle after a mark on it."""
 
     generation: int = field(default_factory=generation)
@@ -149,7 +149,7 @@ class PooledCopy(StoredTensor):
 
 
 class StreamSwap:
-    """out/bring/wait by events on streams, into a pool whose addresses the plan gives."""
+    """Swaps by events on streams, into a pool whose addresses the plan gives."""
 
     def __init__(self, streams: Streams, pool_bytes: int, recorder: Recorder | None = None) -> None:
         self.account = HostAccount()
@@ -159,10 +159,10 @@ class StreamSwap:
         self._free: list[tuple[torch.Tensor, Any]] = []
 
     def lease(self) -> PoolLease:
-        """A pool for one step; a second one only if two steps are under way at once."""
+        """Lease a pool for one step; a second pool is made only for two steps at once."""
         home = self._streams.here()
         try:
-            # Of two steps at once only one gets it: pop is atomic.
+            # Of two steps at once only one gets the idle pool: pop is atomic.
             pool, idle = self._free.pop()
         except IndexError:
             pool = self._streams.host_bytes(self.pool_bytes)
@@ -200,14 +200,14 @@ class StreamSwap:
         copy.held = source
 
     def host_view(self, copy: PooledCopy) -> torch.Tensor:
-        """The host copy as a tensor that shares its memory. Only for one with memory of its own,
-        and to be read once its transfers are over."""
+        """Return the host copy, which must not be in a pool, as a tensor that shares its memory.
+        Read it once its transfers are over."""
         return copy.made(copy.buffer.untyped_storage())
 
     def fence(self, copy: PooledCopy) -> Callable[[], None]:
-        """What another thread calls to wait until `copy` is complete, and all that the compute
-        stream has been given so far: whoever changes host memory after that, changes nothing that
-        is still being copied from there."""
+        """Return a function by which another thread waits until `copy` is complete, and all work
+        queued on the compute stream so far is, too: after that, changing host memory affects no
+        copy that still reads it."""
         events = (copy.stored, self._streams.mark(self._streams.here()))
 
         def wait() -> None:
@@ -232,7 +232,7 @@ class StreamSwap:
         return tensor
 
     def settle(self) -> None:
-        """Nothing: a copy that dies lets its stream wait for what is under way."""
+        """Do nothing: a copy that dies lets its stream wait for its transfer."""
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""

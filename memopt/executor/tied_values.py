@@ -1,8 +1,8 @@
-"""Values that live as long as another object, and go with it whatever interrupts the program.
+"""Values that live as long as another object, and go with it even if Ctrl-C interrupts.
 
-A finalizer written in Python (`__del__`, `weakref.finalize`) can itself be interrupted by Ctrl-C,
-which Python then ignores, and what it was to give back stays for ever. Here the interpreter's own
-code does it.
+A finalizer written in Python (`__del__`, `weakref.finalize`) can itself be interrupted by Ctrl-C.
+Python ignores that, and what the finalizer should free stays for ever. Here the interpreter's own
+code frees it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class TiedValue(weakref.ref[Any], Generic[V]):
     """A value kept for an object that may die at any time.
 
     Attributes:
-        value: what is kept.
+        value: the value.
     """
 
     __slots__ = ("value",)
 
     value: V
 
-    # Those of the reference itself: the object may be one that cannot be hashed.
+    # Compare and hash the reference itself, since the object may be unhashable.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 

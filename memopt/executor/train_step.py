@@ -42,13 +42,12 @@ class TrainStep:
     """Runs forward, loss, backward and all parameter updates under a plan.
 
     Equal to `loss_fn(model(*inputs), *targets).backward(); optimizer.step()` and then
-    `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that
-    fails before its first update leaves parameters, optimizer state, buffers and random state as
-    they were. One that fails later is taken back whole with `undo=True`; else it leaves the
-    parameters updated so far updated, and says how many, and which one may be changed in part (none
-    that moves together with its state);
-    buffers change only when all parameters are updated. After the first update Ctrl-C waits for
-    the end of the step.
+    `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that fails
+    before its first update leaves parameters, optimizer state, buffers and random state as they
+    were. One that fails later is taken back whole with `undo=True`. Without, parameters updated so
+    far stay updated; the error says how many, and which one may be changed in part (none that moves
+    together with its state). Buffers change only when all parameters are updated. After the first
+    update Ctrl-C waits for the end of the step.
 
     Attributes:
         gradient_norm: with `clip_norm`, the global norm of the last step's gradients, before they
@@ -115,8 +114,8 @@ class TrainStep:
 
     @contextmanager
     def parameters_on(self, device: torch.device | str) -> Iterator[nn.Module]:
-        """The model with all parameters and buffers on a device, for evaluation, averages and
-        checkpoints. What is there already is shared, not copied."""
+        """Move all parameters and buffers of the model to a device for the block, for evaluation,
+        averages and checkpoints. Those already there are shared, not copied."""
         model = self._parts.module.model
         with tensors_on(model, torch.device(device)):
             yield model
@@ -125,9 +124,9 @@ class TrainStep:
         """Train on one batch and return its loss (detached).
 
         Raises:
-            GuardError: another call than the planned one, or the optimizer trains other
+            GuardError: the call is not the planned one, or the optimizer trains other
                 parameters than the planned ones.
-            ExecutionError: a gradient from before is still there, a step is running already, or
+            ExecutionError: a parameter still has a gradient, a step is running already, or
                 this one failed after some updates.
         """
         count = self._parts.rules.micro_batches
@@ -196,10 +195,10 @@ class TrainStep:
         return losses
 
     def _planned_call(self, given: Call, targets: Any) -> Call:
-        """A call of the model as one of the planned module.
+        """Return a call of the model as one of the planned module.
 
         Raises:
-            GuardError: it is another one than was planned.
+            GuardError: the call is not the planned one.
         """
         planned = self._user_call
         assert planned is not None
@@ -247,7 +246,7 @@ class TrainStep:
         target = self._parts.update
         try:
             target.begin(update)
-            # The casts are in the graph.
+            # The graph contains the casts of autocast.
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off(), token_as_it_is():
                 there = partial(update_there, self._optimizer, self._parameters, changes, undo)
                 self._homes.begin(begin, there)
@@ -267,14 +266,14 @@ class TrainStep:
                 host_state.settle()
 
     def _is_to_be_skipped(self, largest: torch.Tensor | None) -> bool:
-        """Whether gradients overflowed: asked once in a step, which waits for the device."""
+        """Return whether gradients overflowed. Asks the device, and so waits, once in a step."""
         if largest is None or self._asked is largest:
             return self.skipped
         self._asked = largest
         return not math.isfinite(largest.item())
 
     def _attempt(self, call: Call, changes: Changes) -> list[torch.Tensor]:
-        """A step; of one that fails, what can be is as it was."""
+        """Run a step; if it fails midway, restore the random state, with `undo` everything."""
         drawn = None if self._random is None else self._random.now()
         if self._host_state is not None:
             self._host_state.leave()
@@ -298,7 +297,7 @@ class TrainStep:
             if drawn is not None and self._random is not None:
                 self._random.put_back(drawn)
             if self._undo is not None:
-                # What was updated is on its way to the host.
+                # Updated tensors are on their way to the host.
                 self._homes.settle()
                 self._undo.put_back()
                 changes.clear()
@@ -337,15 +336,15 @@ class TrainStep:
         return losses
 
     def _tangents(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
-        """What the backward half is called with."""
+        """Return the arguments of the backward half."""
         tangents, scaled = self._captured.tangents, self._parts.rules.scaled
         own = tangents[: len(tangents) - scaled]
         inverse = [self._scaling.inverse()] if scaled else []
         return [None, *loss_tangents(own, self._scaling.gradient(loss)), *inverse]
 
     def _move(self, primals: list[Any], values: list[torch.Tensor], changes: Changes) -> None:
-        """Give buffers and inputs the values that the forward has computed for them."""
-        # What the forward gives a trained parameter is applied before its update.
+        """Write the values that the forward has computed for buffers and inputs into them."""
+        # The forward's value for a trained parameter is applied before its update.
         applied = {site.name for site in self._parts.sites if site.value is not None}
         for position, value in zip(self._parts.mutated, values, strict=True):
             if self._captured.primals[position].name not in applied:
@@ -361,7 +360,7 @@ class TrainStep:
         for primal in self._captured.primals:
             value = primal.value(module, leaves)
             if isinstance(value, nn.Parameter) and self._homes.moves(value):
-                value = None  # The program lets go of its device copy.
+                value = None  # The program drops its device copy.
             values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         return values
 
@@ -377,7 +376,7 @@ def train_step(
     undo: bool = False,
     scaler: Any = None,
 ) -> TrainStep:
-    """See `Plan.train_step`."""
+    """Make a train step; see `Plan.train_step`."""
     plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
     return TrainStep(
         plan,

@@ -1,7 +1,7 @@
-"""What a train step that failed has changed, and taking it back.
+"""Records what a train step has changed, and takes it back if the step fails.
 
-Updates in the middle of the backward change parameters and optimizer state in place, so that what
-was there before is gone when a later operator fails. With copies of it on the host a step is done
+Updates in the middle of the backward change parameters and optimizer state in place, so that the
+old values are gone when a later operator fails. With copies of them on the host a step is done
 whole or not at all. They take host memory as large as the parameters, their state and the buffers,
 and the time to write it, once for each step.
 """
@@ -23,7 +23,7 @@ class Undo:
     The host memory is taken in the first step and used again in the next ones.
 
     Args:
-        optimizer: whose state the updates change.
+        optimizer: the optimizer whose state the updates change.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,7 +33,7 @@ class Undo:
         self._states: list[tuple[torch.Tensor, Any, dict[str, Any]]] = []
 
     def begin(self) -> None:
-        """A step begins: what was kept of the one before is not needed any more."""
+        """Begin a step: drop the references of the one before."""
         self._copies.clear()
         self._states.clear()
 
@@ -54,7 +54,7 @@ class Undo:
         tensor = tensor.detach()
         copy = self._memory.get(key)
         if copy is None or (copy.size(), copy.dtype) != (tensor.size(), tensor.dtype):
-            # Of its own size, where it is a part of a larger storage.
+            # Of its own size, if it is a part of a larger storage.
             like = torch.empty_like(tensor, device="meta")
             copy = self._memory[key] = host_like(like, key[0].device)
         # In the compute stream's order, before the update.
@@ -62,9 +62,9 @@ class Undo:
         self._copies.append((tensor, copy))
 
     def put_back(self) -> None:
-        """Give everything that was kept the values that it had; may be called again."""
+        """Restore the former values of everything that was kept; may be called again."""
         for device in {tensor.device for tensor, _ in self._copies}:
-            # State on the host may still be written to.
+            # The device may still be writing to state on the host.
             backend_of(device).synchronize(device)
         for parameter, state, entries in self._states:
             if state is None:
@@ -79,16 +79,16 @@ class Undo:
 
 @dataclass
 class Changes:
-    """What a step has changed so far; false if nothing.
+    """The changes that a step has made so far; false if none.
 
     Attributes:
         parameters: how many there are to update.
         mutated: how many buffers and inputs there are to move at the end.
         updated: how many parameters the device has updated.
         on_host: how many the host has, in a thread of its own.
-        half: one whose update has failed when it, or its optimizer state, could be changed already.
+        half: a parameter whose update failed when it or its state may already have been changed.
         buffers: how many buffers and inputs have been moved.
-        complete: the step has come to its end.
+        complete: whether the step has come to its end.
     """
 
     parameters: int
@@ -100,14 +100,14 @@ class Changes:
     complete: bool = False
 
     def clear(self) -> None:
-        """All has been taken back."""
+        """Note that all has been taken back."""
         self.updated, self.on_host, self.half, self.buffers = 0, 0, "", 0
 
     def __bool__(self) -> bool:
         return bool(self.updated or self.on_host or self.half or self.buffers)
 
     def text(self, reason: str) -> str:
-        """A sentence for an error."""
+        """Return a sentence for an error."""
         if self.complete:
             return f"the step was done before the {reason}: everything is as after it"
         half = f", and {self.half} or its state perhaps in part" if self.half else ""

@@ -1,4 +1,4 @@
-"""Where wrapped models run as they are."""
+"""Switches planning of wrapped models off for a thread."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _HERE = threading.local()
 
 
 def runs_unplanned() -> bool:
-    """Whether wrapped models that this thread calls now run without a plan."""
+    """Return whether wrapped models that this thread calls now run without a plan."""
     return getattr(_HERE, "running", False)
 
 
 @contextlib.contextmanager
 def unplanned() -> Iterator[None]:
-    """Inside, wrapped models run without a plan: within a call of another one, for one."""
+    """Run wrapped models without a plan in the block, as within a planned call of another."""
     before = runs_unplanned()
     _HERE.running = True
     try:

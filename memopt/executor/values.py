@@ -1,4 +1,4 @@
-"""The two halves of a program, and what crosses from one to the other: values, host copies,
+"""The two halves of a program, and what crosses from one to the other: values, host copies and
 states of the random generator."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Halves:
         captured: the model's joint graph.
         lowering: the Graph's map to FX nodes.
         program: the plan.
-        absence: what the backward half does not compute.
+        absence: the part of the backward half that is skipped.
     """
 
     captured: Captured
@@ -40,7 +40,7 @@ class Halves:
 
     @property
     def gradients(self) -> tuple[Any, ...]:
-        """The captured gradients, without those that are absent."""
+        """The captured gradients, with None for those that are not computed."""
         absent = self.absence.nodes
         return tuple(None if g in absent else g for g in self.captured.gradients)
 
@@ -67,7 +67,7 @@ class Halves:
 
     @cached_property
     def from_before(self) -> tuple[int, ...]:
-        """Those that are on the device when a step begins."""
+        """Moved tensors that are on the device when a step begins."""
         return carried_over(self.lowering.graph, self.program)
 
     @cached_property
@@ -80,7 +80,7 @@ class Halves:
     @cached_property
     def carried(self) -> tuple[int, ...]:
         """Computed tensors that the backward half needs from the forward half's device memory,
-        ascending. Outputs it does not read are the user's to hold."""
+        ascending. Outputs that it does not read are the user's to hold."""
         wanted = set(self._read_in_backward)
         for gradient in (*self.captured.gradients, *self.captured.ends):
             if isinstance(gradient, Node):
@@ -90,10 +90,9 @@ class Halves:
 
     @cached_property
     def complete_gradients(self) -> dict[int, tuple[int, ...]]:
-        """Position in the program → the gradients, by their position, that are complete after that
-        instruction of the backward half: it is the last to name them, or the value whose gradient
-        they are (whoever gets the gradient may update that). Those that only the end completes are
-        left out."""
+        """Position in the program → the gradients, by their position, that are complete after it:
+        it is the last use of the gradient's tensor and of the value whose gradient it is (whoever
+        gets the gradient may update that). Gradients complete only at the end are left out."""
         last: dict[int, int] = {}
         for position, instruction in enumerate(self.backward, self.boundary + 1):
             last.update(dict.fromkeys(instruction.effects(self.lowering.graph).touches, position))
@@ -146,7 +145,7 @@ class Halves:
 
     @cached_property
     def swaps_out_late(self) -> bool:
-        """Whether the backward half moves something to the host."""
+        """Whether the backward half moves a tensor to the host."""
         return any(copy.begin > self.boundary for copy in self._lifetimes.host)
 
     @cached_property
@@ -167,7 +166,7 @@ class Halves:
 
 
 def kernel_of(lowering: Lowering, node: Node) -> Node | None:
-    """The kernel call that a getitem node unpacks; None for every other node."""
+    """Return the kernel call that a getitem node unpacks; None for every other node."""
     if node.target is operator.getitem:
         parent = node.args[0]
         if isinstance(parent, Node) and parent not in lowering.views:
@@ -176,23 +175,23 @@ def kernel_of(lowering: Lowering, node: Node) -> Node | None:
 
 
 def base_of(lowering: Lowering, node: Node) -> Node:
-    """The node whose variable has the storage of a node's tensor."""
+    """Return the node whose variable has the storage of a node's tensor."""
     return lowering.bases[lowering.storages[node][0]]  # type: ignore[index]
 
 
 def attribute_of(halves: Halves, node: Node) -> Any:
-    """The attribute of the captured module that a get_attr node names."""
+    """Return the attribute of the captured module that a get_attr node names."""
     return operator.attrgetter(str(node.target))(halves.captured.module)
 
 
 def argument_in(lowering: Lowering, node: Node, tensor: int) -> Node:
-    """The argument through which a kernel call may overwrite storage `tensor`."""
+    """Return the argument through which a kernel call may overwrite storage `tensor`."""
     return next(n for n in overwritable(node) if lowering.storages[n] == (tensor,))
 
 
 def unpacked(lowering: Lowering, node: Node, kept: Iterable[int]) -> list[tuple[Any, Node, int]]:
-    """(position in the kernel's result or None, the node that names it, tensor) of kept outputs
-    of the kernel call `node`."""
+    """Return (position in the kernel's result or None, the node that names it, tensor) of the kept
+    outputs of the kernel call `node`."""
     multiple = isinstance(node.meta.get("val"), (tuple, list))
     wanted = set(kept)
     found = []

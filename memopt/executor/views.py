@@ -1,7 +1,7 @@
-"""Chains of views as one look into the result of a kernel that lays it out in one way only.
+"""Replaces chains of views by one strided view of a kernel's result whose layout is certain.
 
 A view of a view of a product is three calls through torch's dispatcher, each of which takes longer
-than a small kernel's arithmetic. Where the layout of the first result is certain, that of the last
+than a small kernel's arithmetic. If the layout of the first result is certain, that of the last
 view is known, and one call without the dispatcher makes it.
 """
 
@@ -42,10 +42,10 @@ _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.defaul
 
 @dataclass(frozen=True)
 class Look:
-    """A view by where it lies in a tensor.
+    """A view, described by its position and strides in another tensor.
 
     Attributes:
-        root: what is looked into, no view.
+        root: the viewed tensor, no view itself.
         shape, strides: the view's.
         offset: elements between the beginning of the root and that of the view.
     """
@@ -57,7 +57,7 @@ class Look:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the root as it is."""
+        """Whether the view equals the root."""
         value = self.root.meta["val"]
         return not self.offset and value.shape == self.shape and same_strides(value, self.strides)
 
@@ -67,8 +67,8 @@ Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.T
 
 @functools.cache
 def looked() -> Looked:
-    """What makes a view by its shape, strides and offset: of plain tensors past the dispatcher,
-    without autograd."""
+    """Return a function that makes a view by shape, strides and offset; for plain tensors it
+    bypasses dispatcher and autograd."""
     native = private("torch._C._dynamo.guards._reinterpret_tensor")
 
     def look(
@@ -83,15 +83,15 @@ def looked() -> Looked:
 
 
 def is_laid_out_one_way(call: Node, result: Node) -> bool:
-    """Whether a kernel lays out a result in memory in one way, that of its capture, whatever it is
-    given: compiled ones (checked when they are compiled), and ATen's products."""
+    """Return whether a kernel always gives a result the layout of its capture: compiled kernels
+    (checked when they are compiled) and ATen's products."""
     if isinstance(call.target, FusedKernel):
         return True
     return str(call.target) in _PRODUCTS and result.meta["val"].is_contiguous()
 
 
 def look_of(node: Node, views: Container[Node]) -> Look | None:
-    """The look that a chain of views is, whatever it looks into; None: `node` is no such chain.
+    """Return a chain of views as one view of its root; None: `node` is no such chain.
 
     Args:
         node: of a captured step.

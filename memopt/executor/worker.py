@@ -1,4 +1,4 @@
-"""A thread that does one task after the other, for copies beside the computation.
+"""A thread that runs one task after the other, for copies beside the computation.
 
 A pool of `concurrent.futures` takes several locks per task and notes its threads after it has
 started them: Ctrl-C in between leaves a pool that waits for ever, or a process that does not end.
@@ -40,7 +40,7 @@ class Task:
             self._running.release()
 
     def wait(self) -> None:
-        """Until the call is over."""
+        """Wait until the call is over."""
         if not self.done:
             self._running.acquire()
             self._running.release()
@@ -67,7 +67,7 @@ class Worker:
         self._last: Task | None = None
 
     def submit(self, call: Callable[..., None], *arguments: Any) -> Task:
-        """Let the thread call `call(*arguments)` after what was submitted before."""
+        """Let the thread call `call(*arguments)` after earlier tasks."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=_serve, args=(self._tasks,), name=self._name, daemon=True
@@ -79,7 +79,7 @@ class Worker:
         return task
 
     def settle(self) -> None:
-        """Wait until nothing is under way; errors are for those who wait for their tasks."""
+        """Wait until all tasks are over; their errors are raised where they are waited for."""
         last = self._last
         if last is not None:
             last.wait()

@@ -1,6 +1,6 @@
-"""The outside of a plan file: one JSON object that begins with a checksum of all the rest.
+"""The envelope of a plan file: one JSON object that begins with a checksum of all the rest.
 
-The bytes are {"checksum":"<SHA-256, hex>",<rest>, and the checksum is that of {<rest>, so a
+The bytes are {"checksum":"<SHA-256, hex>",<rest>, and the checksum covers {<rest>, so that a
 flipped bit or a missing end is found before anything is parsed.
 """
 
@@ -27,13 +27,13 @@ _DIGEST_CHARACTERS = 64
 
 
 def pack(value: dict[str, Any]) -> bytes:
-    """The bytes of a plan file around `value`, which must be plain JSON values."""
+    """Wrap `value`, plain JSON values, in the bytes of a plan file."""
     rest = canonical({"format": FORMAT, "value": value, "version": VERSION}) + b"\n"
     return _BEFORE + _digest(rest) + _AFTER + rest[1:]
 
 
 def unpack(data: bytes) -> Reader:
-    """The value inside the bytes of a plan file.
+    """Return the value inside the bytes of a plan file.
 
     Raises:
         PlanFileError: not a plan file, damaged, or of another version.
@@ -67,11 +67,11 @@ def _digest(rest: bytes) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is never seen half-written: a temporary file beside it, then a rename. A
-    link stays, and what it points to is written.
+    """Write a temporary file beside the path, then rename it: no reader sees it half-written. A
+    link stays a link, and its target is written.
 
     Raises:
-        PlanFileError: there is something that is no regular file, which stays as it is.
+        PlanFileError: the path exists and is no regular file; it is left unchanged.
         OSError: the folder does not exist or cannot be written.
     """
     target = Path(os.path.realpath(path))
@@ -83,7 +83,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise PlanFileError(
             f"cannot write {path}: it is {_kind(there)}, no file; name another path"
         )
-    # Known before it exists, so that whatever interrupts this, it is known what to remove.
+    # Its name is known before it is created, so that it can be removed after any interrupt.
     beside = target.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
     try:
         handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINE_ENDS, 0o666)
@@ -98,7 +98,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read_plan(path: Path) -> Reader:
-    """The value inside a plan file.
+    """Return the value inside a plan file.
 
     Raises:
         PlanFileError: it cannot be read, or holds no plan of this version undamaged.
@@ -107,13 +107,13 @@ def read_plan(path: Path) -> Reader:
 
 
 def read_bytes(path: Path, beginning: bytes = b"") -> bytes:
-    """The bytes of a file; one that does not begin so is not read on.
+    """Read a file; stop after its first bytes if they are not `beginning`.
 
     Raises:
-        PlanFileError: it cannot be read, is no regular file or too large for a plan.
+        PlanFileError: the file cannot be read, is no regular file, or is too large for a plan.
     """
     try:
-        # Without waiting for somebody to write into a pipe.
+        # Opening a pipe must not wait until somebody writes into it.
         with open(path, "rb", opener=_open_at_once) as file:
             there = os.fstat(file.fileno())
             if not stat.S_ISREG(there.st_mode):
@@ -123,7 +123,7 @@ def read_bytes(path: Path, beginning: bytes = b"") -> bytes:
             begin = file.read(len(beginning))
             if begin != beginning:
                 return begin
-            # Whatever its size is said to be, and however it grows meanwhile.
+            # The limit holds even if the size was wrong, or the file grows meanwhile.
             data = begin + file.read(LARGEST_FILE_BYTES)
     except OSError as error:
         raise PlanFileError(f"cannot read {path}: {error.strerror or error}") from error
@@ -141,7 +141,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _kind(there: os.stat_result) -> str:
-    """What stands at a path, if it is no regular file."""
+    """Name the kind of a path that is no regular file."""
     kinds = (
         (stat.S_ISDIR, "a folder"),
         (stat.S_ISFIFO, "a pipe"),

@@ -1,4 +1,4 @@
-"""Saving and loading plans. What is loaded is checked as if a strategy had just made it."""
+"""Saving and loading plans. A loaded plan is checked as if a strategy had just made it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FileName: TypeAlias = str | PathLike[str]
 
 _ROUNDING = 1e-9
 _LARGEST_WHOLE = 2**53
-"""Larger numbers are no sizes or counts, and other JSON readers would round them."""
+"""No size or count is larger, and other JSON readers would round larger numbers."""
 
 _Budget: TypeAlias = Annotated[int, Check("a budget of at least 1 byte", lambda size: size >= 1)]
 _PlanStatus: TypeAlias = Annotated[
@@ -46,7 +46,7 @@ _PlanStatus: TypeAlias = Annotated[
 
 
 def _plain(value: object) -> object:
-    """What a solver says about itself, as JSON; texts where JSON has nothing for it."""
+    """Convert a solver's statistics to JSON; values that JSON lacks become text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int) and abs(value) < _LARGEST_WHOLE:
@@ -68,7 +68,7 @@ _Stats: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class _Content:
-    """What a plan file holds: fields of a PlanRecord, and the figures."""
+    """The content of a plan file: fields of a PlanRecord, and the figures."""
 
     status: _PlanStatus
     strategy: StrategyRecord
@@ -98,12 +98,12 @@ def save(plan: PlanRecord, path: FileName) -> None:
 
 
 def to_bytes(plan: PlanRecord) -> bytes:
-    """What a plan's file holds."""
+    """Return the bytes of a plan's file."""
     return pack(encode(plan))
 
 
 def from_bytes(data: bytes) -> PlanRecord:
-    """The plan of `to_bytes`; raises as `load`."""
+    """Return the plan that `to_bytes` wrote; raises as `load`."""
     return decode(unpack(data))
 
 
@@ -121,7 +121,7 @@ def load(path: FileName) -> PlanRecord:
 
 
 def encode(plan: PlanRecord) -> dict[str, Any]:
-    """A plan as what `json` writes."""
+    """Convert a plan to plain JSON values."""
     figures = Figures(plan.peak_bytes, plan.step_time_s, plan.host_peak_bytes)
     shared = {name: getattr(plan, name) for name in _SHARED}
     if plan.is_of_chain:
@@ -131,7 +131,7 @@ def encode(plan: PlanRecord) -> dict[str, Any]:
 
 
 def decode(reader: Reader) -> PlanRecord:
-    """The plan that `encode` wrote, validated and replayed.
+    """Read the plan that `encode` wrote, validate and replay it.
 
     Raises:
         PlanFileError: a field is missing, unknown or wrong, or the plan is not valid.
@@ -144,7 +144,7 @@ def decode(reader: Reader) -> PlanRecord:
     figures = _checked(graph, program, Budget(found.budget, found.host_budget), found.device)
     _check_figures(reader, found, figures)
     if found.graph is not None and found.chain is not None and found.chain_steps is not None:
-        # They are shown; the program is what runs.
+        # The chain's steps are only shown, but must be valid, too; the program runs.
         _checked(*_of_chain(found.chain, found.chain_steps), NO_LIMIT, found.device)
     shared = {name: getattr(found, name) for name in _SHARED if name not in ("graph", "program")}
     return PlanRecord(
@@ -161,7 +161,7 @@ def decode(reader: Reader) -> PlanRecord:
 
 
 def _planned(reader: Reader, found: _Content) -> tuple[Graph, Program]:
-    """The graph of the plan and its program."""
+    """Return the plan's graph and its program."""
     if found.graph is not None and found.program is not None:
         return found.graph, found.program
     if found.graph is not None or found.chain is None or found.chain_steps is None:
@@ -174,7 +174,7 @@ def _planned(reader: Reader, found: _Content) -> tuple[Graph, Program]:
 def _of_chain(
     chain: Chain, steps: tuple[ChainStep, ...], budget_bytes: int | None = None
 ) -> tuple[Graph, Program]:
-    """The graph of a chain and the program of its schedule."""
+    """Return a chain's graph and the program of its schedule."""
     try:
         view = chain_to_graph(chain)
         return view.graph, view.lower(steps, budget_bytes)
@@ -183,8 +183,8 @@ def _of_chain(
 
 
 def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
-    """The graph must be the one whose fingerprint the record has; `apply` compares that one with
-    the model's."""
+    """Check that the graph has the record's fingerprint, which `apply` compares with the model's,
+    and that the record's sizes fit into the resident bytes."""
     try:
         found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
     except ValueError as error:
@@ -202,7 +202,7 @@ def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
 
 
 def _refuse_huge_numbers(value: object) -> None:
-    """Sizes are added up in machine integers: none may be larger than any real size."""
+    """Refuse numbers larger than any real size: sizes are added up in machine integers."""
     todo = [value]
     while todo:
         item = todo.pop()
@@ -226,7 +226,7 @@ def _checked(graph: Graph, program: Program, budget: Budget, device: Device) -> 
 
 
 def _check_figures(reader: Reader, found: _Content, figures: Figures) -> None:
-    """The stored figures must be those of the plan, and the bound one of its time."""
+    """Check that the stored figures are the plan's own, and its bound not above its time."""
     stored = found.figures
     same_time = math.isclose(stored.time_s, figures.time_s, rel_tol=_ROUNDING)
     if not same_time or replace(stored, time_s=figures.time_s) != figures:

@@ -1,4 +1,4 @@
-"""Plans kept on disk by what they were made for, so that the next process need not solve again."""
+"""A store of plans on disk by key, so that another process need not solve again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHAT = "plans in"
 
 
 class PlanStore:
-    """A folder of plan files. Processes that want the same plan at once wait for the first.
+    """A folder of plan files. Of processes that want the same plan at once, one solves.
 
     Args:
-        folder: where; None: MEMOPT_CACHE_DIR or the user's cache folder.
+        folder: its path; None: MEMOPT_CACHE_DIR or the user's cache folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -34,12 +34,12 @@ class PlanStore:
         make: Callable[[], PlanRecord],
         fits: Callable[[PlanRecord], bool] = lambda _: True,
     ) -> tuple[PlanRecord, bool]:
-        """The plan of a key, and whether it was there; else `make`'s, which is kept.
+        """Return a key's plan, and whether it was read from disk; else make and store it.
 
         Args:
             key: names the plan.
-            make: makes it.
-            fits: whether a plan that is there is what was asked for; another takes its place.
+            make: makes the plan.
+            fits: whether a stored plan answers the request; if not, a new one replaces it.
         """
         path = self._path(key)
         with ExitStack() as stack:
@@ -54,7 +54,7 @@ class PlanStore:
             return self._kept(path, make()), False
 
     def renew(self, key: str, make: Callable[[], PlanRecord]) -> PlanRecord:
-        """`make`'s plan, in the place of one that does not fit what is there now."""
+        """Make a key's plan anew, and replace the stored one."""
         return self._kept(self._path(key), make())
 
     def _path(self, key: str) -> Path:
@@ -65,7 +65,7 @@ class PlanStore:
         try:
             return load(path) if path.exists() else None
         except (OSError, PlanFileError):
-            # It cannot be read, or was damaged: it is made anew.
+            # An unreadable or damaged plan is made anew.
             return None
 
     def _kept(self, path: Path, made: PlanRecord) -> PlanRecord:
@@ -73,7 +73,7 @@ class PlanStore:
             save(made, path)
             drop_oldest(self._folder, MOST_FILES)
         except PlanFileError:
-            # The call holds what a file cannot: this plan is for this process.
+            # The example call has a value that a file cannot hold: only this process uses the plan.
             pass
         except OSError as error:
             tell_once(_WHAT, self._folder, "written", error)

@@ -1,7 +1,7 @@
-"""Strategies in plan files: the class by its name, its parameters by theirs.
+"""Strategies in plan files: the names of the class and of its parameters, with their values.
 
-Classes are found among those memopt itself knows, never imported by a name in a file. A strategy
-of somebody else's is kept as a RecordedStrategy, which says what it was and cannot solve.
+Only classes that memopt knows are made; nothing is imported by a name in a file. Any other strategy
+becomes a RecordedStrategy, which shows its name and parameters and cannot solve.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RecordedStrategy(Strategy):
     """A strategy that is known by its name and parameters only; it cannot solve.
 
     Attributes:
-        recorded_name: its `name`.
-        class_name: its class.
+        recorded_name: the strategy's `name`.
+        class_name: the name of its class.
         parameters: its fields, as (name, text).
     """
 
@@ -42,7 +42,7 @@ class RecordedStrategy(Strategy):
     parameters: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        # The plan is shown under the strategy's own name, which is a class variable elsewhere.
+        # The plan is shown under the strategy's own name; in other classes it is a class variable.
         object.__setattr__(self, "name", self.recorded_name)
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class RecordedStrategy(Strategy):
         return f"{self.class_name}({fields})"
 
     def why_not(self, cost_model: CostModel) -> str | None:
-        """Always a reason: its code is not here."""
+        """Return a reason always: the strategy's code is not here."""
         return f"{self.class_name} was read from a plan file and its code is not part of memopt"
 
     def solve(
@@ -66,7 +66,7 @@ class RecordedStrategy(Strategy):
 
 
 def known_classes() -> dict[str, type[Strategy]]:
-    """Name → class, of the strategies that memopt has by name or exports."""
+    """Map names to classes: the strategies that memopt has by name or exports."""
     exported = [
         value
         for value in vars(memopt.strategies).values()
@@ -76,7 +76,7 @@ def known_classes() -> dict[str, type[Strategy]]:
 
 
 def encode_strategy(value: Strategy) -> dict[str, Any]:
-    """A strategy as what `json` writes."""
+    """Convert a strategy to plain JSON values."""
     kind = type(value)
     name, class_name = value.name, kind.__name__
     known = known_classes().get(class_name) is kind
@@ -96,7 +96,7 @@ def _fields(kind: type[Strategy]) -> list[str]:
 
 
 def _encode_value(value: Any) -> Any:
-    """Scalars as they are; what JSON lacks as an object of one field."""
+    """Return scalars as they are, and values that JSON lacks as an object of one field."""
     if isinstance(value, Enum):
         return _encode_value(value.value)
     if value is None or isinstance(value, bool | int | str):
@@ -116,7 +116,7 @@ def _encode_value(value: Any) -> Any:
 
 
 def read_strategy(reader: Reader, depth: int = 0) -> Strategy:
-    """The strategy that `encode_strategy` wrote; a RecordedStrategy if its class is not known."""
+    """Read what `encode_strategy` wrote; a strategy of unknown class is a RecordedStrategy."""
     if depth > DEEPEST_STRATEGY:
         raise reader.fail(f"strategies at most {DEEPEST_STRATEGY} levels deep")
     found = reader.fields("name", "class", "known", "fields")

@@ -1,1 +1,1 @@
-"""memopt in other people's training loops. Each module needs its trainer installed."""
+"""memopt in trainers and compilers. Each module needs the package that it integrates with."""

@@ -1,7 +1,7 @@
-"""Custom autograd functions in a graph by dynamo, put back as such.
+"""Restoring custom autograd functions in Dynamo's graphs.
 
-Dynamo hands over an operator that holds their forward and backward as graphs, and does not take it
-when the graph is traced again. In its place stands a function with the same two.
+Dynamo replaces such a function by an operator that holds its forward and backward as graphs, and
+rejects this operator when the graph is traced again. So a function with both graphs replaces it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 
 def with_custom_functions(module: GraphModule) -> GraphModule:
-    """A graph whose custom functions are functions again, in place; operators that were made
-    otherwise than torch 2.11 to 2.13 do are left."""
+    """Restore a graph's custom functions in place. Operators of another form than that of torch
+    2.11 to 2.13 are left."""
     apply = torch.ops.higher_order.autograd_function_apply
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=apply):
@@ -48,13 +48,13 @@ def _body(module: GraphModule, named: Any) -> Any:
 def _function(
     run: GraphModule, run_backward: GraphModule, dirty: Sequence[int], constant: Sequence[int]
 ) -> Callable[..., Any]:
-    """A function of the operands of such an operator.
+    """Make a function that takes the operands of Dynamo's operator.
 
     Args:
-        run: gives what the function returns, and a tuple of what its backward reads.
-        run_backward: takes gradients, and that.
-        dirty, constant: which of its results are operands that it changes, and which have no
-            gradient.
+        run: operands → (the function's results, a tuple of the values that its backward reads).
+        run_backward: (gradients, these values) → gradients of the operands.
+        dirty, constant: positions of results that are operands changed in place, and of results
+            without a gradient.
     """
 
     class Function(torch.autograd.Function):

@@ -13,7 +13,7 @@ from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.strategies import Strategy
 
 _WRAPPED: WeakSet[SelfPlanning] = WeakSet()
-"""What callbacks have wrapped, not the user."""
+"""The models that callbacks have wrapped, as opposed to the user."""
 
 
 class MemoptCallback(TrainerCallback):
@@ -25,7 +25,7 @@ class MemoptCallback(TrainerCallback):
         options: further arguments of `memopt.wrap`.
 
     Attributes:
-        calls: how many calls of the model ran in which way, of the last training.
+        calls: how many calls of the model ran in which way in the last training.
     """
 
     def __init__(
@@ -63,6 +63,6 @@ class MemoptCallback(TrainerCallback):
         self.calls = made.calls
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is as it was."""
+        """Unwrap the model."""
         if planning_of(kwargs["model"]) is not None:
             unwrap(kwargs["model"])

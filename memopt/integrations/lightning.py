@@ -18,8 +18,8 @@ from memopt.strategies import Strategy
 
 
 def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
-    """The optimizer that trains a module, if one does alone and its state can be told before its
-    first step; else None: it is charged from then on."""
+    """Return the only optimizer that trains a module, if its state is known before its first step;
+    else None, and the state is charged once it exists."""
     own = {id(parameter) for parameter in module.parameters()}
     found = [
         one
@@ -41,7 +41,7 @@ class MemoptCallback(Callback):
         options: further arguments of `memopt.wrap`.
 
     Attributes:
-        calls: how many calls ran in which way, of the last fit.
+        calls: how many calls ran in which way in the last fit.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MemoptCallback(Callback):
         """Plan from the first training step on.
 
         Raises:
-            ValueError: it cannot be told which module `training_step` calls.
+            ValueError: several modules may be the one that `training_step` calls.
         """
         self.calls = Calls()
         for module in self._planned(pl_module):
@@ -73,11 +73,11 @@ class MemoptCallback(Callback):
             made.count_in(self.calls)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """The modules are as they were."""
+        """Unwrap the modules."""
         self._undo()
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: Any) -> None:
-        """As after the end: Lightning tears callbacks down only where training went well."""
+        """Unwrap the modules: Lightning calls `teardown` only if training succeeds."""
         self._undo()
 
     def _undo(self) -> None:

@@ -1,4 +1,4 @@
-"""Inductor's joint graph as memopt reads it, and what is saved of it."""
+"""Inductor's joint graph in memopt's form, and the tensors that a plan saves of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from memopt.step.inputs import Call
 from memopt.torch_private.operators import OpOverload, schema_of
 
 NAME = "memopt_node"
-"""Under which a node of memopt's copy has its name in Inductor's graph."""
+"""Key in a node's `meta` for the node's name in Inductor's graph."""
 
 
 def moves_tensors(strategy: str) -> MemoptError:
-    """The error for a strategy whose plans Inductor's own pipeline cannot follow."""
+    """Make the error for a strategy whose plans Inductor's own pipeline cannot follow."""
     return MemoptError(
         f"strategy {strategy!r} moves tensors to the host, which Inductor's own pipeline does not: "
         'name one that recomputes ("rotor", "monet"), or use torch.compile(backend="memopt")'
@@ -35,10 +35,10 @@ def moves_tensors(strategy: str) -> MemoptError:
 
 
 def kept_by(plan: PlanRecord) -> frozenset[int]:
-    """What a plan has in memory at the loss boundary.
+    """Return the tensors that a plan has in memory at the loss boundary.
 
     Raises:
-        MemoptError: it moves tensors to the host.
+        MemoptError: the plan moves tensors to the host.
     """
     if plan.program.has_transfers:
         raise moves_tensors(plan.strategy.name)
@@ -46,7 +46,7 @@ def kept_by(plan: PlanRecord) -> frozenset[int]:
 
 
 def kept_at_loss(graph: Graph, program: Program) -> frozenset[int]:
-    """What a program has in memory at the loss boundary."""
+    """Return the tensors that a program has in memory at the loss boundary."""
     boundary = program.boundary
     if boundary is None:
         return frozenset()
@@ -55,8 +55,8 @@ def kept_at_loss(graph: Graph, program: Program) -> frozenset[int]:
 
 
 def made_again_once(graph: Graph, kept: frozenset[int]) -> Program:
-    """The step as Inductor runs it: what the backward reads and is not saved is made again before
-    its first reader there, and stays until its last."""
+    """Build the step as Inductor runs it: a tensor that the backward reads and that is not saved is
+    recomputed once, before its first reader there, and stays until its last."""
     backward = [i for i, one in enumerate(graph.operators) if one.phase is not Phase.FORWARD]
     forward = range(len(graph.operators) - len(backward))
     instructions: list[Instruction] = [Compute(op, ()) for op in forward]
@@ -77,13 +77,13 @@ def made_again_once(graph: Graph, kept: frozenset[int]) -> Program:
 
 
 def saved_tensors(lowering: Lowering, names: Set[str]) -> frozenset[int]:
-    """The tensors that nodes with these names in Inductor's graph are, or look into."""
+    """Return the tensors that nodes with these names in Inductor's graph make or view."""
     nodes = [node for node in lowering.storages if node.meta.get(NAME) in names]
     return frozenset(held_by(nodes, lowering.storages)) & set(lowering.graph.producer)
 
 
 def captured_joint(gm: GraphModule, outputs: int) -> Captured:
-    """A copy of Inductor's joint graph as memopt reads it, its nodes' names noted."""
+    """Copy Inductor's joint graph into memopt's form, and note its nodes' names."""
     for node in gm.graph.nodes:
         node.meta[NAME] = node.name
     graph = FxGraph()
@@ -118,13 +118,13 @@ def captured_joint(gm: GraphModule, outputs: int) -> Captured:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call only looks into what it reads."""
+    """Whether a call returns a view of an operand."""
     schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def forward_nodes(gm: GraphModule) -> list[Node]:
-    """The calls that no tangent reaches."""
+    """Return the calls that no tangent reaches."""
     backward: set[Node] = set()
     found = []
     for node in gm.graph.nodes:

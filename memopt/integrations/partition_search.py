@@ -1,4 +1,4 @@
-"""Real steps of compiled modules: their peaks and times, and what became of a budget."""
+"""Measuring real steps of compiled modules: peaks and times, and the report about a budget."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from memopt.user_code.own_backward import OwnBackward
 from memopt.user_code.restored_state import state_restored
 
 _TURNS = 7
-"""Steps of each module, in turns, of whose times the median counts."""
+"""How many steps of each module are timed, in turns; their median counts."""
 
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """What became of a budget.
+    """How a compiled step keeps its budget.
 
     Attributes:
-        budget_bytes: as asked for.
-        planned_within_bytes: what memopt's last plan was made for.
-        predicted_peak_bytes: of what is saved, each other value made again once.
-        measured_peak_bytes: of a real step, with all that is resident.
-        saved, recomputed: forward operators whose results are kept, and that run again.
-        rounds: choices compiled and measured.
-        chosen: whose choice of what is saved it is: "memopt", or "torch" with the
-            `activation_memory_budget` it was made with.
+        budget_bytes: the user's.
+        planned_within_bytes: the budget that memopt's last plan was made for.
+        predicted_peak_bytes: of the step that recomputes each value at most once.
+        measured_peak_bytes: of a real step, resident bytes included.
+        saved, recomputed: how many forward operators' results are saved, and how many run again.
+        rounds: how many choices were compiled and measured.
+        chosen: who chose the saved tensors: "memopt", or "torch" with its
+            `activation_memory_budget`.
     """
 
     budget_bytes: int
@@ -62,12 +62,12 @@ class PartitionReport:
 
 @dataclass(frozen=True)
 class RealStep:
-    """A training step that compiled forms of one model are measured with.
+    """A training step for measuring compiled forms of one model.
 
     Attributes:
         model: the module; a measurement leaves it as it was.
         call: the example call.
-        loss: of the outputs; None: their own backward.
+        loss: of the outputs; None: the backward starts from the outputs.
     """
 
     model: nn.Module
@@ -76,16 +76,16 @@ class RealStep:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers and inputs, each storage once."""
+        """Return the bytes of parameters, buffers and inputs, each storage once."""
         tensors = [*self.model.parameters(), *self.model.buffers(), *self.call.tensors()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values())
 
     def peak_bytes(self, run: Any) -> int:
-        """Peak of a step with all that is resident, after one to compile and warm up."""
+        """Measure a step's peak, resident bytes included, after a step to compile and warm up."""
         device = self._device
         with self._left_alone() as (call, run_backward):
-            # What is found in AOTAutograd's cache is divided already; Inductor's own is used.
+            # AOTAutograd's cache holds graphs already partitioned; Inductor's own cache is used.
             with functorch_set(enable_autograd_cache=False):
                 self._step(run, call, run_backward)
             clear_gradients(self.model, call.tensors())
@@ -95,7 +95,7 @@ class RealStep:
         return self.resident_bytes + use.peak_bytes
 
     def times_s(self, runs: Sequence[Any]) -> list[float]:
-        """Median seconds of a step of each, in turns; all have been compiled."""
+        """Time steps of compiled modules in turns; return each one's median seconds."""
         device = self._device
         times: list[list[float]] = [[] for _ in runs]
         with self._left_alone() as (call, run_backward):
@@ -103,7 +103,7 @@ class RealStep:
                 for run, found in zip(runs, times, strict=True):
                     clear_gradients(self.model, call.tensors())
                     seconds = timed(partial(self._step, run, call, run_backward), device)
-                    if turn:  # the first is to warm up
+                    if turn:  # the first turn warms up
                         found.append(seconds)
         return [statistics.median(found) for found in times]
 
@@ -113,8 +113,8 @@ class RealStep:
 
     @contextmanager
     def _left_alone(self) -> Iterator[tuple[Call, OwnBackward]]:
-        """Around steps: the call to make, and what runs its backward; afterwards all is put
-        back."""
+        """Yield the call for a step and the function that runs its backward; restore the model's
+        state afterwards."""
         call, loss = self.call.detached(), self.loss
         parts = loss.parts if loss else ()
         with state_restored(self.model, call, *parts) as kept:

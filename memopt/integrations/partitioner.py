@@ -1,13 +1,13 @@
 """memopt's choice of what is saved and what is recomputed, inside Inductor's own pipeline.
 
-`torch.compile` traces forward and backward together and has a partitioner divide them: what the
-forward saves, what the backward makes again. Here a plan of that graph says it, priced as Inductor
-runs it: fused kernels between matrix products, convolutions and attentions. Inductor compiles both
-halves, with all that it does elsewhere (CUDA graphs, max-autotune).
+`torch.compile` traces forward and backward together, and a partitioner divides this joint graph: it
+chooses what the forward saves and what the backward recomputes. Here a plan of the joint graph
+chooses. Its costs are those of Inductor's kernels, fused between matrix products, convolutions and
+attentions. Inductor compiles both halves with all its features (CUDA graphs, max-autotune).
 
-What a plan says of memory cannot be exact here: Inductor fuses, orders and allocates in its own
-way, and makes each value again at most once. `Partitioner.compile` measures a real step, and plans
-again within less until the budget is kept.
+A plan's peak cannot be exact here: Inductor fuses, orders and allocates in its own way, and
+recomputes each value at most once. `Partitioner.compile` measures a real step, and plans again
+within a smaller budget until the step keeps the user's.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from memopt.torch_private.inductor import CustomPartitionerFn, divided_by_torch
 _ROUNDS = 6
 _TORCHS = tuple(round(1 - part / 10, 1) for part in range(1, 11))
 _TAKEN = 2
-"""Torch's budgets that are tried, and how many of those that fit are timed."""
+"""The `activation_memory_budget`s that are tried, and how many fitting ones are timed at most."""
 _STEPS = 16
-"""Parts of what lies between a strategy's smallest peak and store-all's, at each of which it is
-asked: a plan that makes values again more than once may take more where that is not done."""
+"""A strategy solves at budgets in so many equal steps from its smallest peak to store-all's, since
+a plan that recomputes values several times may need more when they are recomputed once."""
 
 
 @dataclass(frozen=True)
 class _SavedChoice:
-    """A choice of what is saved, compiled, and the peak of a real step."""
+    """A compiled choice of saved tensors, and the peak of a real step."""
 
     one: Partitioner
     run: Any
@@ -82,7 +82,7 @@ class Partitioner(CustomPartitionerFn):
     `memopt.partitioner`.
 
     Attributes:
-        report: of the last `compile`; None: there was none.
+        report: of the last `compile`; None before it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Partitioner(CustomPartitionerFn):
             raise moves_tensors(self.strategy.name)
         self.device = _device(device)
         self.torch_budget = torch_budget
-        """Torch chooses, with this `activation_memory_budget`; None: a plan does."""
+        """The `activation_memory_budget` within which torch chooses; None: a plan chooses."""
         self.report: PartitionReport | None = None
         self.predicted_peak_bytes = 0
         self.saved = self.recomputed = 0
@@ -107,7 +107,7 @@ class Partitioner(CustomPartitionerFn):
         self.failure: MemoptError | None = None
 
     def uuid(self) -> str:
-        """Names plan and budget in Inductor's caches."""
+        """Return the key in Inductor's caches, which names strategy, budget and device."""
         text = f"{self.budget!r} {self.strategy!r} {self.device!r}"
         if self.torch_budget is not None:
             text = self.whose
@@ -115,7 +115,7 @@ class Partitioner(CustomPartitionerFn):
 
     @property
     def whose(self) -> str:
-        """Whose choice of what is saved it is."""
+        """Return who chooses the saved tensors."""
         if self.torch_budget is None:
             return "memopt"
         return f"torch, activation_memory_budget={self.torch_budget}"
@@ -146,7 +146,7 @@ class Partitioner(CustomPartitionerFn):
         return halves
 
     def _read(self, gm: GraphModule, outputs: int) -> tuple[Lowering, Graph]:
-        """The joint graph, priced in regions as Inductor fuses them."""
+        """Return the joint graph, with the costs of the regions that Inductor fuses."""
         captured = captured_joint(gm, outputs)
         model, blocks = nn.Module(), self.device.block_bytes
         lowering = build(model, captured, blocks)
@@ -156,21 +156,21 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def _predict(self, lowering: Lowering, graph: Graph, names: Set[str]) -> None:
-        """The peak of what torch saves."""
+        """Predict the peak if the nodes with these names are saved."""
         kept = saved_tensors(lowering, names)
         self.saved = len(kept)
         self.predicted_peak_bytes = replay(graph, made_again_once(graph, kept)).peak_bytes
 
     def _plan(self, graph: Graph) -> None:
-        """Find the fastest choice of what is saved whose own peak is within the budget, among
-        those that the strategy makes within all budgets."""
+        """Choose the saved tensors of the fastest step within the budget, among plans of the
+        strategy at several budgets."""
         whole = store_all(graph)
         base = replay(graph, whole)
         limit = None if self.budget is None else parse_budget(self.budget, base.peak_bytes)
         if limit is None or base.peak_bytes <= limit:
             self.predicted_peak_bytes, self._kept = base.peak_bytes, kept_at_loss(graph, whole)
             return
-        view = chain_view(graph)  # made once for all that are solved
+        view = chain_view(graph)  # made once for all solves
         least = solve(graph, MINIMUM, self.strategy, device=self.device, view=view)
         room = base.peak_bytes - least.peak_bytes
         tries = [least.peak_bytes + room * part // _STEPS for part in range(1, _STEPS)]
@@ -199,7 +199,7 @@ class Partitioner(CustomPartitionerFn):
                 yield solve(view.graph, budget, self.strategy, device=self.device, view=view)
 
     def _tag(self, gm: GraphModule, lowering: Lowering) -> None:
-        """Tell torch's partitioner what is saved, and that all else may be made again."""
+        """Tag nodes for torch's partitioner: which it must save; it may recompute all others."""
         kept = self._kept & set(lowering.graph.producer)
         names = {lowering.bases[t].meta.get(NAME) for t in kept if t in lowering.bases}
         self.saved = 0
@@ -225,14 +225,14 @@ class Partitioner(CustomPartitionerFn):
         Args:
             model: the module, in training mode, where it will run.
             inputs: an example call: a tensor, a tuple, or a dict of keyword arguments.
-            loss_fn, targets: the loss of the measured step; None: the outputs' own backward.
-            options: more of `torch.compile`'s.
+            loss_fn, targets: the loss of the measured step; None: backward from the outputs.
+            options: further ones of `torch.compile`.
 
         Returns:
             The compiled module; `report` says what was predicted and measured.
 
         Raises:
-            InfeasibleBudgetError: no plan kept it.
+            InfeasibleBudgetError: no measured step kept the budget.
             MemoptError: the graph or the strategy cannot be used.
         """
         loss = None if loss_fn is None else Loss(loss_fn, targets)
@@ -267,8 +267,8 @@ class Partitioner(CustomPartitionerFn):
     def _planned(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
     ) -> tuple[list[_SavedChoice], int, InfeasibleBudgetError | None]:
-        """A plan that keeps the budget, planned within less until it does, if there is one; how
-        many were measured; why there is none."""
+        """Plan within smaller and smaller budgets until a measured step keeps this one. Return that
+        choice, if any; the number of measured plans; and the error if there is none."""
         within, rounds, peak = budget, 0, 0
         try:
             for rounds in range(1, _ROUNDS + 1):
@@ -289,8 +289,8 @@ class Partitioner(CustomPartitionerFn):
     def _torchs(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
     ) -> tuple[list[_SavedChoice], int]:
-        """Torch's own choices that keep the budget, from the largest `activation_memory_budget`
-        down until there are two, since its peaks do not fall steadily; how many were measured."""
+        """Measure torch's choices, from the largest `activation_memory_budget` down, until two keep
+        this budget (peaks do not fall steadily). Return these, and how many were measured."""
         found: list[_SavedChoice] = []
         tried = 0
         for share in _TORCHS:
@@ -325,7 +325,7 @@ def _device(device: Any) -> Device:
 
 
 def _measured(step: RealStep, one: Partitioner, run: Any) -> _SavedChoice:
-    """A choice, compiled, and the peak of a step of it."""
+    """Measure the peak of a compiled choice."""
     try:
         return _SavedChoice(one, run, step.peak_bytes(run))
     except Exception:
@@ -335,7 +335,7 @@ def _measured(step: RealStep, one: Partitioner, run: Any) -> _SavedChoice:
 
 
 def _trial(model: nn.Module, one: Partitioner, options: dict[str, Any] | None) -> Any:
-    """The model's call as a function of its own, compiled: dynamo limits how often one is."""
+    """Compile the model's call as a new function: Dynamo limits how often it compiles one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

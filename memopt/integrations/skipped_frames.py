@@ -1,8 +1,8 @@
-"""Which parts of a compiled model Dynamo runs as they are, of which its backend never hears.
+"""Finding the parts of a compiled model that Dynamo runs uncompiled, without telling its backend.
 
-Dynamo hands every function that runs inside a compiled one to its `CatchErrorsWrapper`, which
-answers with compiled code or without: a graph break inside a loop, a `with` or a `try`, too many
-recompilations, an error that is suppressed. The answers are heard here.
+Dynamo passes every function that runs inside a compiled one to its `CatchErrorsWrapper`, which
+returns compiled code or none: after a graph break inside a loop, a `with` or a `try`, too many
+recompilations, or a suppressed error. The results are observed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DISABLED = (
     "Skip calling `torch.compiler.disable()`d",
 )
 _WRAPPED = "SelfPlanning._running"
-"""A model that `memopt.wrap` plans, which Dynamo leaves out, too."""
+"""Name in the reason of a break at a model that `memopt.wrap` plans: Dynamo leaves it out, too."""
 _REMEDIES = {
     "recompile": "raise torch._dynamo.config.recompile_limit, or pass numbers that change as "
     "tensors",
@@ -45,14 +45,14 @@ _ANY = (
 
 @dataclass(frozen=True, slots=True)
 class SkippedFrame:
-    """A function that Dynamo runs as it is, or that it leaves out of the graphs around it.
+    """A function that Dynamo runs uncompiled, or leaves out of the graphs around it.
 
     Attributes:
-        path: the file that it is in.
-        line: where it begins there.
+        path: the function's file.
+        line: its first line.
         name: its name.
-        reason: why, in Dynamo's words.
-        of_torch: whether it is a function or module of torch itself, which some other one called.
+        reason: why Dynamo skips it, in Dynamo's words.
+        of_torch: whether it is torch's own, called by another function.
     """
 
     path: str
@@ -66,7 +66,7 @@ class SkippedFrame:
 
     @property
     def message(self) -> str:
-        """What to tell the user."""
+        """Return the message for the user."""
         known = _REMEDIES.items() if _OWN not in self.reason else ()
         remedy = next((text for word, text in known if word in self.reason), _ANY)
         return (
@@ -77,8 +77,8 @@ class SkippedFrame:
 
 
 def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
-    """Have every later skipped function told to `hears(backend, frame)`, for all backends: the
-    backend as Dynamo keeps it. It may raise: the call that is being compiled then raises that."""
+    """Call `hears(backend, frame)` for every function skipped from now on, with Dynamo's object for
+    the backend, whichever it is. An error that it raises fails the call that is being compiled."""
     backend_of = private("torch._dynamo.eval_frame.innermost_backend")
     convert = private(_CONVERT)
 
@@ -96,13 +96,13 @@ def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
 
 
 def _last_compilation() -> Any:
-    """Dynamo's record of what it compiled last, or failed to."""
+    """Return Dynamo's record of its last compilation, failed or not."""
     known = private("torch._dynamo.utils.get_compilation_metrics")()
     return known[-1] if known else None
 
 
 def _breaks() -> dict[str, int]:
-    """How often which graph break was made."""
+    """Return Dynamo's counts of graph breaks by reason."""
     counts: dict[str, int] = private("torch._dynamo.utils.counters")["graph_break"]
     return counts
 
@@ -110,7 +110,7 @@ def _breaks() -> dict[str, int]:
 def _skipped(
     code: CodeType, made: Any, compilation: Any, breaks: dict[str, int]
 ) -> SkippedFrame | None:
-    """What Dynamo did not compile of a function, if that can be something to plan."""
+    """Return the part of a function that Dynamo did not compile, if it could need a plan."""
     path = code.co_filename
     if path.startswith(_OWN):
         return None
@@ -139,6 +139,6 @@ def _skipped(
 
 
 def _explained(reason: str) -> str:
-    """Dynamo's explanation of a graph break, without its title and hints."""
+    """Return Dynamo's explanation of a graph break, without its title and hints."""
     _, found, rest = reason.partition("Explanation: ")
     return (rest if found else reason).partition("\n")[0].rstrip(".")

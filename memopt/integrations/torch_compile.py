@@ -1,18 +1,17 @@
 """`torch.compile(model, backend="memopt", options={"budget": "8GiB", "strategy": "auto"})`.
 
-Dynamo hands over a graph for every stretch of the model without a break. Each is planned when it is
-first called with a kind of inputs, of which it has the shapes then: a call of another shape is
-planned anew, and kernels that are known need not be measured again. Calls without gradients run as
-they are.
+Dynamo passes a graph for every part of the model between graph breaks. Each graph is planned at its
+first call with a kind of inputs; inputs of other shapes are another kind, for which known kernels
+need not be measured again. Calls without gradients run unplanned.
 
-The budget is for the whole step. Where a step has several graphs, all that they are called with is
-charged once; while one runs, the others hold what they keep for their backwards, or their
-gradients. Each gets its smallest plan and the same part of what lies between that and its
-store-all, the largest with which the step is within the budget. The graphs of a step are known when
-it ran once: in that one the first graphs may take the part of those that are to come.
+The budget is for the whole step. If a step has several graphs, their inputs are charged once; while
+one graph runs, the others hold their saved tensors or their gradients. Each graph's budget lies the
+same share of the way from its smallest peak to its store-all's; that share is the largest with
+which the step is within the budget. All graphs of a step are known only after its first run: in
+that run, the first graphs may take the memory of later ones.
 
-What Dynamo runs as it is never becomes a graph. Such parts are warned about, or refused with
-`options={"strict": True}`.
+Parts that Dynamo runs uncompiled never become a graph. memopt warns about them, or refuses them
+with `options={"strict": True}`.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ class PlannedGraph:
     Attributes:
         name: where the graph begins in the user's code.
         module: the graph.
-        first: its store-all.
+        first: its store-all plan.
         floor: its plan of the smallest peak.
-        storages: bytes of every storage that it is called with.
-        plan: the plan that it is to run.
-        run: the graph under `runs`, its plan when it was last called.
+        storages: bytes of each storage of its inputs, by address.
+        plan: the plan for its next call.
+        run: the graph under `runs`, the plan of its last call.
     """
 
     name: str
@@ -72,11 +71,11 @@ class CompiledStep:
     """The graphs of one `torch.compile(..., backend="memopt")`.
 
     Attributes:
-        options: as given to `torch.compile`.
-        graphs: those of the last whole step, each with the most calls of it that were waiting for
-            their backwards at once.
-        skipped: what Dynamo runs as it is, without a plan.
-        without_gradients: calls of graphs that ran as they are, with nothing to train in them.
+        options: as passed to `torch.compile`.
+        graphs: those of the last whole step, each with the most calls that awaited their backwards
+            at once.
+        skipped: the parts that Dynamo runs uncompiled, without a plan.
+        without_gradients: how many calls ran unplanned, since they had nothing to train.
     """
 
     options: Mapping[str, Any]
@@ -90,8 +89,8 @@ class CompiledStep:
     )
 
     def report(self) -> str:
-        """A line for each graph of the last step: where it begins, and its plan; and one for each
-        part that Dynamo runs without a plan."""
+        """Write a line for each graph of the last step: where it begins, and its plan; and one for
+        each part that Dynamo runs uncompiled."""
         count = len(self.graphs)
         lines = [f"{count} graph{'s' * (count != 1)}, {max(0, count - 1)} breaks between them"]
         for number, (one, times) in enumerate(self.graphs.items(), 1):
@@ -102,20 +101,20 @@ class CompiledStep:
         return "\n".join(lines)
 
     def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
-        """Run a graph. Where a step begins, what is known of the one before divides the budget."""
+        """Run a graph. At a step's first, divide the budget among the graphs of the step before."""
         if not any(map(_waiting, self._now)):
             self.graphs, self._now = self._now or self.graphs, {}
             if self.graphs != self._divided:
                 self._divide(self.graphs, self.graphs)
                 self._divided = dict(self.graphs)
         if one.runs is not one.plan:
-            # Only in a call of its kind the parameters and autocast are as they were planned.
+            # A plan is applied in a call of its kind, with the planned parameters and autocast.
             one.run, one.runs = one.plan.apply(one.module, tuple(args)), one.plan
         self._now[one] = max(self._now.get(one, 0), _waiting(one) + 1)
         return one.run(*args)
 
     def skip(self, found: SkippedFrame) -> None:
-        """Note what is not planned, and warn once.
+        """Note a part that is not planned, and warn once.
 
         Raises:
             CaptureError: with the option `strict`.
@@ -124,7 +123,7 @@ class CompiledStep:
             return
         if self.options.get("strict"):
             raise CaptureError(found.message)
-        # Modules of torch itself are skipped where the function that calls them is.
+        # torch's own modules are skipped together with their caller, which was warned about.
         if not (found.of_torch and self.skipped):
             warnings.warn_explicit(found.message, UserWarning, found.path, found.line)
         self.skipped.append(found)
@@ -150,7 +149,7 @@ class CompiledStep:
         return plan(first.profiled, budget=budget, progress=False, **how)
 
     def _divide(self, together: Mapping[PlannedGraph, int], anew: Iterable[PlannedGraph]) -> None:
-        """Plan some graphs anew within the budget for all of them."""
+        """Divide the budget among graphs that run together, and plan some of them again."""
         key = frozenset(together.items())
         if key not in self._known:
             self._known[key] = self._plans(together)
@@ -160,8 +159,8 @@ class CompiledStep:
             _LOG.info("the compiled step has %s", self.report())
 
     def _plans(self, together: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Plan]:
-        """The plan of each graph: the largest share of what lies between smallest plans and
-        store-all with which the step is within the budget, to a sixteenth."""
+        """Plan each graph the same share of the way from its smallest peak to its store-all's: the
+        largest share, to a sixteenth, with which the step is within the budget."""
         written: WrittenBudget = self.options.get("budget")
         if written is None:
             return {one: one.first for one in together}
@@ -200,7 +199,7 @@ def _between(one: PlannedGraph, part: int) -> int:
 
 
 def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGraph, Plan]) -> int:
-    """The peak of a step: one graph runs at a time, and the others hold what they must."""
+    """Return the peak of a step: one graph runs at a time, beside all that the others hold."""
     given: dict[int, int] = {}
     for one in together:
         given |= one.storages
@@ -211,8 +210,8 @@ def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGrap
 
 
 def _held_bytes(made: Plan) -> int:
-    """What a graph holds while others run, above what it is called with: what it keeps for its
-    backward, or the gradients after it. Its outputs are what another graph is called with."""
+    """Return the bytes that a graph holds while others run, beside its inputs: saved tensors before
+    its backward, gradients after it. Its outputs count as another graph's inputs."""
     graph, program = made.graph, made.program
     boundary = program.boundary
     kept = lifetimes(graph, program).device
@@ -225,28 +224,28 @@ def _held_bytes(made: Plan) -> int:
 
 
 def _waiting(one: PlannedGraph) -> int:
-    """Calls of a graph whose backwards have not run yet."""
+    """Count the calls of a graph whose backwards have not run yet."""
     return len(one.run.__dict__["_memopt"][2])
 
 
 _STEPS: dict[int, CompiledStep] = {}
-"""By the options' object, which is one for each `torch.compile`, and which its step keeps."""
+"""Id of the options → step. Each `torch.compile` has its own options; its step keeps them alive."""
 
 
 def memopt_backend(
     module: torch.fx.GraphModule, example_inputs: Any, *, options: Any = None, **_: Any
 ) -> Callable[..., Any]:
-    """The backend of `torch.compile(model, backend="memopt", options={...})`.
+    """Make the planned callable of a graph, for `torch.compile(model, backend="memopt")`.
 
     Args:
-        module: a graph of the model, by dynamo.
-        example_inputs: what it will be called with; not used, planning waits for the first call.
+        module: Dynamo's graph of a part of the model.
+        example_inputs: not used: planning waits for the first call.
         options: arguments of `memopt.plan`: budget, strategy, kernels, host_budget, device,
             optimizer, order, place, time_limit_s, cache, progress; and `strict`: raise CaptureError
-            where Dynamo runs a part of the model as it is, instead of warning.
+            if Dynamo runs a part of the model uncompiled, instead of warning.
 
     Raises:
-        ValueError: another option.
+        ValueError: an unknown option.
     """
     given = options or {}
     unknown = sorted(given.keys() - set(_OPTIONS))
@@ -254,8 +253,8 @@ def memopt_backend(
         known = ", ".join(_OPTIONS)
         raise ValueError(f"backend='memopt' takes the options {known}, got {', '.join(unknown)}")
     step = _step_of(options)
-    # A plain one, whose forward dynamo does not skip; in training mode, since what the mode decides
-    # is in the graph.
+    # Dynamo does not skip a plain GraphModule's forward. It is in training mode, since the graph
+    # has the user's mode already.
     own = with_custom_functions(torch.fx.GraphModule(module, module.graph))
     own.training = True
     name, kinds = _begins_at(module), dict[Any, PlannedGraph | None]()
@@ -270,7 +269,7 @@ def memopt_backend(
             try:
                 kinds[kind] = step.planned(name, own, args)
             except NothingToTrainError:
-                kinds[kind] = None  # a part between graph breaks that only looks at values
+                kinds[kind] = None  # a part between graph breaks without gradients
         planned = kinds[kind]
         if planned is None:
             step.without_gradients += 1
@@ -281,18 +280,18 @@ def memopt_backend(
 
 
 def compiled_steps() -> tuple[CompiledStep, ...]:
-    """What `torch.compile(..., backend="memopt")` has planned in this process, and what not."""
+    """Return the steps of each `torch.compile(..., backend="memopt")` in this process."""
     return tuple(_STEPS.values())
 
 
 def _step_of(options: Any) -> CompiledStep:
-    """The step of a `torch.compile`; one of its own for every graph without options."""
+    """Return the step of a `torch.compile`; without options each graph has a step of its own."""
     step = CompiledStep(options or {})
     return step if options is None else _STEPS.setdefault(id(options), step)
 
 
 def _hear(backend: Any, found: SkippedFrame) -> None:
-    """Dynamo runs something as it is, for whichever backend."""
+    """Note a skipped function if its backend is memopt's."""
     if getattr(backend, "compiler_fn", backend) is memopt_backend:
         _step_of(getattr(backend, "kwargs", {}).get("options")).skip(found)
 
@@ -312,7 +311,7 @@ def _described(value: Any) -> Any:
 
 
 def _begins_at(module: torch.fx.GraphModule) -> str:
-    """Where in the user's code a graph begins: "file.py:12, in forward"."""
+    """Say where in the user's code a graph begins: "file.py:12, in forward"."""
     for node in module.graph.nodes:
         trace = node.meta.get("stack_trace") or ""
         places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]

@@ -1,4 +1,4 @@
-"""All families of implementations, and the pass that attaches and prices them."""
+"""All families of implementations, and the functions that attach and price them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("cross-entropy", cross_entropy.attach),
     ("cross-entropy by rows", cross_entropy.attach_rows),
 )
-"""(name, what attaches it): adding a family is a function and a row here."""
+"""(name, function that attaches it); a new family is a function and a row here."""
 
 
 def attach(
@@ -70,8 +70,8 @@ def attach(
     exact_only: bool = False,
     block_bytes: int = 1,
 ) -> Lowering:
-    """A lowering whose operators have alternatives, unpriced. Deterministic: the same lowering
-    and families give the same tensors and names."""
+    """Return a lowering whose operators have alternatives, unpriced. Deterministic: the same
+    lowering and families give the same tensors and names."""
     sites = Sites(lowering, exact_only=exact_only, block_bytes=block_bytes)
     for _, add in families:
         add(sites)
@@ -86,10 +86,10 @@ def with_implementations(
     device: Device | None = None,
     options: MeasureOptions | None = None,
 ) -> Profiled:
-    """A profiled model whose operators have priced alternatives.
+    """Return a profiled model whose operators have priced alternatives.
 
     Args:
-        profiled: what `profile_model` or `estimate_model` returned; it is left as it is.
+        profiled: the result of `profile_model` or `estimate_model`; it stays unchanged.
         families: rows like those of FAMILIES; add your own.
         exact_only: leave out alternatives that change rounding.
         device: estimate for it, as `estimate_model` does; None: measure on the model's device.
@@ -121,7 +121,7 @@ def with_implementations(
 
 
 def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
-    """Without the alternatives that the parameters' present values rule out; parameters without
+    """Remove alternatives that the parameters' present values rule out. Parameters without
     values (meta, fake), and those behind a cast, are left to the kernel's own check."""
     model = profiled.captured.model()
     parameters = {} if model is None else dict(model.named_parameters())
@@ -145,12 +145,12 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
 
 
 def _has_values(given: Node | torch.Tensor) -> bool:
-    """Whether it is a tensor and no stand-in: the captured model may be a copy of fake tensors."""
+    """Return whether a value is a real tensor: a captured model may be a copy of fake tensors."""
     return type(given) in (torch.Tensor, torch.nn.Parameter) and given.device.type != "meta"  # type: ignore[union-attr]  # a tensor
 
 
 def _estimated_s(node: Node, device: Device) -> float:
-    """Roofline time of an alternative, seconds: of the calls it is like, or of its own bytes."""
+    """Return an alternative's roofline time, seconds: that of similar calls or of its bytes."""
     like = node.meta["memopt_like"] or ((node, 1.0),)
     scratch_s: float = node.meta["memopt_moved_bytes"] / (
         device.memory_bytes_per_s * device.memory_fraction
@@ -167,9 +167,9 @@ def _priced(
     figures: dict[tuple[int, str], dict[str, Any]],
     pruned: bool,
 ) -> Graph:
-    """The priced graph with the lowering's extra tensors and alternatives, which get the figures of
-    (operator, name); `pruned`: without those that others dominate. Measured ones all stay: near
-    ties would change from run to run."""
+    """Return the priced graph with the lowering's extra tensors and alternatives. `figures` are by
+    (operator, name). `pruned` leaves out dominated alternatives; measured ones all stay, since
+    near ties would change from run to run."""
     extras: tuple[Tensor, ...] = lowering.graph.tensors[len(graph.tensors) :]
     operators = []
     for i, (old, new) in enumerate(zip(graph.operators, lowering.graph.operators, strict=True)):

@@ -1,11 +1,11 @@
-"""Attention written out: probabilities of some rows at a time in place of the fused kernel, and a
-backward that needs neither the output nor the rows' logarithms of sums.
+"""Attention written out: a forward that computes the probabilities of some rows at a time, and a
+backward that needs neither the output nor the rows' log-sum-exp.
 
 With P = softmax(scale·Q·Kᵀ + mask), O = P·V and dP = dO·Vᵀ:
 
     dV = Pᵀ·dO,   dS = P∘(dP − rowsum(P∘dP)),   dQ = scale·dS·K,   dK = scale·dSᵀ·Q
 
-where rowsum(P∘dP) = rowsum(dO∘O), which the fused kernel reads O for.
+where rowsum(P∘dP) = rowsum(dO∘O), for which the fused kernel reads O.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from memopt.kernels.site import Sites, value_of
 
 BACKWARD_TARGET = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 CHUNKS = 8
-"""Of the rows, for the implementations that never have all probabilities at once."""
+"""Number of row chunks, for implementations that never hold all probabilities at once."""
 
 
 class _Attention(NamedTuple):
-    """What attention is computed from: q, k and v as [images, heads, rows, features]."""
+    """Arguments of attention: q, k and v are [images, heads, rows, features]."""
 
     q: Any
     k: Any
@@ -37,16 +37,16 @@ class _Attention(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in: float32 at least."""
+        """Dtype of the computation: float32 at least."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     @property
     def factor(self) -> Any:
-        """Of the scores."""
+        """Factor of the scores."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     def scores(self, rows: slice) -> Tensor:
-        """Of some rows, masked."""
+        """Compute the masked scores of some rows."""
         q, k, mask = self.q, self.k, self.mask
         keys = k.to(self.wide).transpose(-1, -2)
         found: Tensor = (q[:, :, rows].to(self.wide) * self.factor) @ keys
@@ -62,7 +62,7 @@ class _Attention(NamedTuple):
 
 
 def _probabilities(scores: Tensor) -> Tensor:
-    """Rows that are masked whole are 0."""
+    """Compute softmax; rows that are masked whole are 0."""
     return torch.softmax(scores, -1).nan_to_num_(0.0)
 
 
@@ -103,7 +103,7 @@ BACKWARD = Kernel("attention_backward.rows", _backward)
 
 
 def _known(forward: Node) -> _Attention | None:
-    """What a call without dropout, with as many heads in each tensor, computes."""
+    """Return the arguments of a call without dropout and with equal numbers of heads, else None."""
     q, k, v, *given = forward.args
     causal = given[1] if len(given) > 1 else False
     if any(given[:1]) or len({value_of(x).shape[1] for x in (q, k, v)}) > 1:
@@ -113,7 +113,7 @@ def _known(forward: Node) -> _Attention | None:
 
 
 def attach(sites: Sites) -> None:
-    """The fused attention that a step is captured with on the CPU, and in estimates."""
+    """Attach to the fused attention that steps on the CPU, and estimates, are captured with."""
     for forward, backward in sites.pairs(BACKWARD_TARGET, 5):
         known = _known(forward)
         results = tuple(sites.result(forward, i) for i in range(2))

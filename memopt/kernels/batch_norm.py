@@ -1,7 +1,7 @@
 """Batch norm's backward from the output or the input, and its forward with known statistics.
 
-It goes through the batch in parts and can write over its first argument (MONeT appendix C.1;
-Bulò et al., in-place activated batch norm).
+The backward goes through the batch in parts and can write over its first argument (MONeT
+appendix C.1; Bulò et al., in-place activated batch norm).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 def _batch_gradients(
     g: Tensor, held: Tensor, find: Callable[[Tensor], Tensor], scale: Any, mask: Any, result: Any
 ) -> Any:
-    """All three gradients of batch norm; that of the input is written to `result`, which may be
-    `g`. `find` makes x̂ of a part of `held`, in a tensor of its own.
+    """Return all three gradients of batch norm; the input's is written to `result`, which may be
+    `g`. `find` computes x̂ of a part of `held`, in a tensor of its own.
 
     With ĝ = mean g and ĥ = mean g·x̂ over a channel, it is (g − ĝ − x̂·ĥ)·scale.
     """
@@ -80,7 +80,7 @@ def _batch_again(
 ) -> Any:
     scale = _scale(inverse, weight)
     shift = -mean * scale if bias is None else bias - mean * scale
-    # A tuple, as the operator's: its other results are there already.
+    # A tuple, like the operator's results; the statistics exist already.
     return (torch.addcmul(channels(shift, x), x, channels(scale, x), out=result),)
 
 
@@ -90,7 +90,7 @@ BATCH_AGAIN = writing("batch_norm.statistics.3", _batch_again)
 
 
 def attach_batch_norm(sites: Sites) -> None:
-    """Batch norm in training mode."""
+    """Attach to batch norms in training mode."""
     for forward, y, backward in normed(
         sites, "aten.native_batch_norm_backward.default", 5, BATCH_NORM
     ):

@@ -8,18 +8,18 @@ import torch
 
 
 def packed_bytes(elements: int) -> int:
-    """Bytes of a packed mask of so many elements."""
+    """Return the bytes of a packed mask of so many elements."""
     return -(-elements // 8)
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
-    """A boolean tensor as a flat uint8 tensor, in the mask's logical (row-major) order: bit k of
-    byte j is element k·n/8 + j, so that packing is eight passes over contiguous memory."""
+    """Pack a boolean tensor into a flat uint8 tensor, in the mask's logical (row-major) order: bit
+    k of byte j is element k·n/8 + j, so that packing is eight passes over contiguous memory."""
     return pack_where(mask, lambda part: part)
 
 
 def pack_where(values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`pack` of what an elementwise test says of the values, an eighth of them at a time."""
+    """Pack the results of an elementwise test of the values, an eighth of them at a time."""
     flat = values.reshape(-1)
     size = packed_bytes(values.numel())
     packed = torch.zeros(size, dtype=torch.uint8, device=values.device)
@@ -31,7 +31,7 @@ def pack_where(values: torch.Tensor, test: Callable[[torch.Tensor], torch.Tensor
 
 
 def masks(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(place in the flat tensor, mask) of each eighth of `count` packed elements."""
+    """Yield (place in the flat tensor, mask) of each eighth of `count` packed elements."""
     size = packed_bytes(count)
     for bit in range(8):
         place = slice(bit * size, min((bit + 1) * size, count))
@@ -41,7 +41,7 @@ def masks(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tenso
 
 
 def unpack(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The boolean tensor, contiguous, that `pack` was given."""
+    """Return the boolean tensor, contiguous, that was packed."""
     flat = torch.empty(shape.numel(), dtype=torch.bool, device=packed.device)
     for place, mask in masks(packed, shape.numel()):
         flat[place] = mask

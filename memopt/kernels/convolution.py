@@ -1,5 +1,5 @@
-"""Convolutions: in parts of the batch, to bound the workspace or to write over what they read; the
-gradients of the input and of the weight as runs of their own; the other ways a library offers.
+"""Convolutions: in parts of the batch, to bound the workspace or to write over their operand; the
+gradients of the input and of the weight as separate runs; a library's other algorithms.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from memopt.kernels.site import Sites, contiguous, part_bytes, storage_bytes, va
 CONVOLUTION = "aten.convolution.default"
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 SPLITS = (2, PARTS)
-"""Parts of the batch."""
+"""Numbers of parts of the batch."""
 
 
 def wanted(backward: Node) -> tuple[bool, bool, bool]:
-    """Whether a convolution's backward gives gradients of the input, the weight and the bias."""
+    """Return whether a convolution's backward gives gradients of input, weight and bias."""
     mask: Any = backward.args[-1]
     return tuple(mask)
 
 
 def attach(sites: Sites) -> None:
-    """Every convolution with contiguous images; gradients where both are wanted."""
+    """Attach to convolutions of contiguous images; to backwards if they give both gradients."""
     for forward in sites.calls(CONVOLUTION):
         x, *more = forward.args
         for parts in SPLITS:
@@ -61,7 +61,7 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     by_input, *by_weight = (sites.result(backward, i) for i in range(3))
     bias = wanted(backward)[2]
     many = len(value_of(x)) >= PARTS
-    # First the weight's: then its input can go.
+    # First the weight's: then its input can be freed.
     sites.add(backward, "weight gradient", WEIGHT, (bias, *given), tuple(by_weight), like=0.5)
     if many:
         sites.add(
@@ -80,7 +80,7 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     shape = tuple(value_of(x).shape)
     sites.add(backward, "input gradient", INPUT, (g, shape, *more), (by_input,), like=0.5)
     if many and contiguous(g):
-        # Over the gradient, where the shapes are alike.
+        # Over the gradient, if the shapes are alike.
         sites.add(
             backward,
             "input gradient split",
@@ -95,10 +95,10 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
 
 
 def attach_libraries(sites: Sites) -> None:
-    """Every convolution with contiguous images, on the device where the step was captured: on the
-    CPU by ATen's own kernels in place of oneDNN's, on CUDA by cuDNN's deterministic algorithms or
-    the fastest of a trial. An estimate cannot tell them apart: none is attached where the device is
-    not the one that runs."""
+    """Attach libraries' other algorithms to convolutions of contiguous images: on the CPU ATen's
+    own kernels in place of oneDNN's, on CUDA cuDNN's deterministic algorithms or the fastest of a
+    trial. An estimate cannot tell them apart, so none is attached unless the step was captured on
+    the device that it runs on."""
     for call in sites.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
         if not contiguous(*call.all_input_nodes):
             continue

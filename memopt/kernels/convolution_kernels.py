@@ -1,8 +1,8 @@
-"""Kernels of convolutions: in parts of the batch, one gradient alone, and other libraries' ways.
+"""Kernels of convolutions: in parts of the batch, one gradient alone, a library's other algorithms.
 
-A library may choose another algorithm for another batch, so that the split ones are not declared
-exact. Both gradients are computed apart in ATen in any case: asked for alone they are the same
-bits (tested on the CPU).
+A library may choose another algorithm for another batch size, so split kernels are not declared
+exact. ATen computes the two gradients separately in any case: each alone has the same bits (tested
+on the CPU).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _forward_over(x: Tensor, parts: int, *arguments: Any) -> Any:
 
 
 def input_gradient(g: Tensor, shape: Any, *arguments: Any) -> Any:
-    """A tuple of the input gradient of a convolution alone, without its input's values."""
+    """Return a tuple of a convolution's input gradient alone, without its input's values."""
     # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
     like = g.new_empty(()).expand(shape)
     return ATEN.convolution_backward(g, like, *arguments, [True, False, False])[:1]
@@ -58,7 +58,7 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
 def summed_weight_gradients(
     parts: Iterable[tuple[Tensor, Tensor]], bias: bool, *arguments: Any
 ) -> Any:
-    """(gradient of the weight, of the bias or None): the sum over parts of the batch.
+    """Return (gradient of the weight, of the bias or None): the sum over parts of the batch.
 
     Args:
         parts: (gradient, input) of each; at least one.

@@ -1,11 +1,11 @@
-"""Gradients of convolutions that take in what is around them.
+"""Gradients of convolutions that include neighbouring operators.
 
-The weight gradient of a convolution whose input is made again in parts of the batch: from the
+The weight gradient of a convolution whose input is recomputed in parts of the batch: from the
 input of the convolution before it, through batch norm with its known statistics and ReLU. So the
-input never exists whole in the backward, and the gradient that is read is the largest tensor.
+input never exists whole in the backward, and the incoming gradient is the largest tensor.
 
 The input gradient of a convolution behind a concatenation, in the parts that are read. Autograd
-hands the parts on as views, so that all of the gradient stays until its last part is read: in a
+hands the parts on as views, so that the whole gradient stays until its last part is read: in a
 U-Net the skips' parts wait for the encoder. Here each part is a tensor of its own, and the whole
 gradient exists for one part of the batch at a time.
 """
@@ -56,7 +56,7 @@ INPUT_PARTS = Kernel("convolution_backward.input.parts", _input_gradient_parts)
 
 
 def attach_again(sites: Sites) -> None:
-    """Contiguous convolutions behind a convolution, with or without batch norm and ReLU between."""
+    """Attach to contiguous convolutions behind a convolution, also through batch norm and ReLU."""
     for backward in sites.calls(CONVOLUTION_BACKWARD):
         g, x, *arguments, _ = backward.args
         relu = sites.producer(x, "aten.relu.default")
@@ -89,8 +89,8 @@ def attach_again(sites: Sites) -> None:
 
 
 def _slices(sites: Sites, gradient: Node) -> dict[Node, tuple[int, int]] | None:
-    """The views of channels through which a gradient is read, each with its channels; None if it
-    is read in another way, or whole."""
+    """Return the views of channels through which a gradient is read, each with its channels; None
+    if it is read in another way, or whole."""
     channels = value_of(gradient).shape[1]
     found: dict[Node, tuple[int, int]] = {}
     for reader in sites.readers(gradient):
@@ -111,7 +111,7 @@ def _slices(sites: Sites, gradient: Node) -> dict[Node, tuple[int, int]] | None:
 
 
 def attach_parts(sites: Sites) -> None:
-    """Contiguous convolutions whose input gradient is read in slices of its channels only."""
+    """Attach to contiguous convolutions whose input gradient is read only in slices of channels."""
     for backward in sites.calls(CONVOLUTION_BACKWARD):
         g, x, *arguments, _ = backward.args
         gradient = sites.result(backward, 0) if all(wanted(backward)[:2]) else None
@@ -142,7 +142,7 @@ def attach_parts(sites: Sites) -> None:
 
 
 def _attach_reader(sites: Sites, gradient: Node, view: Node, part: Node) -> None:
-    """What reads one slice can read the part: as exact as the part."""
+    """Let the readers of one slice read the part: as exact as the part."""
     for reader in sites.readers(gradient):
         if view not in reader.all_input_nodes:
             continue

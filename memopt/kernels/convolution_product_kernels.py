@@ -1,7 +1,7 @@
-"""The arithmetic of convolutions as products of matrices: of images' columns, and of spectra.
+"""Kernels of convolutions as products of matrices: of images' columns, and of spectra.
 
-With images padded to H rows, a circular transform of length H gives the rows that a convolution of
-stride 1 has; the others, wrapped, are cut off.
+With images padded to H rows, a circular transform of length H gives the rows of a convolution of
+stride 1; the other rows, wrapped, are cut off.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.nn import functional
 
 ATEN = torch.ops.aten
 _SMALLEST_WINDOW = 9
-"""Positions of a window below which the transforms cost more than they save."""
+"""Smallest window, in positions, for which the transforms save more than they cost."""
 
 Steps = tuple[Any, Any, Any]
 """(stride, padding, dilation)."""
 
 
 def columns_forward(x: Tensor, weight: Tensor, bias: Any, shape: Any, steps: Steps) -> Tensor:
-    """y of x's columns."""
+    """Compute y from x's columns."""
     stride, padding, dilation = steps
     result = x.new_empty(shape)
     rows = weight.flatten(1)
@@ -32,7 +32,7 @@ def columns_forward(x: Tensor, weight: Tensor, bias: Any, shape: Any, steps: Ste
 
 
 def columns_input(g: Tensor, weight: Tensor, shape: Any, steps: Steps) -> tuple[Tensor]:
-    """The gradient of the input, by columns."""
+    """Compute the gradient of the input, by columns."""
     stride, padding, dilation = steps
     result = g.new_empty(shape)
     rows = weight.flatten(1).t()
@@ -43,7 +43,7 @@ def columns_input(g: Tensor, weight: Tensor, shape: Any, steps: Steps) -> tuple[
 
 
 def columns_weight(bias: bool, g: Tensor, x: Tensor, shape: Any, steps: Steps) -> Any:
-    """The gradients of the weight and the bias, by columns."""
+    """Compute the gradients of the weight and the bias, by columns."""
     stride, padding, dilation = steps
     wide = torch.float32 if g.dtype.itemsize < 4 else g.dtype
     total = g.new_zeros((shape[0], shape[1] * shape[2] * shape[3]), dtype=wide)
@@ -59,13 +59,14 @@ def _with_bias(by_weight: Tensor, g: Tensor, bias: bool) -> tuple[Tensor, ...]:
 
 
 def columns_bytes(x: Any, weight: Any, y: Any, _: Steps) -> tuple[int, int]:
-    """One image's columns: a row per weight of a filter, a column per output position."""
+    """Return the bytes of one image's columns (weights of a filter × positions), and those
+    moved."""
     columns = int(weight[0].numel() * y[0, 0].numel() * y.element_size())
     return columns, 2 * columns * x.shape[0]
 
 
 def _spectrum(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """[frequencies, first, second] of a tensor [first, second, rows, columns]."""
+    """Return [frequencies, first, second] of a tensor [first, second, rows, columns]."""
     return torch.fft.rfft2(x, s=size).permute(2, 3, 0, 1).reshape(-1, *x.shape[:2])  # type: ignore[no-any-return]
 
 
@@ -81,7 +82,7 @@ def _padded(x: Tensor, padding: Any) -> tuple[Tensor, tuple[int, int]]:
 
 
 def spectra_forward(x: Tensor, weight: Tensor, bias: Any, shape: Any, steps: Steps) -> Tensor:
-    """y by Fourier transforms."""
+    """Compute y by Fourier transforms."""
     wide, size = _padded(x, steps[1])
     filters = _spectrum(weight, size).conj().transpose(1, 2)
     found = _back(_spectrum(wide, size) @ filters, size)[..., : shape[2], : shape[3]]
@@ -89,7 +90,7 @@ def spectra_forward(x: Tensor, weight: Tensor, bias: Any, shape: Any, steps: Ste
 
 
 def spectra_input(g: Tensor, weight: Tensor, shape: Any, steps: Steps) -> tuple[Tensor]:
-    """The gradient of the input, by Fourier transforms."""
+    """Compute the gradient of the input, by Fourier transforms."""
     padding = steps[1]
     size = (shape[2] + 2 * padding[0], shape[3] + 2 * padding[1])
     found = _back(_spectrum(g, size) @ _spectrum(weight, size), size)
@@ -99,7 +100,7 @@ def spectra_input(g: Tensor, weight: Tensor, shape: Any, steps: Steps) -> tuple[
 
 
 def spectra_weight(bias: bool, g: Tensor, x: Tensor, shape: Any, steps: Steps) -> Any:
-    """The gradients of the weight and the bias, by Fourier transforms."""
+    """Compute the gradients of the weight and the bias, by Fourier transforms."""
     wide, size = _padded(x, steps[1])
     left = _spectrum(g, size).conj().transpose(1, 2)
     found = _back(left @ _spectrum(wide, size), size)[..., : shape[2], : shape[3]].contiguous()
@@ -107,15 +108,15 @@ def spectra_weight(bias: bool, g: Tensor, x: Tensor, shape: Any, steps: Steps) -
 
 
 def spectra_fit(x: Any, weight: Any, steps: Steps) -> bool:
-    """Stride and dilation 1, single or double precision, a window worth it."""
+    """Return whether stride and dilation are 1, the window large, in single or double precision."""
     stride, _, dilation = steps
     known = x.dtype in (torch.float32, torch.float64)
     return {*stride, *dilation} == {1} and known and weight[0, 0].numel() >= _SMALLEST_WINDOW
 
 
 def spectra_bytes(x: Any, weight: Any, y: Any, steps: Steps) -> tuple[int, int]:
-    """Three spectra, a complex number for two padded positions of every plane, and a copy of each
-    in the order of frequencies."""
+    """Return the bytes of three spectra (a complex number for two padded positions of every plane)
+    and a copy of each in the order of frequencies; and the bytes moved."""
     padding = steps[1]
     rows, columns = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
     planes = x.shape[0] * x.shape[1] + weight.shape[0] * weight.shape[1] + y.shape[0] * y.shape[1]

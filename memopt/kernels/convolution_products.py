@@ -1,7 +1,7 @@
-"""Convolutions as products of matrices, in two ways: of images' columns (im2col), image by image,
-so that scratch memory is the columns of one; and of Fourier transforms, which take the fewest
-operations for wide windows and the largest workspace (the spectra of images, weights and results).
-Forward, input gradient and weight gradient are alternatives of their own.
+"""Convolutions as products of matrices, in two ways. By images' columns (im2col), image by image:
+scratch memory holds one image's columns. By Fourier transforms, which take the fewest operations
+for wide windows and the largest workspace (the spectra of images, weights and results).
+Forward, input gradient and weight gradient are separate alternatives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Products:
         input_gradient: of (gradient of y, weight, shape of x, steps).
         weight_gradient: of (whether a bias has one, gradient of y, x, shape of the weight, steps).
         fits: whether it can compute a plain convolution of (x, weight, steps).
-        scratch_bytes: of (x, weight, y, steps): (scratch memory, bytes read and written there).
+        scratch_bytes: (x, weight, y, steps) → (scratch memory, bytes read and written there).
         sums_images: whether the weight gradient is a sum over images, in scratch memory.
     """
 
@@ -71,8 +71,8 @@ FFT = Products(
 
 
 def _steps(way: Products, x: Any, weight: Any, y: Any, given: Any) -> Steps | None:
-    """The steps of a plain convolution that a way can compute: two-dimensional, contiguous, of one
-    group and not transposed. `given`: its arguments from the stride to the groups."""
+    """Return the steps of a plain convolution that a way can compute: two-dimensional, contiguous,
+    one group and not transposed. `given`: its arguments from the stride to the groups."""
     stride, padding, dilation, transposed, _, groups = given
     steps, values = (stride, padding, dilation), (value_of(x), value_of(weight))
     plain = groups == 1 and not transposed and contiguous(x, weight, y)
@@ -81,7 +81,7 @@ def _steps(way: Products, x: Any, weight: Any, y: Any, given: Any) -> Steps | No
 
 
 def attach_products(way: Products, sites: Sites) -> None:
-    """The convolutions that fit, and their backwards that give both gradients."""
+    """Attach to convolutions that fit, and to their backwards that give both gradients."""
     for forward in sites.calls(CONVOLUTION):
         x, weight, bias, *given = forward.args
         steps = _steps(way, x, weight, forward, given)

@@ -1,17 +1,17 @@
 """A linear layer and its cross-entropy in chunks of rows, so that neither the logits nor their
 gradient ever exist whole.
 
-The captured step has hidden·Wᵀ + b → log-softmax → loss, and backward the gradient of the logits
-and what reads it: two products and a sum. The alternative of the loss reads hidden, W and b; while
-it has a chunk's logits it makes their gradient, too, and adds up those of hidden, W and b for a
-tangent of 1. Backward they are multiplied by the tangent. So nothing is computed twice, and the
-operators between need not run at all (Liger Kernel, arXiv:2410.10989, §3.2). Sums over chunks, and
+The captured step has hidden·Wᵀ + b → log-softmax → loss, and in the backward the gradient of the
+logits and its readers: two products and a sum. The alternative of the loss reads hidden, W and b.
+While it has a chunk's logits it computes their gradient, too, and adds up those of hidden, W and b
+for a tangent of 1. The backward multiplies them by the tangent. So nothing is computed twice, and
+the operators between need not run (Liger Kernel, arXiv:2410.10989, §3.2). Sums over chunks, and
 the late tangent, change rounding.
 
-And the gradient of any cross-entropy's logits in one call, over the log-softmax. ATen writes the
-gradient of the log-softmax, which has one element per row that is not 0, as a tensor as large as
-the logits, and the gradient of the logits beside it. Here the former exists for an eighth of the
-rows at a time. The same kernels on the same rows: exact.
+Another alternative computes the gradient of any cross-entropy's logits in one call, over the
+log-softmax. ATen writes the gradient of the log-softmax (one nonzero element per row) as a tensor
+as large as the logits, and the gradient of the logits beside it. Here the former exists for an
+eighth of the rows at a time. The same kernels run on the same rows: exact.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from memopt.kernels.site import Sites, contiguous, part_bytes, value_of
 from memopt.torch_private.operators import aten as ATEN
 
 CHUNKS = 16
-"""Of the rows: as many times W's gradient is added to."""
+"""Number of row chunks; W's gradient is added to as many times."""
 ROUNDED = (torch.float32, torch.float64, torch.bfloat16)
-"""What hidden may be of; float16 would lose gradients that wait for a GradScaler's factor."""
+"""Dtypes of hidden; float16 would lose gradients that wait for a GradScaler's factor."""
 MEAN, SUM = 1, 2
 LOG_SOFTMAX = "aten._log_softmax.default"
 Uses = tuple[Node | None, Node | None, Node | None]
@@ -55,7 +55,7 @@ def _loss(
     ignore: int,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
-    """(loss, count of its targets, gradients of hidden, weight [classes, features] and bias)."""
+    """Return loss, count of its targets, gradients of hidden, weight [classes, features], bias."""
     rows, wide = len(hidden), _wide(hidden.dtype)
     seen = target != ignore
     places = target.where(seen, 0)[:, None]
@@ -105,14 +105,14 @@ def _is(node: Any, *targets: str) -> bool:
 
 
 def _behind(node: Any, *targets: str) -> Node | None:
-    """The kernel call behind a value, through casts and views, if it is one of these."""
+    """Return the kernel call behind a value, through casts and views, if it is one of these."""
     while _is(node, *VIEWS):
         node = node.args[0]
     return node if _is(node, *targets) else None
 
 
 def _uses(sites: Sites, gradient: Node, hidden: Node, weight: Node) -> Uses | None:
-    """What reads the logits' gradient, through views; None: also something else does."""
+    """Return the readers of the logits' gradient, through views; None: there are others."""
     around: set[Node] = {gradient}
     turned: set[Node] = set()
     found: dict[int, Node] = {}
@@ -139,8 +139,8 @@ def _uses(sites: Sites, gradient: Node, hidden: Node, weight: Node) -> Uses | No
 
 
 def attach(sites: Sites) -> None:
-    """The loss of a linear layer (a language model's head) in chunks with its gradients, and the
-    gradients multiplied by the tangent: mean or sum, classes not weighted."""
+    """Attach to the loss of a linear layer (a language model's head) chunks with its gradients, and
+    to the gradients their product with the tangent: mean or sum, classes not weighted."""
     by_loss = {n.args[0]: n for n in sites.calls("aten._log_softmax_backward_data.default")}
     for forward, backward in sites.pairs("aten.nll_loss_backward.default", 6):
         _, logs, _, weights, reduction, _, _ = backward.args
@@ -154,7 +154,7 @@ def attach(sites: Sites) -> None:
         bias, hidden, weight = operands
         if product.kwargs or (bias is not None and value_of(bias).ndim != 1):
             continue
-        # The chunks' sums are of the log-softmax's type.
+        # The chunks' sums have the log-softmax's dtype.
         dtype, of_logs = value_of(hidden).dtype, value_of(softmax)
         if dtype not in ROUNDED or of_logs.dtype != _wide(dtype):
             continue
@@ -173,7 +173,7 @@ def _attach_chunks(
     uses: Uses,
     like: tuple[Node | None, ...],
 ) -> None:
-    """The loss in chunks; `operands`: bias, hidden and weight; `like`: the calls that it saves."""
+    """Attach the loss in chunks; `operands`: bias, hidden, weight; `like`: the calls it saves."""
     g, _, target, _, reduction, ignore, count = backward.args
     bias, hidden, weight = operands
     made = [
@@ -198,7 +198,7 @@ def _attach_chunks(
 
 
 def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """A chunk's logits, and where they are of a narrower type both types' and W's gradient."""
+    """Return the bytes of a chunk's logits; for a narrower dtype in both, with W's gradient."""
     rows, width = len(hidden), _wide(hidden.dtype).itemsize
     narrow = hidden.dtype.itemsize if hidden.dtype.itemsize < width else 0
     chunk = -(-rows // CHUNKS) * weight.shape[1]
@@ -207,7 +207,7 @@ def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def attach_rows(sites: Sites) -> None:
-    """Mean or sum over rows, with or without class weights; no cast on the way."""
+    """Attach to means or sums over rows, with or without class weights, without a cast between."""
     for softmax_backward in sites.calls("aten._log_softmax_backward_data.default"):
         given: Any = softmax_backward.args
         backward, logs, dim, dtype = given

@@ -1,7 +1,7 @@
 """Elementwise operators, softmax and dropout whose backward needs other operands than ATen's: the
 output in place of the input, the input in place of the output, or a bit for each element.
 
-GELU, SiLU, Mish and hardswish are not one-to-one: for them only their input will do, and a plan
+GELU, SiLU, Mish and hardswish are not one-to-one: their backward needs their input, and a plan
 that saves little runs their forward again.
 """
 
@@ -24,7 +24,7 @@ from memopt.torch_private.operators import schema_of
 
 
 def _with_bits(name: str, run: Any, over: Any, test: Callable[..., Tensor]) -> Kernel:
-    """A kernel that returns a bit per element beside its result: what `test` says of that."""
+    """Make a kernel that also returns a bit per element of its result: whether it passes `test`."""
 
     def keeping(run: Callable[..., Tensor]) -> Callable[..., Any]:
         def kept(x: Tensor, *options: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def _scaled_over(g: Tensor, bits: Tensor, slope: float) -> Tensor:
 
 
 def _gradient(name: str, run: Callable[..., Any]) -> Kernel:
-    """A backward of ATen's that can write over its first argument, by its overload for that."""
+    """Wrap an ATen backward whose `grad_input` overload can write over its first argument."""
     return with_twin(name, run, lambda g, *rest: run(g, *rest, grad_input=g))
 
 
@@ -75,7 +75,7 @@ def _hardsigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hardsigmoid_masked(g: Tensor, bits: Tensor) -> Any:
-    # ATen's own kernel, where the slope is 0 or not.
+    # ATen's own kernel, with an input inside or outside of the sloped range.
     inside = torch.where(unpack(bits, g.shape), torch.zeros((), dtype=g.dtype), 9.0)
     return ATEN.hardsigmoid_backward(g, inside.to(g.dtype))
 
@@ -134,14 +134,14 @@ DROPOUT_BACKWARD = with_twin(
 
 @dataclass(frozen=True)
 class Saving:
-    """What the backward of an operator may read in place of the operand that ATen's reads.
+    """An operand that an operator's backward may read in place of ATen's.
 
     Attributes:
         forward, backward: "aten.<these>.default".
-        reads: "input" or "output": what it may read; ATen's reads the other.
-        kernel: the backward of (gradient, what it reads, the forward's options); None: there is
-            only the one that reads bits.
-        bits: (the forward that makes a bit per element, too, the backward that reads those).
+        reads: "input" or "output": the operand that it may read; ATen's reads the other.
+        kernel: the backward of (gradient, that operand, the forward's options); None: only the
+            backward that reads bits exists.
+        bits: (the forward that also makes a bit per element, the backward that reads those).
         bits_scratch: the scratch memory of those two, of (elements, bytes of the output).
         outputs: how many tensors as large as the output `kernel` makes.
         again: whether it runs the forward again.
@@ -156,7 +156,7 @@ class Saving:
     kernel: Kernel | None
     bits: tuple[Kernel, Kernel] | None = None
     bits_scratch: Callable[[int, int], tuple[int, int]] = lambda elements, _: (
-        # An eighth's comparisons and their shifted bits.
+        # Comparisons of an eighth of the elements, and their shifted bits.
         3 * packed_bytes(elements),
         2 * packed_bytes(elements),
     )
@@ -168,7 +168,7 @@ class Saving:
 
 
 def _again(forward: str, backward: str, kernel: Callable[..., Any]) -> Saving:
-    """A backward that computes the output again, by the same kernel, in scratch memory."""
+    """Make a backward that recomputes the output, by the same kernel, in scratch memory."""
     known = Kernel(f"{forward}_backward.input", kernel)
     return Saving(forward, backward, "input", known, outputs=1, again=True)
 
@@ -181,10 +181,10 @@ CLIPPED = (
            lambda n, size: (3 * packed_bytes(n), 2 * packed_bytes(n) + -(-size // 8)),
            fits=lambda given: given["negative_slope"] > 0 and not given["self_is_result"]),
 )  # fmt: skip
-"""ReLU and its kin (MONeT §3)."""
+"""ReLU and similar operators (MONeT §3)."""
 
 SMOOTH = (
-    # A negative alpha's result has two inputs.
+    # With a negative alpha an output can have two inputs.
     Saving("elu", "elu_backward", "output", ELU, exact=False, position=5,
            fits=lambda given: given["alpha"] > 0 and not given["is_result"]),
     Saving("softplus", "softplus_backward", "output", SOFTPLUS, outputs=3, exact=False),
@@ -202,7 +202,7 @@ ACTIVATIONS = (
 
 
 def _arguments(call: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
+    """Return a call's arguments by name, defaults included."""
     schema = schema_of(call.target).arguments
     names = [argument.name for argument in schema]
     given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
@@ -210,20 +210,20 @@ def _arguments(call: Node) -> dict[str, Any]:
 
 
 def _options(call: Node) -> dict[str, Any]:
-    """What an elementwise call is given beside its tensor."""
+    """Return the arguments of an elementwise call beside its tensor."""
     return {name: value for name, value in _arguments(call).items() if name != "self"}
 
 
 def _original(x: Any) -> Any:
-    """What is copied to `x`: an in-place hardtanh's backward reads a copy of its input, which need
-    not be made for the alternatives."""
+    """Return the source of a copy: an in-place hardtanh's backward reads a copy of its input, which
+    the alternatives do not need."""
     while isinstance(x, Node) and str(x.target) == "aten.clone.default":
         x = x.args[0]
     return x
 
 
 def _forward_of(sites: Sites, row: Saving, backward: Node) -> Node | None:
-    """The call that a backward belongs to: what made its operand, or the first that read it with
+    """Return the forward of a backward: the producer of its operand, or the first reader of it with
     the same options."""
     target, operand = f"aten.{row.forward}.default", backward.args[row.position]
     if row.reads == "input":
@@ -237,14 +237,14 @@ def _forward_of(sites: Sites, row: Saving, backward: Node) -> Node | None:
 
 
 def attach_savings(rows: Iterable[Saving], sites: Sites) -> None:
-    """The alternatives of all rows."""
+    """Attach the alternatives of all rows."""
     for row in rows:
         bits: dict[Node, Node] = {}
         for backward in sites.calls(f"aten.{row.backward}.default"):
             forward = _forward_of(sites, row, backward)
             if forward is None or not row.fits(_arguments(backward)):
                 continue
-            # Kernels over flat tensors give contiguous results, of contiguous arguments.
+            # Kernels over flat tensors need contiguous arguments and give contiguous results.
             if row.again or contiguous(backward, backward.args[0], forward):
                 _attach_saving(sites, row, forward, backward, bits)
 
@@ -277,9 +277,9 @@ def _attach_saving(
 
 
 def attach_dropout(sites: Sites) -> None:
-    """`native_dropout` in training mode, with its mask in bits. Drawing the mask again needs no
-    implementation: it is the operator recomputed with only its mask kept (the executor restores
-    the random state)."""
+    """Attach a packed mask to `native_dropout` in training mode. Recomputing the mask needs no
+    implementation: the operator runs again with only its mask kept (the executor restores the
+    random state)."""
     pairs = sites.pairs("aten.native_dropout_backward.default", 1, "aten.native_dropout.default")
     for forward, backward in pairs:
         g, _, scale = backward.args

@@ -1,4 +1,4 @@
-"""A kernel of memopt's own: a named function that a plan runs in place of an ATen operator."""
+"""memopt's own kernels: named functions that a plan runs in place of ATen operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 PARTS = 8
-"""Of a batch, where nothing else is asked for."""
+"""Default number of parts of a batch."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Kernel:
         name: "family.variant", unique; change it when the function changes, so that measured
             costs are not reused.
         function: takes and returns what the operator does, without writing to its arguments.
-        over: the same, bit for bit, but that its first result is its first argument, overwritten;
+        over: the same, bit for bit, but its first result overwrites its first argument;
             None: there is no such kernel.
     """
 
@@ -41,22 +41,22 @@ class Kernel:
 
 
 def with_twin(name: str, function: Callable[..., Any], over: Callable[..., Any]) -> Kernel:
-    """A kernel, and the function that does the same over its first argument (`Kernel.over`)."""
+    """Make a kernel with its twin that does the same over its first argument (`Kernel.over`)."""
     return Kernel(name, function, Kernel(f"{name}.over", over))
 
 
 def overwriting(name: str, over: Callable[..., Any]) -> Kernel:
-    """A kernel that copies its first argument and overwrites the copy, and its twin `over`."""
+    """Make a kernel that overwrites a copy of its first argument, with its twin `over`."""
     return with_twin(name, lambda first, *rest: over(first.clone(), *rest), over)
 
 
 def writing(name: str, write: Callable[..., Any], like: int = 0) -> Kernel:
-    """A kernel that writes to a new tensor, and its twin that writes to its first argument.
+    """Make a kernel that writes to a new tensor, with its twin that writes to its first argument.
 
     Args:
         name: the kernel's.
         write: `write(result, *args)`.
-        like: the position of the argument as which the new tensor is laid out.
+        like: position of the argument whose layout the new tensor gets.
     """
     return with_twin(
         name,
@@ -66,7 +66,7 @@ def writing(name: str, write: Callable[..., Any], like: int = 0) -> Kernel:
 
 
 def split(length: int, parts: int = PARTS) -> list[slice]:
-    """At most so many slices of a batch or of rows, alike but for the last: kernels go through
-    them one by one, to bound their scratch memory."""
+    """Return at most so many slices of a batch or of rows, of equal length but for the last.
+    Kernels process them one by one, to bound their scratch memory."""
     step = max(1, -(-length // parts))
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

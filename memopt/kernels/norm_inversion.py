@@ -1,5 +1,5 @@
-"""Normalisations whose backward reads the output instead of the input (MONeT §3, in-place
-activated batch norm's inversion): how the normalised input is found from the output, and when.
+"""Inverts normalisations, so that their backward reads the output instead of the input (MONeT §3,
+in-place activated batch norm).
 
 The normalised input is x̂ = (y − b) / w. It costs the digits that |b| ≫ |w·x̂| cancels: with ε the
 dtype's rounding, x̂ is off by at most about 2ε·(|x̂| + 2·|b/w|), and so not exact. That bounds the
@@ -25,12 +25,12 @@ LIMIT = 100.0
 
 
 def channels(value: Tensor | None, like: Tensor) -> Any:
-    """A value per channel, to go with `like`."""
+    """Return a value per channel, shaped to broadcast with `like`."""
     return None if value is None else value.view(1, -1, *[1] * (like.ndim - 2))
 
 
 def invertible(weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether y = w·x̂ + b gives x̂ back to the stated accuracy. Waits for the device."""
+    """Return whether y = w·x̂ + b gives x̂ back to the stated accuracy. Waits for the device."""
     if weight is None:
         # y − b is x̂ to the rounding of y.
         return bias is None or bool((bias.abs() <= LIMIT).all())
@@ -42,7 +42,7 @@ def invertible(weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def check_invertible(weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse what loses x̂.
+    """Refuse weights that lose x̂.
 
     Raises:
         ExecutionError: the weights do not allow it.
@@ -56,15 +56,15 @@ def check_invertible(weight: Tensor | None, bias: Tensor | None) -> None:
 
 
 def normalised(y: Tensor, weight: Any, bias: Any) -> Tensor:
-    """x̂ from the output, in one tensor of scratch memory; the weights, shaped to go with it, allow
-    it."""
+    """Return x̂ from the output, in one tensor of scratch memory; the weights must allow it and be
+    shaped to broadcast."""
     found = y.clone() if bias is None else y - bias
     return found if weight is None else found.div_(weight)
 
 
 def normed(sites: Sites, target: str, mean: int, *forwards: str) -> list[tuple[Node, Node, Node]]:
-    """(forward, its output, backward) of each normalisation in float32 and float64 whose backward
-    has the forward's mean at a position of its arguments."""
+    """Return (forward, its output, backward) of each normalisation in float32 and float64 whose
+    backward has the forward's mean at a position of its arguments."""
     found = []
     for forward, backward in sites.pairs(target, mean, *forwards):
         y = sites.result(forward, 0)
@@ -76,7 +76,7 @@ def normed(sites: Sites, target: str, mean: int, *forwards: str) -> list[tuple[N
 def add_from_output(
     sites: Sites, backward: Node, kernel: Kernel, args: Any, scratch_bytes: int, weights: Any
 ) -> None:
-    """A backward that reads the output; `weights`: weight and bias, which must allow it."""
+    """Add a backward that reads the output; `weights`: weight and bias, which must allow it."""
     sites.add(
         backward,
         "output",

@@ -1,5 +1,5 @@
 """Layer and group norms whose backward reads the output instead of the input, and group norm's
-forward again with its known statistics.
+forward recomputed from its known statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATEN = torch.ops.aten
 
 
 def _grouped(value: Tensor, like: Tensor) -> Tensor:
-    """Statistics [images, groups] as [images, channels, 1...], to go with `like`."""
+    """Return statistics [images, groups] as [images, channels, 1...], to broadcast with `like`."""
     wide = value.repeat_interleave(like.shape[1] // value.shape[1], 1)
     return wide.view(*wide.shape, *[1] * (like.ndim - 2))
 
@@ -58,7 +58,7 @@ GROUP_AGAIN = Kernel("group_norm.statistics", _group_again)
 
 
 def attach_layer_norm(sites: Sites) -> None:
-    """Layer norm."""
+    """Attach to layer norms."""
     for _, y, backward in normed(sites, "aten.native_layer_norm_backward.default", 3):
         g, _, shape, _, inverse, weight, bias, mask = backward.args
         given = (g, y, shape, inverse, weight, bias, mask)
@@ -66,7 +66,7 @@ def attach_layer_norm(sites: Sites) -> None:
 
 
 def attach_group_norm(sites: Sites) -> None:
-    """Group norm of contiguous images."""
+    """Attach to group norms of contiguous images."""
     for forward, y, backward in normed(sites, "aten.native_group_norm_backward.default", 2):
         g, x, mean, inverse, weight, *more = backward.args
         bias = forward.args[2]

@@ -1,5 +1,5 @@
-"""Max pooling with an 8-bit index inside the window; pooling backwards without the input, which
-ATen's read for its shape only, or without an index, from the input alone."""
+"""Max pooling with an 8-bit index inside the window, and pooling backwards that do without the
+input (which ATen's read for its shape only) or without the index (recomputed from the input)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATEN = torch.ops.aten
 
 
 def _corners(y: Tensor, window: Any, stride: Any, padding: Any, *_: Any) -> tuple[Tensor, Tensor]:
-    """First row and first column of each output's window, of a pooling with these arguments."""
+    """Return first row and first column of each output's window, for a pooling's arguments."""
     rows, columns = (
         torch.arange(size, device=y.device) * step - pad
         for size, step, pad in zip(y.shape[-2:], pair(stride or window), pair(padding), strict=True)
@@ -79,7 +79,7 @@ SHAPE_ONLY = Kernel("max_pool_backward.shape_only", _shape_only)
 
 
 def attach(sites: Sites) -> None:
-    """`max_pool2d_with_indices` over batches of contiguous images."""
+    """Attach to `max_pool2d_with_indices` over batches of contiguous images."""
     for forward, backward in sites.pairs("aten.max_pool2d_with_indices_backward.default", -1):
         g, x, *arguments, index = backward.args
         if not contiguous(g, x) or value_of(x).ndim != 4:
@@ -99,12 +99,12 @@ def attach(sites: Sites) -> None:
 
 
 def _attach_places(sites: Sites, forward: Node, result: Node, backward: Node) -> None:
-    """The forward that makes 8-bit places in the windows, the backward that reads them."""
+    """Attach the forward that makes 8-bit places in the windows, and its backward."""
     g, x, *arguments, _ = backward.args
     value, image = value_of(result), value_of(x)[0]
     place = sites.extra(f"{forward.name}__index8", value.new_empty(value.shape, dtype=torch.uint8))
     indices_bytes = 4 * 8 * value[0].numel()
-    # Four 64-bit indices of one image, the parts before they are joined.
+    # Four 64-bit indices of one image, and the parts before they are joined.
     scratch = indices_bytes + storage_bytes(result) + value.numel()
     given = (forward.args[0], *arguments)
     sites.add(forward, "index8", FORWARD, given, (result, place), workspace_bytes=scratch)

@@ -1,4 +1,4 @@
-"""Where implementations are attached: the operators of a captured step, and what they save."""
+"""Finds operators of a captured step and attaches implementations to them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Attach = Callable[["Sites"], None]
 
 
 def value_of(node: Any) -> Any:
-    """The fake value of an FX node, or of an argument that is one."""
+    """Return the fake value of an FX node, or of an argument that is one."""
     return node.meta["val"]
 
 
 def storage_bytes(node: Any) -> int:
-    """The bytes of the storage behind a node's tensor."""
+    """Return the bytes of the storage behind a node's tensor."""
     return int(value_of(node).untyped_storage().nbytes())
 
 
 def part_bytes(node: Any, parts: int = PARTS) -> int:
-    """The bytes of the largest of so many parts of a node's tensor."""
+    """Return the bytes of the largest of so many parts of a node's tensor."""
     return -(-storage_bytes(node) // parts)
 
 
 def contiguous(*nodes: Any) -> bool:
-    """Whether the tensors of all nodes are contiguous."""
+    """Return whether the tensors of all nodes are contiguous."""
     return all(value_of(node).is_contiguous() for node in nodes)
 
 
@@ -66,22 +66,22 @@ class Sites:
         return self._block_bytes > 1
 
     def calls(self, *targets: str) -> Iterator[Node]:
-        """Kernel calls of the given targets, "aten.relu.default", in the graph's order."""
+        """Yield kernel calls of the given targets, "aten.relu.default", in the graph's order."""
         for node in self._lowering.nodes:
             if str(node.target) in targets:
                 yield node
 
     def pairs(self, backward: str, position: int, *forwards: str) -> Iterator[tuple[Node, Node]]:
-        """(forward, backward) calls, in the graph's order of the latter: the argument at a position
-        of the backward is a result of the forward, whose target is a given one, if any are."""
+        """Yield (forward, backward) calls, in the graph's order of the latter. The argument at a
+        position of the backward is a result of the forward; `forwards` restricts its target."""
         for call in self.calls(backward):
             forward = self.producer(call.args[position], *forwards)
             if forward is not None:
                 yield forward, call
 
     def producer(self, node: Any, *targets: str) -> Node | None:
-        """The kernel call whose result `node` is, or looks into, with the same shape and strides;
-        None for resident tensors and other views, and for other targets than the given ones."""
+        """Return the kernel call whose result, or a view of it with the same shape and strides,
+        `node` is. None for resident tensors, other views and other targets than the given ones."""
         if not isinstance(node, Node):
             return None
         tensor = self._storages[node][0]
@@ -94,22 +94,22 @@ class Sites:
         return call if same and (not targets or str(call.target) in targets) else None
 
     def result(self, node: Node, position: int = 0) -> Node | None:
-        """The node that names one result of a kernel call; None if nothing does."""
+        """Return the node that names one result of a kernel call; None if nothing does."""
         tensor = self._storages[node][position]
         return None if tensor is None else self._bases.get(tensor)
 
     def readers(self, node: Node) -> list[Node]:
-        """Kernel calls that read the storage of a kernel's result, in the graph's order."""
+        """Return kernel calls that read the storage of a kernel's result, in the graph's order."""
         tensor = self._storages[node][0]
         graph = self._lowering.graph
         return [] if tensor is None else [self._lowering.nodes[i] for i in graph.readers[tensor]]
 
     def looks_into(self, view: Node, node: Node) -> bool:
-        """Whether two nodes share a storage."""
+        """Return whether two nodes share a storage."""
         return self._storages.get(view, (None,))[0] == self._storages[node][0]
 
     def extra(self, name: str, value: torch.Tensor) -> Node:
-        """A tensor that only alternatives write and read, like `value` (a fake tensor)."""
+        """Add a tensor that only alternatives write and read, like `value` (a fake tensor)."""
         node = self._fx.placeholder(name)
         node.meta["val"] = value
         size = value.untyped_storage().nbytes()
@@ -119,7 +119,7 @@ class Sites:
         return node
 
     def bits(self, forward: Node, value: torch.Tensor) -> Node:
-        """An extra tensor with a bit for each element of `value`, made by `forward`."""
+        """Add an extra tensor with a bit for each element of `value`, made by `forward`."""
         packed = value.new_empty((packed_bytes(value.numel()),), dtype=torch.uint8)
         return self.extra(f"{forward.name}__bits", packed)
 
@@ -138,12 +138,12 @@ class Sites:
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
         draws: bool = False,
     ) -> None:
-        """One alternative of a kernel call.
+        """Add an alternative of a kernel call.
 
         Args:
-            operator: the call it stands in for.
+            operator: the call that it replaces.
             name: unique within the operator.
-            kernel: what runs.
+            kernel: the kernel that runs.
             args: its arguments; nodes are tensors it reads.
             results: for each element of its tuple of results the node that names the tensor
                 (None: dropped); None: it returns exactly what the operator does.
@@ -155,12 +155,12 @@ class Sites:
             moved_bytes: for estimates: scratch memory read and written beside what `like` moves.
             requires: (a test, its arguments): the values of parameters must pass it for the
                 alternative to be chosen; the kernel itself must check them again when it runs.
-            draws: of a random operator, whether it draws the operator's own numbers and leaves the
-                generator where the operator does.
+            draws: for a random operator, whether it draws the operator's own numbers and leaves
+                the generator where the operator does.
 
         Raises:
-            ValueError: it stands in for a random operator and does not draw as that does: all that
-                draw later would draw other numbers.
+            ValueError: it replaces a random operator and does not draw as that does: all later
+                draws would give other numbers.
         """
         if self._exact_only and not exact:
             return
@@ -206,14 +206,14 @@ class Sites:
         )
 
     def _read_and_written(self, choice: Implementation) -> tuple[int, int]:
-        """(less its operands' bytes, its results' bytes)."""
+        """Return (minus its operands' bytes, its results' bytes), the order of alternatives."""
         reads = (self._tensors[t] for t in choice.reads or ())
         read_bytes = sum(tensor.size_bytes for tensor in reads if not tensor.resident)
         return -read_bytes, sum(self._tensors[t].size_bytes for t in choice.writes or ())
 
     def _in_place(self, call: Node) -> tuple[int, ...]:
-        """The tensors over which a call may write its first result: computed by the step or by
-        alternatives, and no result of it, nor may the first result be one by another view."""
+        """Return the tensors over which a call may write its first result: computed ones that the
+        step does not return, nor, if the call reads another view of them, the call's result."""
         graph, made = self._lowering.graph, self._storages[call][0]
         found = []
         for argument in overwritable(call):
@@ -228,10 +228,10 @@ class Sites:
         return tuple(found)
 
     def lowering(self) -> Lowering:
-        """The extended lowering; its Graph has the alternatives, unpriced.
+        """Return the extended lowering; its Graph has the alternatives, unpriced.
 
-        Those of one operator in the order in which two of them should run: what reads much and
-        writes little first, so that an operand can go, or be written over by the second.
+        An operator's alternatives are in the order in which two should run: first those that read
+        much and write little, so that an operand can be freed, or overwritten by the second.
         """
         graph = self._lowering.graph
         operators = list(graph.operators)

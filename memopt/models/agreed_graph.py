@@ -1,4 +1,4 @@
-"""One graph for ranks that each have priced the same step: the largest figure of any rank."""
+"""Merges the graphs of ranks that have each priced one step: the largest figure of any rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memopt.models.same_graph import graph_difference
 
 
 def agreed_graph(graphs: Sequence[Graph]) -> Graph:
-    """The graph whose sizes, workspaces and times are the largest of those of the ranks, so that
-    its plan fits each of them. Ranks whose shards are smaller have smaller tensors.
+    """Merge the ranks' graphs: sizes, workspaces and times are the largest of any rank, so that a
+    plan fits each of them. Ranks whose shards are smaller have smaller tensors.
 
     Args:
         graphs: each rank's, at least one.
@@ -33,7 +33,7 @@ def agreed_graph(graphs: Sequence[Graph]) -> Graph:
 
 
 def _with_largest(one: Graph, other: Graph) -> Graph:
-    """A graph with the larger figures, and in place only what both may overwrite."""
+    """Return a graph with the larger figures; in place only where both may overwrite."""
     tensors = tuple(
         replace(a, size_bytes=max(a.size_bytes, b.size_bytes))
         for a, b in zip(one.tensors, other.tensors, strict=True)

@@ -1,4 +1,4 @@
-"""The arguments of a call as plain data, and how they stand in plan files."""
+"""The arguments of a call as plain data, and their form in plan files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.models.codec import Check, Codec, Columns, Line, codec
 from memopt.models.reader import Reader
 
 DEEPEST_ARGUMENT = 32
-"""Levels of tuples, lists and dicts among the arguments of a call."""
+"""Most levels of tuples, lists and dicts among the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Plain:
 @dataclass(frozen=True, slots=True)
 class Nest:
     """A tuple, list or dict of arguments, or an object of a class that `kind` names; `keys` are a
-    dict's or an object's, in its order."""
+    dict's keys or an object's attributes, in its order."""
 
     kind: str
     items: tuple[Argument, ...]
@@ -79,7 +79,7 @@ Spec: TypeAlias = Annotated[
 
 
 def _encode(value: Argument, place: str = "inputs") -> dict[str, Any]:
-    """An argument as an object of one field, its kind.
+    """Encode an argument as an object with one field, named after its kind.
 
     Raises:
         PlanFileError: a file cannot hold it.
@@ -108,7 +108,7 @@ def _encode(value: Argument, place: str = "inputs") -> dict[str, Any]:
 
 
 def _read(reader: Reader, depth: int = 0) -> Argument:
-    """The argument that `_encode` wrote."""
+    """Read an argument that `_encode` wrote."""
     wanted = f"one argument, at most {DEEPEST_ARGUMENT} levels deep"
     kind, body = reader.only_entry(wanted)
     if depth > DEEPEST_ARGUMENT:
@@ -152,4 +152,4 @@ def _nest(kind: str) -> Codec[Nest]:
 Arguments: TypeAlias = Annotated[Nest, _nest("tuple")]
 """The positional arguments of a call."""
 KeywordArguments: TypeAlias = Annotated[Nest, _nest("dict")]
-"""Its keyword arguments."""
+"""The keyword arguments of a call."""

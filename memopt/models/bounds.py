@@ -15,24 +15,24 @@ from memopt.models.variants import Variant, variant
 
 
 def memory_lower_bound(graph: Graph) -> int:
-    """Bytes, resident included, that every program of a graph needs: the largest working set of an
-    operator that every program must run, with the results that are then held already; the loss
-    boundary; or the end of the step."""
+    """Return the bytes, resident included, that every program of a graph needs: the largest of the
+    loss boundary, the end of the step, and the working sets of operators that every program must
+    run, with the results that are already held."""
     fixed_bytes = graph.resident_bytes - graph.movable_bytes
     return fixed_bytes + max(_graph_working_sets(graph))
 
 
 def memory_upper_bound(graph: Graph) -> int:
-    """Bytes, resident included, within which every tensor is live at once beside any operator: a
-    budget that limits nothing."""
+    """Return the bytes, resident included, with which every tensor is live at once beside any
+    operator: a budget that limits nothing."""
     scratch = max((x.workspace_bytes for o in graph.operators for x in choices_of(o)), default=0)
     tensors = sum(tensor.size_bytes for tensor in graph.tensors)
     return graph.extra_resident_bytes + tensors + max(scratch, graph.boundary_bytes)
 
 
 def time_lower_bound(cost_model: Graph | Chain) -> float:
-    """Seconds that every plan of the cost model needs: all that must run, once, the fastest way,
-    on the compute stream; or the collectives, one after the other, on the network.
+    """Return the seconds that every plan of the cost model needs: its needed operators, once, the
+    fastest way, on the compute stream; or its collectives, one after the other, on the network.
 
     Operators that no result depends on and that have no effects need not run.
     """
@@ -44,16 +44,16 @@ def time_lower_bound(cost_model: Graph | Chain) -> float:
 
 
 def compute_time_s(operator: Operator) -> float:
-    """Seconds of the compute stream that an operator takes at least; none on the host."""
+    """Return the least seconds of the compute stream that an operator takes; 0 on the host."""
     return min(0.0 if choice.on_host else choice.time_s for choice in choices_of(operator))
 
 
 def overlapped_bound(graph: Graph, bound_s: float) -> float:
-    """A lower bound with a network, of one without it.
+    """Return a lower bound with a network from one without it.
 
-    A bound of programs that compute their collectives holds for those on the network so far: to
-    let a program of time T wait for each of its collectives, of N seconds in all, makes it slower
-    by N at most, and T ≥ N; so that T ≥ bound - N, and T ≥ bound / 2.
+    The given bound holds for programs that compute their collectives. A program of time T on the
+    network becomes one of these by waiting for each of its collectives, of N seconds in all. That
+    makes it slower by at most N, and T ≥ N; so T ≥ bound - N, and T ≥ bound / 2.
     """
     if not graph.network_time_s:
         return bound_s
@@ -61,12 +61,12 @@ def overlapped_bound(graph: Graph, bound_s: float) -> float:
 
 
 def relative_gap(value: float, bound: float) -> float:
-    """How far a value can be from the best, as a share of its lower bound; 0.0 where that is 0."""
+    """Return a value's gap to its lower bound, as a share of that; 0.0 if the bound is 0."""
     return (value - bound) / bound if bound > 0 else 0.0
 
 
 def needed_operators(graph: Graph) -> frozenset[int]:
-    """Operators that every valid program runs: results and effects depend on them."""
+    """Return the operators that every valid program runs: results and effects depend on them."""
     writers = _writers(graph)
     needed: set[int] = set()
     pending = [index for index, operator in enumerate(graph.operators) if operator.has_effects]
@@ -80,7 +80,7 @@ def needed_operators(graph: Graph) -> frozenset[int]:
 
 
 def spared_operators(graph: Graph) -> frozenset[int]:
-    """Operators that a program may leave out because others run by implementations that do not
+    """Return the operators that a program may skip when others run by implementations that do not
     read their results (the logits of a chunked cross-entropy)."""
     operators = tuple(replace(o, implementations=()) for o in graph.operators)
     # Tensors that only implementations write are in no such graph.
@@ -89,7 +89,7 @@ def spared_operators(graph: Graph) -> frozenset[int]:
 
 
 def _writers(graph: Graph) -> dict[int, set[int]]:
-    """Tensor → operators that can write it, by whatever implementation."""
+    """Map each tensor to the operators that can write it, by any implementation."""
     writers: dict[int, set[int]] = {}
     for index, operator in enumerate(graph.operators):
         for choice in choices_of(operator):
@@ -99,25 +99,25 @@ def _writers(graph: Graph) -> dict[int, set[int]]:
 
 
 def _only_writers(graph: Graph, writers: dict[int, set[int]], tensors: Iterable[int]) -> list[int]:
-    """The operators without which one of the tensors cannot be there."""
+    """Return the operators that are the only writers of one of the tensors."""
     there = graph.resident | set(graph.tangents)
     found = [writers.get(tensor, set()) for tensor in tensors if tensor not in there]
     return [index for indices in found if len(indices) == 1 for index in indices]
 
 
 def choices_of(operator: Operator) -> list[Operator | Variant]:
-    """The operator under each of its implementations, its own first."""
+    """Return the operator under each of its implementations, its own first."""
     names = [None, *(choice.name for choice in operator.implementations)]
     return [variant(operator, name) for name in names]
 
 
 def sure_reads(operator: Operator) -> frozenset[int]:
-    """Tensors that every implementation reads."""
+    """Return the tensors that every implementation reads."""
     return frozenset.intersection(*(frozenset(choice.reads) for choice in choices_of(operator)))
 
 
 def sure_needs(operator: Operator) -> frozenset[int]:
-    """Tensors that every implementation needs, on the device or on the host."""
+    """Return the tensors that every implementation needs, on the device or on the host."""
     choices = choices_of(operator)
     return frozenset.intersection(
         *(frozenset(operator.reads if one.on_host else one.reads) for one in choices)
@@ -125,8 +125,8 @@ def sure_needs(operator: Operator) -> frozenset[int]:
 
 
 def _graph_working_sets(graph: Graph) -> Iterator[int]:
-    """Bytes of what is neither resident nor beside the graph, movable tensors included, at moments
-    that no valid program avoids."""
+    """Yield the bytes of live tensors, except unmovable resident ones and bytes outside the graph,
+    at moments that no valid program avoids."""
     always = graph.resident.difference(graph.movable)
     sizes = [0 if t in always else tensor.size_bytes for t, tensor in enumerate(graph.tensors)]
 
@@ -150,8 +150,8 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
         held = results[index]
         if operator.phase is not Phase.FORWARD:
             held = held | after_boundary
-        # An operator's first run: none of what it writes is live, so writes come on top, or take
-        # over the storage of a tensor that it overwrites.
+        # An operator's first run: none of its results is live, so they come on top, or take over
+        # the storage of a tensor that the operator overwrites.
         yield min(
             total({*held, *choice.reads} - {*choice.writes})
             + total(choice.writes)
@@ -162,9 +162,9 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
 
 
 def _results_before(graph: Graph) -> list[frozenset[int]]:
-    """For each operator, the kept tensors that it or an ancestor reads: they are live when it
-    runs, since a result that was live once is never freed. (A result that nothing reads may
-    have been transient in an early run of its operator.)"""
+    """Return, for each operator, the kept tensors that it or an ancestor reads. They are live when
+    it runs, since a result that was live once is never freed. (A result that nothing reads may have
+    been transient in an early run of its operator.)"""
     before: list[frozenset[int]] = []
     through: dict[int, frozenset[int]] = {}
     writers = _writers(graph)

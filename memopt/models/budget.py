@@ -1,4 +1,4 @@
-"""Budgets as people write them: bytes, shares of the baseline's peak, "6GiB", "min"."""
+"""Budgets as users write them: bytes, shares of the baseline's peak, "6GiB", "min"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MINIMUM = "min"
 RESERVED = "reserved"
 
 WrittenBudget: TypeAlias = int | float | str | None
-"""A budget as people write it; `parse_budget` makes bytes of it."""
+"""A budget as users write it; `parse_budget` converts it to bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Budget:
     """The memory that a plan may take.
 
     Attributes:
-        device_bytes: on the device, total, resident memory included; None: no limit.
+        device_bytes: on the device, in all, resident memory included; None: no limit.
         host_bytes: on the host at once, for tensors that were moved there; None: no limit.
     """
 
@@ -54,14 +54,14 @@ NO_LIMIT = Budget()
 
 
 def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
-    """A budget in bytes; None: no limit. `"min"` is not handled here (it needs a strategy).
+    """Return a budget in bytes; None: no limit. `"min"` is not handled here (it needs a strategy).
 
     Args:
-        budget: what the user passed.
+        budget: the value that the user passed.
         baseline_peak_bytes: peak of the unplanned step, for shares.
 
     Raises:
-        ValueError: it cannot be read; the message says what can.
+        ValueError: it cannot be read; the message lists valid forms.
     """
     if budget is None:
         return None
@@ -106,8 +106,8 @@ def check_budget(budget: object, time_limit_s: object = None) -> None:
 
 
 def split_reserved(budget: object) -> tuple[object, bool]:
-    """A budget without the word "reserved", and whether it had it: "6GiB reserved" limits what
-    CUDA's caching allocator reserves, "6GiB" what is allocated."""
+    """Return a budget without the word "reserved", and whether it had it: "6GiB reserved" limits
+    what CUDA's caching allocator reserves, "6GiB" what is allocated."""
     if isinstance(budget, str):
         size, _, word = budget.strip().rpartition(" ")
         if word.lower() == RESERVED:
@@ -116,7 +116,7 @@ def split_reserved(budget: object) -> tuple[object, bool]:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Bytes for people, in binary units."""
+    """Format bytes for people, in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

@@ -127,11 +127,11 @@ class Chain:
         return len(self.stages)
 
     def activation_bytes(self, index: int) -> int:
-        """ω_a of a^index, index 0 (the chain's input) to n."""
+        """Return ω_a of a^index, index 0 (the chain's input) to n."""
         return self.input_bytes if index == 0 else self.stages[index - 1].output_bytes
 
     def gradient_bytes(self, index: int) -> int:
-        """ω_δ of δ^index, index 0 (the gradient of the input) to n."""
+        """Return ω_δ of δ^index, index 0 (the gradient of the input) to n."""
         return self.input_gradient_bytes if index == 0 else self.stages[index - 1].gradient_bytes
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""A chain in a notebook: its totals, and its stages in a table. Everything is escaped."""
+"""HTML of a chain for notebooks: its totals, and its stages in a table. Everything is escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD = ("stage", "name", "forward, s", "backward, s", "output", "saved", "gradi
 
 
 def chain_html(chain: Any) -> str:
-    """HTML of a `memopt.models.chain.Chain`; of a long one the first stages and how many more."""
+    """Render a `memopt.models.chain.Chain`; of a long one the first stages and how many more."""
     saved = sum(stage.saved_bytes for stage in chain.stages)
     totals = [
         ("resident", format_bytes(chain.resident_bytes)),
@@ -47,7 +47,7 @@ def chain_html(chain: Any) -> str:
 
 
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """An HTML table of texts, under titles if there are any."""
+    """Render texts as an HTML table, under titles if there are any."""
     lines = ["".join(f"<th>{escape(text)}</th>" for text in head)] if head else []
     lines += [
         "".join(f'<td style="text-align:left">{escape(text)}</td>' for text in row) for row in rows

@@ -1,7 +1,7 @@
-"""Checks on numbers shared by the frozen dataclasses of the cost model.
+"""Checks of numbers, shared by the frozen dataclasses of the cost model.
 
-Sizes and times are limited so that no sum, and no product that a solver makes of two times, leaves
-what whole numbers of 64 bits and floats hold exactly or at all.
+Limits keep sums of sizes exact in floats and 64-bit integers, and keep sums of times, and a
+solver's products of two times, from overflowing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 
 MOST_BYTES = 2**53
-"""Of all sizes of a cost model together: 8 PiB, up to which floats are exact."""
+"""Limit of all sizes of a cost model together: 8 PiB, up to which floats are exact."""
 MOST_SECONDS = 1e15
-"""Of all times of a cost model together."""
+"""Limit of all times of a cost model together."""
 LEAST_RATE = 1e-9
-"""Bytes or operations per second of a device."""
+"""Least rate of a device, bytes or operations per second."""
 
 
 def check_bytes(owner: str, **values: int) -> None:
@@ -38,8 +38,8 @@ def check_seconds(owner: str, **values: float) -> None:
 
 
 def check_rate(owner: str, name: str, value: float) -> None:
-    """Raise ValueError unless a rate, per second, is positive, and not so small that what takes
-    the time of it overflows; it may be infinite."""
+    """Raise ValueError unless a rate, per second, is positive and large enough that times computed
+    from it do not overflow; it may be infinite."""
     if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
         raise ValueError(f"{owner}: {name} must be positive, got {value!r}")
     if value < LEAST_RATE:
@@ -49,7 +49,7 @@ def check_rate(owner: str, name: str, value: float) -> None:
 def check_figures(
     record: object, owner: str, sizes: Iterable[str] = (), times: Iterable[str] = ()
 ) -> None:
-    """Check a frozen record's sizes and times, and keep them as Python's own numbers, whose sums
+    """Check a frozen record's sizes and times, and convert them to Python's own numbers, whose sums
     are exact: those of NumPy wrap around.
 
     Raises:
@@ -68,7 +68,7 @@ def check_figures(
 
 
 def check_sums(owner: str, sizes: Iterable[int], times: Iterable[float]) -> None:
-    """Raise ValueError where the figures of a whole cost model are too large to add up."""
+    """Raise ValueError if the figures of a whole cost model are too large to add up."""
     total_bytes, total_s = sum(sizes), sum(times)
     if total_bytes > MOST_BYTES:
         raise ValueError(

@@ -1,14 +1,12 @@
-"""Dataclasses in JSON, by the annotations of their fields: written as they are, read strictly.
+"""Writes dataclasses as JSON by the annotations of their fields, and reads them strictly.
 
 Enumerations are written as their values, tuples as lists, dataclasses as objects of their fields,
--0.0 as 0.0, which it equals; `object` is anything, as it stands. `Annotated` says more of a type:
-a `Columns` has a fixed tuple or a dataclass written as a list, `TaggedRows` write a union of
-dataclasses as lists that begin with a word, a `Check` refuses what was read, and a `Codec` writes
+-0.0 as 0.0, which it equals; an `object` is written unchanged. `Annotated` refines a type: a
+`Columns` writes a fixed tuple or a dataclass as a list, `TaggedRows` write a union of dataclasses
+as lists that begin with a word, a `Check` refuses wrong values when reading, and a `Codec` writes
 and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
-something of its module belongs into an alias outside.)
-
-An object has every field and no other, except as the field's metadata say: `SPARSE`, `FLAT`,
-`{NAME: ...}`.
+something of its module belongs into an alias outside.) An object has every field and no other,
+except as the field's metadata say: `SPARSE`, `FLAT`, `{NAME: ...}`.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from memopt.models.reader import Reader
 T = TypeVar("T")
 
 NAME = "name in JSON"
-"""Key of a field's metadata: what it is called in JSON, if not as in the class."""
+"""Key of a field's metadata: its name in JSON, if that is not the attribute's."""
 SPARSE: Mapping[str, bool] = {"left out": True}
-"""Metadata of a field that is left out where it has its default."""
+"""Metadata of a field that is left out if it has its default."""
 FLAT: Mapping[str, bool] = {"flat": True}
-"""Metadata of a field, a dataclass, whose own fields stand beside the others."""
+"""Metadata of a field, a dataclass, whose own fields are written beside the others."""
 
 _INFINITY = "inf"
 
@@ -48,7 +46,7 @@ class Codec(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A condition on a value that was read; messages say `wanted` where it does not hold."""
+    """A condition on a value that was read; messages say `wanted` if it does not hold."""
 
     wanted: str
     holds: Callable[[Any], bool]
@@ -56,7 +54,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Columns:
-    """Names of the elements of a list of fixed length."""
+    """The names of the elements of a list of fixed length."""
 
     names: tuple[str, ...]
 
@@ -69,7 +67,7 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class TaggedRows:
-    """Dataclasses of one union by the words that their rows begin with."""
+    """The dataclasses of one union, by the words that their rows begin with."""
 
     wanted: str
     kinds: Mapping[str, type]
@@ -89,13 +87,13 @@ Line: TypeAlias = Annotated[str, Check("one line of text", str.isprintable)]
 
 
 def encode(value: Any, kind: Any = None) -> Any:
-    """A value as what `json` writes; `kind` is its annotation, if not its class."""
+    """Encode a value for `json`; `kind` is its annotation, if not its class."""
     hint: Any = type(value) if kind is None else kind
     return codec(hint).encode(value)
 
 
 def read(kind: type[T], reader: Reader) -> T:
-    """The value that `encode` wrote.
+    """Read a value that `encode` wrote.
 
     Raises:
         PlanFileError: a field is missing, unknown or wrong; the message names the place.
@@ -116,7 +114,7 @@ _PLAIN: dict[Any, Codec[Any]] = {
 
 @functools.cache
 def codec(kind: Any) -> Codec[Any]:
-    """The codec of an annotation."""
+    """Return the codec of an annotation."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -162,7 +160,7 @@ def _list(inner: Codec[Any]) -> Codec[Any]:
     def items(reader: Reader) -> tuple[Any, ...]:
         found = reader.value
         if inner is _PLAIN[int] and isinstance(found, list) and {*map(type, found)} <= {int}:
-            # Most of a graph, so without a Reader for each.
+            # Most of a graph, so without a Reader for each element.
             return tuple(found)
         return reader.each(inner.read)
 
@@ -256,7 +254,7 @@ def _build(reader: Reader, kind: Any, values: dict[str, Any]) -> Any:
 
 
 class _DataclassRow:
-    """A dataclass as a list of its fields; those at the end may be SPARSE."""
+    """Encodes a dataclass as a list of its fields; those at the end may be SPARSE."""
 
     def __init__(self, kind: Any, names: Iterable[str] = ()) -> None:
         found = {field.attribute: field for field in _fields_of(kind)}
@@ -284,7 +282,7 @@ class _DataclassRow:
 
 
 class _Object:
-    """A dataclass as an object of its fields."""
+    """Encodes a dataclass as an object of its fields."""
 
     def __init__(self, kind: Any) -> None:
         self._kind, self._fields = kind, _fields_of(kind)
@@ -293,7 +291,7 @@ class _Object:
         self._optional = tuple(name for name, left_out in names if left_out)
 
     def names(self) -> list[tuple[str, bool]]:
-        """The names in JSON, FLAT fields' too, and whether they are SPARSE."""
+        """Return the names in JSON, FLAT fields' too, and whether they are SPARSE."""
         found = []
         for field in self._fields:
             found += field.flat.names() if field.flat else [(field.name, field.left_out)]

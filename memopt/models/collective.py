@@ -11,7 +11,7 @@ from memopt.models.codec import Check
 
 
 class CollectiveKind(StrEnum):
-    """What a collective does with the tensors of its ranks."""
+    """The operation of a collective on the tensors of its ranks."""
 
     ALL_GATHER = "all gather"
     REDUCE_SCATTER = "reduce scatter"
@@ -22,15 +22,15 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What an operator sends over the network.
+    """A transfer of an operator over the network, between ranks.
 
     Attributes:
-        kind: what it does.
+        kind: the operation.
         ranks: how many take part.
         size_bytes: of the whole: the gathered tensor, the tensor before it is scattered, and
-            otherwise the tensor of one rank; all tensors together where it is coalesced.
-        stride: how far apart the ranks of the group are, in the numbering of all ranks: 1 for
-            neighbours, 8 where each is the first of its node of 8.
+            otherwise the tensor of one rank; all tensors together if it is coalesced.
+        stride: distance between the group's ranks in the numbering of all ranks: 1 for
+            neighbours, 8 if each is the first of its node of 8.
     """
 
     kind: CollectiveKind

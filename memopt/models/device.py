@@ -23,7 +23,7 @@ class Device:
         transfer_latency_s: per transfer, seconds.
         duplex: whether both directions overlap; False: one transfer at a time in all.
         flops_per_s: peak flops by dtype name ("float32", "bfloat16"...). An entry for a dtype and
-            a kind of operator ("bfloat16 attention", "float32 softmax") is what is achieved, in
+            a kind of operator ("bfloat16 attention", "float32 softmax") is the achieved rate, in
             the operations of `memopt.pricing.flops`; no fraction is applied to it.
         memory_bytes_per_s: device memory bandwidth.
         launch_latency_s: per kernel, seconds.
@@ -33,7 +33,7 @@ class Device:
         source: where the figures come from.
         host_update_bytes_per_s: parameter, gradient and optimizer state that an update on the host
             reads and writes in a second; None: unknown, and updates run on the device.
-        network: what connects it with the other ranks of a cluster; None: unknown, and
+        network: connects it with the other ranks of a cluster; None: unknown, and
             collectives count as free.
     """
 
@@ -89,22 +89,22 @@ class Device:
         return math.isfinite(self.to_host_bytes_per_s)
 
     def swap_out_time_s(self, size_bytes: int) -> float:
-        """Seconds to copy `size_bytes` to the host."""
+        """Return the seconds to copy `size_bytes` to the host."""
         return self.transfer_latency_s + size_bytes / self.to_host_bytes_per_s
 
     def swap_in_time_s(self, size_bytes: int) -> float:
-        """Seconds to copy `size_bytes` from the host."""
+        """Return the seconds to copy `size_bytes` from the host."""
         return self.transfer_latency_s + size_bytes / self.swap_in_bytes_per_s
 
     def collective_time_s(self, collective: Collective) -> float:
-        """Seconds that a collective takes on an idle network."""
+        """Return the seconds that a collective takes on an idle network."""
         return self.network.time_s(collective) if self.network else 0.0
 
     def allocated_bytes(self, size_bytes: int) -> int:
-        """Bytes that the allocator counts for a request of `size_bytes`."""
+        """Return the bytes that the allocator counts for a request of `size_bytes`."""
         return in_blocks(size_bytes, self.block_bytes)
 
 
 def in_blocks(size_bytes: int, block_bytes: int) -> int:
-    """Bytes of an allocation, in whole blocks of the allocator."""
+    """Return the bytes of an allocation, in whole blocks of the allocator."""
     return -(-size_bytes // block_bytes) * block_bytes

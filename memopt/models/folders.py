@@ -1,4 +1,4 @@
-"""The folder in which memopt keeps files of its own."""
+"""The folder in which memopt keeps its own files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LOG = logging.getLogger(__name__)
 _TOLD: set[Path] = set()
 
 UNFINISHED = ".memopt-"
-"""What the name of a file begins with that is being written, to take another one's place."""
+"""Prefix of the name of a file that is being written, to replace another one."""
 _ABANDONED_S = 24 * 3600.0
 
 
 def default_directory() -> Path:
-    """MEMOPT_CACHE_DIR, or the user's cache folder."""
+    """Return MEMOPT_CACHE_DIR, or the user's cache folder."""
     chosen = os.environ.get("MEMOPT_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -25,14 +25,14 @@ def default_directory() -> Path:
 
 
 def tell_once(what: str, path: Path, doing: str, error: Exception) -> None:
-    """Say, once for each place, that what memopt keeps there for later cannot be used: a full or
-    read-only disk must not stop a plan.
+    """Warn, once for each place, that a file kept for later cannot be used: a full or read-only
+    disk must not stop a plan.
 
     Args:
-        what: is kept there.
+        what: the kind of file or folder.
         path: of the file or folder.
-        doing: what failed: "read" or "written".
-        error: why.
+        doing: the operation that failed: "read" or "written".
+        error: the reason.
     """
     if path not in _TOLD:
         _TOLD.add(path)
@@ -40,8 +40,8 @@ def tell_once(what: str, path: Path, doing: str, error: Exception) -> None:
 
 
 def drop_oldest(folder: Path, most: int) -> None:
-    """Delete the oldest JSON files of a folder beyond so many, and their locks; and what processes
-    that were killed have left half-written. Other processes may do so at once."""
+    """Delete the oldest JSON files of a folder beyond `most`, with their locks, and files that
+    killed processes have left half-written. Other processes may do so at once."""
     found: list[tuple[float, Path]] = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Python's garbage collector while much is made that stays."""
+"""Limits Python's garbage collector while many lasting objects are made."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from memopt.models.locks import ForkedLock
 _NEVER = 1_000_000
 _lock = ForkedLock()
 _inside: list[tuple[int, int, int]] = []
-"""The thresholds that were found, once for each block that is under way."""
+"""The original thresholds, once for each block under way."""
 
 
 @contextlib.contextmanager
 def full_collections_put_off() -> Iterator[None]:
-    """Look through young objects only: a trace makes millions that stay until it is done, and to
-    look through all of them again and again took a tenth of its time. Of the thresholds that the
-    first of several threads found, the last one puts them back."""
+    """Collect only young objects in the block. A trace makes millions of objects that live until it
+    is done, and examining all of them repeatedly took a tenth of its time. With several threads the
+    last one restores the thresholds that the first one found."""
     with _lock:
         found = _inside[0] if _inside else gc.get_threshold()
         _inside.append(found)

@@ -43,12 +43,12 @@ def random_chain(
     negative_overheads: bool = False,
     resident_bytes: int = 0,
 ) -> Chain:
-    """A chain of `length` stages, the last of which is the loss.
+    """Draw a chain of `length` stages, the last of which is the loss.
 
     Args:
         rng: source of randomness.
         length: number of stages, the loss included, at least 1.
-        shape: how sizes run along it; None: any of them.
+        shape: course of the sizes along it; None: any of them.
         max_bytes: the largest activation.
         max_time_s: the longest operation.
         parameter_gradients: whether stages hold gradients of their own.
@@ -88,7 +88,7 @@ def random_chain(
 
 
 def _draw(rng: Random, high: int, zeros: float) -> int:
-    """A whole number from 0 to `high`, made 0 with probability `zeros`."""
+    """Draw 0 with probability `zeros`, else a whole number from 0 to `high`."""
     return 0 if rng.random() < zeros else rng.randint(0, high)
 
 
@@ -115,13 +115,13 @@ def random_graph(
     updates: bool = False,
     inference: bool = False,
 ) -> Graph:
-    """A training step: a random forward DAG and the backward that autograd would derive.
+    """Draw a training step: a random forward DAG and the backward that autograd would derive.
 
     Forward operators read up to three earlier tensors and sometimes a parameter, and write one
     or two (the second often saved for the backward only, or never read). Each backward operator
-    reads the gradients of its forward operator's outputs and some of what that one read or
-    wrote; several gradients of one tensor are added up. Parameter gradients, and sometimes the
-    input's, are the results.
+    reads the gradients of its forward operator's outputs and some of the tensors that this one
+    read or wrote; several gradients of one tensor are added up. Parameter gradients, and sometimes
+    the input's, are the results.
 
     Args:
         rng: source of randomness.
@@ -235,7 +235,7 @@ class _RandomStep:
         return tangent
 
     def _gradient_of(self, tensor: int) -> int | None:
-        """The one gradient of a tensor, adding up the contributions if there are several."""
+        """Return the one gradient of a tensor, after adding up several contributions."""
         parts = self.gradients.get(tensor, [])
         while len(parts) > 1:
             size_bytes = self.tensors[tensor].size_bytes

@@ -53,7 +53,7 @@ class Tensor:
     Attributes:
         name: for people; leads back to the user's modules.
         size_bytes: as the device's allocator counts it.
-        kind: what it holds; INPUT, PARAMETER, BUFFER, CONSTANT and OPTIMIZER_STATE are
+        kind: of its values; INPUT, PARAMETER, BUFFER, CONSTANT and OPTIMIZER_STATE are
             resident: live during the whole step, never computed, freed or counted twice.
     """
 
@@ -83,10 +83,10 @@ class Implementation:
         exact: whether it gives the operator's results bit for bit.
         in_place: as the operator's, under this implementation: the first tensor it writes may
             take over the storage of one of these.
-        packed: whether it makes or reads a tensor that only implementations have, an operand in
+        packed: whether it writes or reads a tensor that only implementations have, an operand in
             few bits (MONeT's intermediate-activated operators).
         on_host: whether the host runs it, beside the device: an update whose parameter and state
-            live there. It reads the host copies of what the operator reads, so that `reads` is
+            live there. It reads the host copies of the operator's operands, so that `reads` is
             (), and `workspace_bytes` is host memory.
     """
 
@@ -108,7 +108,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One real kernel call, together with the view operators that hang on it.
+    """One real kernel call, together with the views of its results.
 
     Attributes:
         name: canonical and unique in its graph.
@@ -124,9 +124,8 @@ class Operator:
         implementations: other ways to run it; () means only the default one.
         in_place: tensors among its reads whose storage its first output may take over, under the
             default implementation (MONeT appendix C.1).
-        collective: what it sends over the network, where it runs; None: it computes. One starts
-            where a program runs it, `time_s` is its time on the network, and its first reader
-            waits for it.
+        collective: its transfer over the network; None: it computes. A collective starts where a
+            program runs it, `time_s` is its time on the network, and its first reader waits for it.
     """
 
     name: str
@@ -144,7 +143,7 @@ class Operator:
     collective: Collective | None = field(default=None, metadata=SPARSE)
 
     on_host: ClassVar[bool] = False
-    """Of its own implementation, as `Implementation.on_host`."""
+    """As `Implementation.on_host`: the default implementation runs on the device."""
 
     def __post_init__(self) -> None:
         owner = f"Operator {self.name!r}"
@@ -163,9 +162,9 @@ class Operator:
 
     @property
     def has_effects(self) -> bool:
-        """Whether it must run even if nothing reads what it writes: updates, random draws (they
-        move the generator for all that draw later), collectives (for which the other ranks wait),
-        and what writes nothing."""
+        """Whether it must run even if nothing reads its results: updates, random draws (they
+        move the generator for all later draws), collectives (for which the other ranks wait),
+        and operators that write nothing."""
         acts = self.phase is Phase.UPDATE or self.random or self.collective is not None
         return acts or not self.writes
 
@@ -180,15 +179,15 @@ class Graph:
         outputs: forward tensors the user receives; live from their computation to the end.
         gradients: tensors the step must end with (parameter and input gradients).
         tangents: gradients of the outputs; they appear at the loss boundary.
-        tangents_held: whether tangents stay live to the end of the step (see
-            `Capabilities` in the executor); else they may be freed after their last reader.
+        tangents_held: whether tangents stay live to the end of the step, which depends on the
+            torch version; else they may be freed after their last reader.
         boundary_bytes: memory of the user's loss at the boundary, on top of everything live.
         extra_resident_bytes: resident bytes that belong to no tensor of the graph.
         allocator_owned: computed tensors that a placement leaves to the allocator: their kernels
             cannot write at a given address, or the user keeps them.
-        movable: resident tensors that a program may keep on the host between steps and bring
-            where they are read (whole steps; `memopt.programs.moved`). Not one that an operator
-            writes by another name.
+        movable: resident tensors that a program may keep on the host between steps and swap in
+            where they are read (whole steps; `memopt.programs.moved`). Not a tensor that an
+            operator writes by another name.
         repeated: whether movable tensors may stay on the device from one step to the next.
     """
 
@@ -205,7 +204,8 @@ class Graph:
     repeated: bool = field(default=False, metadata=SPARSE)
 
     linearizer: ClassVar[Callable[[Graph], Chain]]
-    """Makes the chain of `to_chain`; `memopt.reductions` sets it (rooms import downwards only)."""
+    """Makes the chain of `to_chain`; `memopt.reductions` sets it, as rooms import downwards
+    only."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class Graph:
 
     @cached_property
     def movable_bytes(self) -> int:
-        """Of the resident bytes, those that a program may keep on the host."""
+        """Bytes of the resident tensors that a program may keep on the host."""
         return sum(self.tensors[i].size_bytes for i in self.movable)
 
     @cached_property
@@ -374,22 +374,22 @@ class Graph:
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Computed tensors that must be live at the end: outputs and gradients, and tangents
-        where the framework holds them."""
+        """Computed tensors that must be live at the end: outputs and gradients, and tangents if the
+        framework holds them."""
         held = self.tangents if self.tangents_held else ()
         return frozenset((*self.outputs, *self.gradients, *held)) - self.resident
 
     @cached_property
     def compute_time_s(self) -> float:
-        """Every operator once but collectives, in seconds: a lower bound for every plan with one
+        """Seconds of every operator once but collectives: a lower bound for every plan with one
         stream."""
         return sum(x.time_s for x in self.operators if x.collective is None)
 
     @cached_property
     def network_time_s(self) -> float:
-        """Every collective once, in seconds: a lower bound for every plan, too."""
+        """Seconds of every collective once: a lower bound for every plan, too."""
         return sum(x.time_s for x in self.operators if x.collective is not None)
 
     def to_chain(self) -> Chain:
-        """The chain of this graph's articulation points; see `memopt.reductions.linearize`."""
+        """Return the chain of articulation points; see `memopt.reductions.linearize`."""
         return type(self).linearizer(self)

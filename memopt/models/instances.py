@@ -43,7 +43,7 @@ gives the first (107 MB, 37.4 ms) and the sixth (86.8 MB, 47.4 ms)."""
 
 
 def rotor_toy() -> Chain:
-    """Six linear layers and a loss that costs nothing (Rotor §3.2, Table 2); MB = 10⁶ bytes.
+    """Return six linear layers and a loss that costs nothing (Rotor §3.2, Table 2); MB = 10⁶ bytes.
 
     Stage 4 has ω_ā < ω_a, as printed. The input's gradient is wanted (ω_δ^0 = ω_a^0).
     """
@@ -76,7 +76,7 @@ FIGURE_4_BUDGET_BYTES = 15
 
 
 def rotor_figure_4(n: int) -> Chain:
-    """The counter-example of Rotor §4.1: no memory persistent schedule is optimal.
+    """Return the counter-example of Rotor §4.1: no memory persistent schedule is optimal.
 
     L = n + 2 stages and the loss; u_f^1 = k = n − 2, u_f^2 = 2, all other times 0; sizes 3 but
     ω_a^0 = ω_a^{L+1} = 0, ω_a^1 = 1, ω_a^L = 4; ω_ā = ω_δ = ω_a. The budget is
@@ -99,7 +99,7 @@ def rotor_figure_4(n: int) -> Chain:
 
 
 def figure_4_makespans(n: int) -> dict[str, float]:
-    """The optima of `rotor_figure_4(n)` at its budget, seconds, by class of schedules.
+    """Return the optima of `rotor_figure_4(n)` at its budget, seconds, by class of schedules.
 
     "persistent": 3n − 2 and "weakly persistent": 2n + 2 (Rotor §4.1; the text also prints
     2k + 4, which is 2n).
@@ -108,7 +108,7 @@ def figure_4_makespans(n: int) -> dict[str, float]:
 
 
 def rotor_partition(values: Sequence[int]) -> tuple[Chain, int]:
-    """The reduction from 2-Partition of Rotor §3.4 (Theorem 3.6): (chain, budget in bytes).
+    """Reduce 2-Partition to a chain (Rotor §3.4, Theorem 3.6): (chain, budget in bytes).
 
     With Σ values = 2V, the budget 3V allows a makespan of 4V (backward times are 0) exactly if
     some of the values sum to V. Stage 2k+1 takes x_k seconds and yields x_k bytes, the stages
@@ -130,18 +130,18 @@ def rotor_partition(values: Sequence[int]) -> tuple[Chain, int]:
 
 
 def partition_makespan(values: Sequence[int]) -> int:
-    """The makespan of `rotor_partition(values)` that is reached if the values split evenly."""
+    """Return the makespan of `rotor_partition(values)` if the values split evenly."""
     return 2 * sum(values)
 
 
 THREE_LAYERS_PEAK_BYTES = 2524
 """Store-all's peak on `three_layers`, in the backward of layer 2: resident 964; the output 100
-and its tangent 100, both held to the end; what that backward reads, a1 300 and d2 200; the
-gradient of w3 200; what it writes, d1 300 and the gradient of w2 300; workspace 60."""
+and its tangent 100, both held to the end; operands a1 300 and d2 200; the gradient of w3 200;
+results d1 300 and the gradient of w2 300; workspace 60."""
 
 
 def three_layers() -> Graph:
-    """A training step of three layers with parameters, small enough to follow by hand."""
+    """Return a training step of three layers with parameters, small enough to follow by hand."""
     names = ("x", "w1", "w2", "w3", "a1", "a2", "y", "dy", "d2", "g3", "d1", "g2", "g1")
     sizes = (64, 400, 300, 200, 300, 200, 100, 100, 200, 200, 300, 300, 400)
     kinds = (

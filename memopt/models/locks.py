@@ -35,7 +35,7 @@ class ForkedLock:
         self._held.pop().release()
 
     def renew(self) -> None:
-        """This is the child: nobody holds it."""
+        """Replace the lock in a forked child, where nobody holds it."""
         self._lock = threading.RLock()
 
 

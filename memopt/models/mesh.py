@@ -1,4 +1,4 @@
-"""A mesh of ranks by name: what a cluster that is not there would be used as."""
+"""A mesh of ranks by name, for plans on a cluster that is not at hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SHARING = frozenset({"tensor", "tp", "context", "cp", "sequence", "sp", "pipelin
 
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
-    """Ranks in dimensions, `Mesh(data=64, tensor=8)`: the last dimension's are neighbours, as in
-    torch's DeviceMesh, so that it is the one to put on the links within a node.
+    """Ranks in named dimensions, `Mesh(data=64, tensor=8)`. The ranks of the last dimension are
+    neighbours, as in torch's DeviceMesh, so it belongs on the links within a node.
 
     Attributes:
         sizes: (name, ranks) of each dimension, the outermost first.
@@ -40,13 +40,13 @@ class Mesh:
 
     @property
     def batches(self) -> int:
-        """How many ranks have a batch of their own: all but those along dimensions that share one,
+        """Number of ranks with a batch of their own: all but those along dimensions that share one,
         by their names (`SHARING`)."""
         return math.prod(ranks for name, ranks in self.sizes if name not in SHARING)
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of all ranks."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:

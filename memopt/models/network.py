@@ -1,4 +1,4 @@
-"""The network of a cluster, and how long a collective takes on it.
+"""The network of a cluster, and the time of a collective on it.
 
 The alpha-beta model of Thakur, Rabenseifner and Gropp (Optimization of Collective Communication
 Operations in MPICH, IJHPCA 19(1), 2005, section 4), for p ranks, a whole of S bytes, a hop's
@@ -11,10 +11,10 @@ latency α and a rate β per rank; NCCL pipelines its trees and broadcasts:
     ring broadcast, pipelined               (p-1) α + S/β
     tree broadcast, pipelined               ⌈log₂ p⌉ α + S/β
 
-of which the fastest is taken, under the fastest protocol, as NCCL's tuner does. Of a ring's hops
-one a node leaves it. Where p ranks are on n nodes, m on each, all of a node's ranks take turns to
-leave it, each over a network adapter of its own: β is the slower of a rank's rate within the node
-and m times its rate between nodes.
+The fastest is taken, under the fastest protocol, as NCCL's tuner does. One of a ring's hops per
+node leaves the node. If p ranks are on n nodes, m on each, all ranks of a node take turns to leave
+it, each over a network adapter of its own: β is the slower of a rank's rate within the node and m
+times its rate between nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memopt.models.collective import Collective, CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One of a library's ways to hand on a message: less latency for less of the rate.
+    """One of a library's protocols for messages, which trade latency for rate.
 
     Attributes:
         start_s: per collective, seconds.
@@ -54,13 +54,13 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects the ranks of a cluster: links within a node, a network between nodes.
+    """The connections between the ranks of a cluster: links within a node, a network between nodes.
 
     Attributes:
         network_bytes_per_s: of one rank, each way, to other nodes.
         node_bytes_per_s: of one rank, each way, to the ranks of its node.
         ranks_per_node: how many ranks a node has.
-        protocols: how a message is handed on; the fastest is taken.
+        protocols: the library's protocols; the fastest is taken.
         source: where the figures come from.
     """
 
@@ -77,7 +77,7 @@ class Network:
             raise ValueError("Network: ranks_per_node must be at least 1, with a protocol or more")
 
     def time_s(self, collective: Collective) -> float:
-        """Seconds that a collective takes on an idle network; 0 for one rank alone."""
+        """Return the seconds that a collective takes on an idle network; 0 for one rank alone."""
         if collective.ranks == 1:
             return 0.0
         return min(self._under(protocol, collective) for protocol in self.protocols)
@@ -106,8 +106,8 @@ class Network:
         return protocol.start_s + moved_s
 
     def _exchanged(self, size_bytes: int, on_a_node: int, nodes: int) -> float:
-        """Seconds in which each rank has sent an equal part of its tensor to every other: what
-        goes to other nodes leaves through the rank's own adapter."""
+        """Return the seconds in which each rank sends an equal part of its tensor to every other.
+        Parts for other nodes leave through the rank's own adapter."""
         part_bytes = size_bytes / (on_a_node * nodes)
         inside = (on_a_node - 1) * part_bytes / self.node_bytes_per_s
         outside = (nodes - 1) * on_a_node * part_bytes / self.network_bytes_per_s
@@ -115,5 +115,5 @@ class Network:
 
 
 def _levels(ranks: int) -> int:
-    """Levels of a binary tree of that many ranks, without its root's."""
+    """Return the levels of a binary tree of that many ranks, without its root's."""
     return math.ceil(math.log2(ranks)) if ranks > 1 else 0

@@ -15,7 +15,7 @@ OPTIMIZERS = (
 
 
 def optimizer_name(name: str) -> str:
-    """The name, in the list's case and without spaces around it.
+    """Return the name, in the list's case and without spaces around it.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

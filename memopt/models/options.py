@@ -1,5 +1,5 @@
-"""The options of `memopt.plan`, `wrap`, `compare`, `fits` and `profile`, as a few records: what is
-planned, within which limits, how it is priced, and which passes follow."""
+"""The options of `memopt.plan`, `wrap`, `compare`, `fits` and `profile` as a few records: the step,
+its pricing, the limits, and the passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Pricing:
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """What a plan, and the search for it, must keep; the arguments of `memopt.plan` of these
+    """The limits of a plan and of the search for it; the arguments of `memopt.plan` of these
     names."""
 
     budget: WrittenBudget = None

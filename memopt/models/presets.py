@@ -42,20 +42,20 @@ from memopt.models.network import Network, Protocol
 _GIB = 2**30
 _CUDA_CONTEXT_BYTES = int(0.6 * _GIB)
 _LAUNCH_LATENCY_S = 5e-6
-"""Between small kernels in a stream: 3.8 µs launched back to back from C (NVIDIA, "Getting started
-with CUDA graphs"), a little more from Python."""
+"""Time between small kernels in a stream: 3.8 µs launched back to back from C (NVIDIA, "Getting
+started with CUDA graphs"), a little more from Python."""
 _TRANSFER_LATENCY_S = 10e-6
 
 
 _UPDATE_SHARE = 0.43
-"""Of the host's memory bandwidth, what an optimizer's step on the host reaches."""
+"""Share of the host's memory bandwidth that an optimizer's step on the host reaches."""
 
 _NCCL = (
     Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0),
     Protocol(14.0e-6, 1.9e-6, 4.0e-6, 120 / 128),
     Protocol(6.6e-6, 0.6e-6, 2.7e-6, 141 / 360),
 )
-"""Simple, LL128 and LL, by rings."""
+"""NCCL's protocols Simple, LL128 and LL, by rings."""
 HGX_H100 = Network(47e9, 360e9, 8, _NCCL, "NVLink 4, one NDR adapter a GPU; see this module")
 HGX_A100 = Network(23.5e9, 208e9, 8, _NCCL, "NVLink 3, one HDR adapter a GPU, at the share of NDR")
 SUPERCHIPS = Network(47e9, 47e9, 1, _NCCL, "an NDR adapter for each GH200, one of them in a node")
@@ -243,7 +243,7 @@ PRESETS: tuple[Device, ...] = (
     GB200,
     CPU_CORE,
 )
-"""Every device memopt knows by name."""
+"""Every device that memopt knows by name."""
 
 ALIASES = {
     "v100": V100_PCIE,
@@ -263,10 +263,10 @@ ALIASES = {
 
 
 def find_device(name: str) -> Device:
-    """The preset of that name, whatever its case.
+    """Return the preset of that name, whatever its case.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: there is none; the message lists the known ones.
     """
     by_name = {device.name.lower(): device for device in PRESETS} | ALIASES
     found = by_name.get(name.strip().lower())

@@ -26,16 +26,16 @@ class SlotScale:
             raise ValueError(f"SlotScale: slot_bytes must be at least 1, got {self.slot_bytes}")
 
     def size_slots(self, size_bytes: int) -> int:
-        """Slots that hold `size_bytes`, rounded up."""
+        """Return the slots that hold `size_bytes`, rounded up."""
         return -(-size_bytes // self.slot_bytes)
 
     def budget_slots(self, budget_bytes: int) -> int:
-        """Whole slots within `budget_bytes`, rounded down."""
+        """Return the whole slots within `budget_bytes`, rounded down."""
         return budget_bytes // self.slot_bytes
 
 
 def slot_scale(whole_bytes: int, slots: int) -> SlotScale:
-    """The scale that gives `whole_bytes`, a chain's memory without recomputation, `slots` slots.
+    """Return the scale by which `whole_bytes`, a chain's memory without recomputation, is `slots`.
 
     Raises:
         ValueError: slots is below 1.

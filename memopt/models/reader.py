@@ -1,4 +1,4 @@
-"""JSON as memopt writes it, and strict reading of what somebody else may have written."""
+"""Writes JSON in memopt's canonical form, and reads JSON of unknown origin strictly."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 
 def canonical(document: object) -> bytes:
-    """A parsed JSON document as memopt always writes it: sorted, without spaces, in ASCII."""
+    """Write a parsed JSON document in canonical form: sorted, without spaces, in ASCII."""
     text = json.dumps(
         document,
         sort_keys=True,
         separators=(",", ":"),
         allow_nan=False,
-        # Whole numbers of numpy.
+        # NumPy's integers.
         default=index,
     )
     return text.encode("ascii")
 
 
 def digest(document: object) -> str:
-    """Names a parsed JSON document: the SHA-256 (hex) of its canonical form."""
+    """Return the SHA-256 (hex) of a parsed JSON document's canonical form."""
     return hashlib.sha256(canonical(document)).hexdigest()
 
 
 def parse(data: bytes | str) -> object:
-    """Parse JSON, refusing what is not standard JSON and repeated fields.
+    """Parse JSON; refuse non-standard JSON and repeated fields.
 
     Raises:
         PlanFileError: what is wrong with the text.
@@ -60,40 +60,40 @@ def parse(data: bytes | str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A parsed JSON value and where it stands in the file, for messages.
+    """A parsed JSON value and its place in the file, for messages.
 
-    Every method raises PlanFileError naming the place when the value is not what it asks for.
+    Every method raises PlanFileError naming the place when the value is not of the wanted kind.
     """
 
     value: Any
     place: str
 
     def fail(self, wanted: str) -> PlanFileError:
-        """The error to raise when the value is not `wanted`."""
+        """Return the error to raise when the value is not `wanted`."""
         shown = repr(self.value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return PlanFileError(f"{self.place}: expected {wanted}, found {shown}")
 
     def text(self) -> str:
-        """A string."""
+        """Return a string."""
         if not isinstance(self.value, str):
             raise self.fail("a string")
         return self.value
 
     def flag(self) -> bool:
-        """true or false."""
+        """Return true or false."""
         if not isinstance(self.value, bool):
             raise self.fail("true or false")
         return self.value
 
     def whole(self) -> int:
-        """A whole number."""
+        """Return a whole number."""
         if isinstance(self.value, bool) or not isinstance(self.value, int):
             raise self.fail("a whole number")
         return self.value
 
     def number(self) -> float:
-        """A finite number."""
+        """Return a finite number."""
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise self.fail("a number")
         try:
@@ -105,7 +105,7 @@ class Reader:
         return number
 
     def number_text(self) -> float:
-        """Any float, NaN and the infinite ones too, as Python writes it in a string."""
+        """Return any float, NaN and infinities included, from a string as Python writes it."""
         text = self.text()
         try:
             value = float(text)
@@ -116,17 +116,17 @@ class Reader:
         return value
 
     def items(self) -> list[Reader]:
-        """The elements of a list."""
+        """Return the elements of a list."""
         if not isinstance(self.value, list):
             raise self.fail("a list")
         return [Reader(item, f"{self.place}[{i}]") for i, item in enumerate(self.value)]
 
     def each(self, read: Callable[[Reader], T]) -> tuple[T, ...]:
-        """A list, every element of which `read` takes."""
+        """Return a list whose elements were read by `read`."""
         return tuple(read(item) for item in self.items())
 
     def pairs(self) -> list[tuple[str, Reader]]:
-        """A list of [name, value]."""
+        """Return a list of (name, value) from a list of [name, value]."""
         rows = [(row, row.items()) for row in self.items()]
         for row, items in rows:
             if len(items) != 2:
@@ -134,20 +134,20 @@ class Reader:
         return [(items[0].text(), items[1]) for _, items in rows]
 
     def entries(self) -> dict[str, Reader]:
-        """The fields of an object, whatever their names."""
+        """Return the fields of an object, whatever their names."""
         if not isinstance(self.value, Mapping):
             raise self.fail("an object")
         return {name: Reader(item, f"{self.place}.{name}") for name, item in self.value.items()}
 
     def only_entry(self, wanted: str) -> tuple[str, Reader]:
-        """The field of an object that has exactly one."""
+        """Return the field of an object that has exactly one."""
         entries = list(self.entries().items())
         if len(entries) != 1:
             raise self.fail(wanted)
         return entries[0]
 
     def fields(self, *names: str, optional: tuple[str, ...] = ()) -> dict[str, Reader]:
-        """The fields of an object that has all of `names`, and perhaps those in `optional`."""
+        """Return the fields of an object: all of `names`, and perhaps those in `optional`."""
         entries = self.entries()
         for name in names:
             if name not in entries:

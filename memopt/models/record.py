@@ -26,9 +26,9 @@ class OutputGradients:
 
     Attributes:
         unused: positions of the leaves that get no gradient.
-        strides: (position, strides) of gradients, where they arrive without gaps.
-        held_bytes: that live to the end of the step beside the gradients: larger tensors of which
-            gradients of parameters and inputs are parts; and, where torch holds what it hands over
+        strides: (position, strides) of gradients that arrive without gaps.
+        held_bytes: live to the end of the step beside the gradients: larger tensors of which
+            gradients of parameters and inputs are parts; and, where torch holds handed-over tensors
             (2.11), gradients that are copied on their way into the backward.
         dropped: positions of the tensors among the leaves that the loss does not read, and that the
             step therefore does not return.
@@ -50,7 +50,7 @@ class OutputGradients:
 
 
 ANY_LOSS = OutputGradients()
-"""Nothing is known of the loss: every output may get a gradient, laid out as the output is."""
+"""An unknown loss: every output may get a gradient, laid out as the output is."""
 
 
 _Autocast = Annotated[
@@ -61,7 +61,7 @@ _Autocast = Annotated[
     ),
 ]
 _LARGEST_BLOCK_BYTES = 2**30
-"""Larger blocks are no allocator's: sizes counted in them could not be added up."""
+"""Limit of block sizes: no allocator's blocks are larger, and sizes in them would not add up."""
 _BlockBytes = Annotated[
     int,
     Check(
@@ -94,18 +94,18 @@ class ModelRecord:
         torch_version: the torch that captured it.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph; "" if it was not captured.
-        output_gradients: what the planned loss does with the model's output.
+        output_gradients: the gradients that the planned loss gives to the model's output.
         loss_bytes: of the planned loss itself, which lives from its step into the next one and is
             charged as resident, if it takes more than a number.
-        library_bytes: what libraries keep on the device from step to step, charged as resident.
+        library_bytes: kept by libraries on the device from step to step, charged as resident.
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
-        accumulated_bytes: of gradients that are there when a step begins, charged as resident.
-        dropped_bytes: of gradients that are there until the backward begins, charged until then.
+        accumulated_bytes: of gradients held when a step begins, charged as resident.
+        dropped_bytes: of gradients held until the backward begins, charged until then.
         ranks: how many processes hold parts of its parameters.
-        kernels: what its operators run, see `memopt.plan`.
+        kernels: the choice of kernels, see `memopt.plan`.
         aten_regions: keys of the regions that stay ATen's although kernels are compiled.
-        rules: what a whole step does between its backward and its updates.
+        rules: micro-batches, clipping and scaling of a whole step.
         channels_last: whether its images are in channels-last order, as compiled kernels have them.
         repeated: (position, earlier position) of each flat argument that is the same tensor as an
             earlier one.
@@ -138,7 +138,7 @@ class ModelRecord:
 
 
 def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
-    """The first thing, for people, in which a model and call differ from the planned ones.
+    """Return the first difference, for people, between a model and call and the planned ones.
 
     The fingerprints are not compared.
     """

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Occupied(Enum):
-    """The kinds of work that a step's streams are occupied by."""
+    """The kinds of work that occupy a step's streams."""
 
     COMPUTE = "compute"
     WAIT = "wait"
@@ -21,8 +21,7 @@ class Recorded:
 
     Attributes:
         what: on the compute stream (COMPUTE, WAIT) or a copy.
-        position: the instruction's index in the program; for a copy, that of its SwapOut or
-            SwapIn.
+        position: the instruction's index in the program; for a copy, that of its SwapOut or SwapIn.
         start_s: seconds from the start of the step.
         end_s: seconds.
     """

@@ -1,8 +1,8 @@
-"""Comparing a plan's priced graph with the graph of a model, and pricing that with its figures.
+"""Compares a plan's priced graph with a model's graph, and prices that with the plan's figures.
 
-A plan file brings its own graph. Nothing in it is believed but its times, and memory where it
-counts more than the model's graph does: what runs is checked against a graph that is captured
-anew (`memopt.stages.figures`).
+A plan file brings its own graph. Only its times are trusted, and memory where it counts more than
+the model's graph does: the program is checked against a graph that is captured anew
+(`memopt.stages.figures`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from memopt.models.graph import Graph, Implementation, Operator, Tensor
 
 Resized = tuple[tuple[int, int], ...]
-"""(tensor, its size in the captured graph, bytes) of those whose kernels make them larger."""
+"""(tensor, its size in the captured graph, bytes) of tensors that their kernels make larger."""
 
 
 def resized(captured: Graph, priced: Graph) -> Resized:
-    """The tensors of a captured graph that have another size in the priced one."""
+    """Return the tensors of a captured graph that have another size in the priced one."""
     pairs = zip(captured.tensors, priced.tensors, strict=False)
     return tuple(
         (index, before.size_bytes)
@@ -27,8 +27,8 @@ def resized(captured: Graph, priced: Graph) -> Resized:
 
 
 def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
-    """The structure of the graph that a priced graph was made from: without implementations, the
-    tensors that only they write, and the sizes that were measured.
+    """Return the structure of the graph that a priced graph was made from: without implementations,
+    the tensors that only they write, and the sizes that were measured.
 
     Raises:
         ValueError: the sizes are of no tensors of the graph.
@@ -44,7 +44,7 @@ def as_captured(priced: Graph, sizes: Resized = ()) -> Graph:
 
 
 def without_implementations(graph: Graph) -> Graph:
-    """A graph without implementations and the tensors that only they write, which are its last."""
+    """Return a graph without implementations and the tensors (its last) that only they write."""
     used = {t for operator in graph.operators for t in (*operator.reads, *operator.writes)}
     used |= {*graph.resident, *graph.outputs, *graph.gradients, *graph.tangents}
     count = max(used, default=-1) + 1
@@ -57,7 +57,7 @@ def without_implementations(graph: Graph) -> Graph:
 
 
 def graph_difference(planned: Graph, found: Graph) -> str | None:
-    """The first thing, for people, in which a planned graph is not the one that was found.
+    """Return the first difference, for people, between a planned graph and the one that was found.
 
     Times and workspaces are not compared, nor is memory where the planned graph counts more.
     """
@@ -118,12 +118,12 @@ def with_figures(
     sizes: Mapping[int, int] | None = None,
     workspaces: Mapping[tuple[int, str | None], int] | None = None,
 ) -> Graph:
-    """A graph with the figures of the planned one, from which it does not differ.
+    """Return a graph with the figures of the planned one, from which it does not differ.
 
     Args:
         found: the structure.
-        planned: its times; and its sizes and workspaces, at least.
-        sizes: tensor → bytes it has here; counted where that is more.
+        planned: its times; and its sizes and workspaces, as minimums.
+        sizes: tensor → bytes it has here; counted if that is more.
         workspaces: (operator, implementation) → bytes its kernel takes here; likewise.
     """
     known = sizes or {}
@@ -168,5 +168,5 @@ def with_figures(
 def _of_same_size(
     tensors: tuple[Tensor, ...], in_place: tuple[int, ...], writes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The tensors of the size of the first output, whose storage it can take over."""
+    """Return the tensors of the size of the first output, whose storage it can take over."""
     return tuple(t for t in in_place if tensors[t].size_bytes == tensors[writes[0]].size_bytes)

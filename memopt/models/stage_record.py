@@ -1,4 +1,4 @@
-"""Which stages and passes made a plan, and with what, as plain data for plan files."""
+"""Records the stages and passes that made a plan, with their options, for plan files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASS_NAMES = ("order", "place")
 """The passes over a strategy's program that a user asks for, in order."""
 
 EXACT, ROUNDING = "exact", "other rounding"
-"""Which alternatives a step has: those that give the same bits, or all."""
+"""The alternatives of a step: those that give the same bits, or all."""
 
 _Name = Annotated[
     str,
@@ -36,8 +36,8 @@ class StageRecord:
     """A stage, or a pass, that ran.
 
     Attributes:
-        name: which.
-        options: what it ran with, a word each.
+        name: its name.
+        options: its options, a word each.
     """
 
     name: _Name
@@ -47,11 +47,11 @@ class StageRecord:
 def with_record(
     records: Iterable[StageRecord], name: str, *options: str
 ) -> tuple[StageRecord, ...]:
-    """Add a stage to those that ran. One that runs again is recorded once, as it ran last."""
+    """Add a stage to those that ran. A stage that runs again is recorded once, as it ran last."""
     others = (one for one in records if one.name != name)
     return (*others, StageRecord(name, options))
 
 
 def options_of(records: Iterable[StageRecord], name: str) -> tuple[str, ...] | None:
-    """Say what a stage ran with; None: it did not run."""
+    """Return the options that a stage ran with; None: it did not run."""
     return next((one.options for one in records if one.name == name), None)

@@ -1,4 +1,4 @@
-"""How a solve ended."""
+"""The outcome of a solve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memopt.models.progress import Progress as Progress
 
 
 class Status(StrEnum):
-    """How a solve ended."""
+    """The outcome of a solve."""
 
     OPTIMAL = "optimal"
     """Best in the strategy's own class of schedules."""

@@ -1,4 +1,4 @@
-"""What a whole step does between its backward and its updates, as plain data for plan files."""
+"""A whole step's rules between its backward and its updates, as plain data for plan files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _Count = Annotated[int, Check("a whole number, at least 1", lambda value: value 
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """How a whole step makes its updates from gradients.
+    """The way in which a whole step makes its updates from gradients.
 
     Attributes:
-        micro_batches: how many batches one step adds up the gradients of, each with its loss
+        micro_batches: number of batches whose gradients one step adds up, each with its loss
             divided by their number.
         clip_norm: the largest global norm of the gradients, to which they are scaled down; None:
             they are not clipped.
-        norm_type: which norm that is: 2.0, or inf.
+        norm_type: the kind of norm: 2.0, or inf.
         scaled: whether losses are scaled by a `torch.amp.GradScaler`.
     """
 
@@ -38,14 +38,14 @@ class StepRules:
             raise ValueError(f"norm_type is positive, 2.0 or math.inf say, got {self.norm_type!r}")
 
     def __bool__(self) -> bool:
-        """Whether the step does anything but update by the gradients of one batch."""
+        """Return whether the step does anything but update by the gradients of one batch."""
         return self.micro_batches > 1 or self.clip_norm is not None or self.scaled
 
 
 PLAIN = StepRules()
-"""Every parameter is updated as soon as its gradient is there."""
+"""Every parameter is updated as soon as its gradient is complete."""
 
 
 def scales(scaler: Any) -> bool:
-    """Whether a GradScaler (None: there is none) scales anything."""
+    """Return whether a GradScaler (None: there is none) scales anything."""
     return scaler is not None and bool(scaler.is_enabled())

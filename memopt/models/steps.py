@@ -11,7 +11,7 @@ from memopt.models.codec import Columns
 
 
 class Move(StrEnum):
-    """What a chain step does at its stage ℓ."""
+    """The action of a chain step at its stage ℓ."""
 
     FORWARD_NO_SAVE = "F∅"
     """Compute a^ℓ and drop a^{ℓ-1}."""
@@ -50,7 +50,7 @@ class ChainStep:
 
 
 def has_transfers(steps: Iterable[ChainStep]) -> bool:
-    """Whether a schedule moves data between the device and the host."""
+    """Return whether a schedule moves data between the device and the host."""
     return any(step.move in TRANSFER_MOVES for step in steps)
 
 

@@ -30,7 +30,7 @@ class Variant:
 
     @classmethod
     def of(cls, figures: Operator | Variant) -> Variant:
-        """A Variant with these figures."""
+        """Make a Variant with these figures."""
         return cls(
             figures.reads,
             figures.writes,
@@ -41,7 +41,7 @@ class Variant:
         )
 
     def as_good_as(self, other: Variant) -> bool:
-        """Whether it can stand in for the other at no cost in time or memory."""
+        """Return whether it can replace the other at no cost in time or memory."""
         return (
             self.on_host == other.on_host
             and set(self.reads) <= set(other.reads)
@@ -53,7 +53,7 @@ class Variant:
 
 
 def variant(operator: Operator, implementation: str | None) -> Operator | Variant:
-    """The reads, writes, time_s, workspace_bytes and in_place of `operator` under `implementation`.
+    """Return reads, writes, time_s, workspace_bytes, in_place of `operator` under `implementation`.
 
     None is the operator's own, default implementation.
 
@@ -80,12 +80,12 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
 def undominated(
     operator: Operator, resident: frozenset[int] = frozenset()
 ) -> tuple[Implementation, ...]:
-    """The implementations that are better in something than every other, the default included:
-    with what they write, faster, with less scratch memory, with fewer reads, or exact.
+    """Return the implementations that neither the default nor another one dominates: each other one
+    that writes the same is slower, needs more scratch memory or other operands, or is less exact.
 
     Args:
         operator: with its implementations.
-        resident: tensors that are there in any case, so that reading them costs nothing.
+        resident: tensors that are live in any case, so that reading them costs nothing.
     """
     kept: list[Implementation] = []
     known: list[tuple[Variant, bool]] = []
@@ -101,7 +101,7 @@ def undominated(
             if n != position
             and (precise or not exact)
             and other.as_good_as(own)
-            # Of two that are alike, the first stays.
+            # Of two equal ones the first stays.
             and (n < position or not own.as_good_as(other) or (exact and not precise))
         )
         if next(others, None) is None:

@@ -1,1 +1,1 @@
-"""What a step costs: time and memory of its operators and of the unplanned step."""
+"""Prices of a step: time and memory of its operators, and of the unplanned step."""

@@ -1,6 +1,6 @@
-"""The baseline: the unplanned step, measured. And the memory of the user's own loss.
+"""Measures the baseline, that is the unplanned step, and the memory of the user's own loss.
 
-Measuring leaves what the user owns as it was, see `memopt.user_code.restored_state`.
+Measuring leaves the user's objects as they were, see `memopt.user_code.restored_state`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from memopt.user_code.reached_state import ReachedState
 from memopt.user_code.restored_state import state_restored
 
 LARGEST_NUMBER_BYTES = 64
-"""The memory that torch allocates for a loss that is no more than a number."""
+"""Bytes that torch allocates for a loss that is one number, at most."""
 
 
 def backward(output: Any, loss: Loss | None, run: OwnBackward) -> None:
-    """The step after the forward: the user's loss, or unit tangents for every output. The backward
-    itself comes after a loop's `with torch.autocast`."""
+    """Run the step after the forward: the user's loss, or unit tangents for every output. The
+    backward itself runs outside a loop's `with torch.autocast`."""
     if loss is not None:
         run([loss.value(output)])
         return
@@ -54,26 +54,26 @@ def measure_baseline(
     optimizer: torch.optim.Optimizer | None = None,
     rules: StepRules = PLAIN,
 ) -> Baseline:
-    """The unplanned step: the first warms up, the last is metered, those between are timed (after
-    a metered one memory is new, which takes time). What a module's step returns is held while the
-    metered one ends.
+    """Measure the unplanned step. The first step warms up, the next ones are timed, the last is
+    metered (after a metered step memory is new, which takes time). What a module's step returns is
+    held while the metered step ends.
 
     Args:
         model: the user's model, in its mode.
         call: the example call.
         loss: the user's loss, if known.
         device: where the model is.
-        optimizer: steps, and drops the gradients, in a whole training step; None: forward, loss and
-            backward alone.
+        optimizer: for a whole training step, its `step` and `zero_grad` are run; None: forward,
+            loss and backward alone.
         rules: what a whole step does between its backward and its updates.
 
     Returns:
-        The baseline; its peak is above what is resident.
+        The baseline; its peak counts bytes above those resident.
     """
     call = call.detached()
     meet()
     loss = loss and loss.detached()
-    parts = loss.parts if loss else ()  # of whole steps the loss clears what it takes
+    parts = loss.parts if loss else ()  # in whole steps the loss itself clears its arguments
     world = ReachedState(() if optimizer else (model, call.args, call.kwargs, *parts))
 
     def clear() -> None:
@@ -103,7 +103,7 @@ def _unplanned_step(
     rules: StepRules,
     run_backward: OwnBackward,
 ) -> Callable[[], Any]:
-    """The step that `measure_baseline` measures; returns what a loop holds while it ends."""
+    """Return the step that `measure_baseline` measures; it returns what a loop holds at its end."""
     if optimizer is not None and loss is not None:
         return eager_step(model, call, loss.value, optimizer, rules, run_backward)
 
@@ -122,7 +122,7 @@ def _unplanned_step(
 
 
 def clear_gradients(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> None:
-    """No gradients on parameters and inputs, as before a step."""
+    """Drop the gradients of parameters and inputs, as before a step."""
     for tensor in (*model.parameters(), *inputs):
         if tensor.is_leaf:
             tensor.grad = None
@@ -133,9 +133,9 @@ class OutputTree:
     """A model's output without its differentiable tensors.
 
     Attributes:
-        leaves: the others, at their places among the leaves.
-        ranks: for each leaf, which differentiable tensor it is; None: none.
-        spec: the structure.
+        leaves: the other leaves at their places; None in place of a differentiable tensor.
+        ranks: for each leaf, its number among the differentiable tensors; None: it is none of them.
+        spec: the pytree structure.
     """
 
     leaves: list[Any]
@@ -143,17 +143,17 @@ class OutputTree:
     spec: pytree.TreeSpec
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output with these tensors at the places of its own, by their rank."""
+        """Return the output with these tensors in place of its differentiable ones, by rank."""
         return pytree.tree_unflatten(self.leaves_with(tensors), self.spec)
 
     def leaves_with(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The leaves of that output."""
+        """Return the leaves of the output `with_tensors` makes."""
         pairs = zip(self.leaves, self.ranks, strict=True)
         return [leaf if rank is None else tensors[rank] for leaf, rank in pairs]
 
 
 def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
-    """An output without its differentiable tensors, and these, each once."""
+    """Return an output without its differentiable tensors, and these tensors, each once."""
     leaves, spec = pytree.tree_flatten(output)
     tensors = list(differentiable(output).values())
     rank = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -164,13 +164,13 @@ def cut_output(output: Any) -> tuple[OutputTree, list[torch.Tensor]]:
 
 @dataclass(frozen=True)
 class LossUse:
-    """The memory that the user's loss needs at the boundary, and the gradients that it gives.
+    """The memory that the user's loss needs at its boundary, and the gradients that it gives.
 
     Attributes:
-        boundary_bytes: what it needs beside outputs, tangents and the last step's loss.
-        gradients: the differentiable outputs that it gives none, and the layouts of the others'.
-        kept_bytes: of its value, if that takes more than a number does. Training loops hold it
-            until the next step's replaces it: `mse_loss` and some others return a number in a
+        boundary_bytes: its peak, without outputs, tangents and the previous step's loss.
+        gradients: the outputs that get no gradient, and the layouts of the others' gradients.
+        kept_bytes: of the loss value, if it takes more than a number does. Training loops hold it
+            until the next step's loss replaces it: `mse_loss` and some others return a number in a
             storage as large as the output.
     """
 
@@ -184,9 +184,9 @@ class _Arrivals:
     """The gradients that a loss hands to differentiable outputs, by their rank.
 
     Attributes:
-        own: the model's own inputs and parameters among them; autograd keeps their gradients.
+        own: ranks of the model's own inputs and parameters; autograd keeps their gradients.
         gradients: as the planned backward gets them.
-        held: (address, bytes) of memory that lives to the end of the step beside them.
+        held: (address, bytes) of memory besides the gradients that lives to the end of the step.
     """
 
     own: frozenset[int]
@@ -195,8 +195,8 @@ class _Arrivals:
 
 
 class _Boundary(torch.autograd.Function):
-    """Outputs of a model without the model: hands them on, and takes their gradients as a planned
-    backward does."""
+    """Stands for a model: hands on its outputs, and takes their gradients as a planned backward
+    does."""
 
     boxed_grads_call = True
 
@@ -210,7 +210,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[None, ...]:
-        # torch 2.11 does not know the mark above, and holds on to what it hands over.
+        # torch 2.11 does not know `boxed_grads_call`, and keeps the gradients that it hands over.
         owned = backward_owns_tangents()
         gradients: list[Any] = given[0] if owned else list(given)
         arrivals: _Arrivals = ctx.arrivals
@@ -236,7 +236,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _storage(value: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory is, and how many bytes."""
+    """Return a tensor's address and its storage's bytes."""
     storage = value.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
@@ -244,7 +244,7 @@ def _storage(value: torch.Tensor) -> tuple[int, int]:
 def _dropped(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], gradients: OutputGradients
 ) -> tuple[int, ...]:
-    """The outputs that the loss does not read."""
+    """Return the outputs that the loss does not read, by their leaf numbers."""
     given = [value.requires_grad_() for value in values]
 
     def value(output: Any) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _dropped(
 
 
 def loss_text(loss: Loss) -> str | None:
-    """What tells a loss from another one; None if nothing does (closures, partials...)."""
+    """Return a text that identifies a loss; None if there is none (closures, partials...)."""
     if isinstance(loss.function, nn.Module):
         return repr(loss)
     code = getattr(loss.function, "__code__", None)
@@ -272,13 +272,14 @@ def loss_text(loss: Loss) -> str | None:
 def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
-    """Whether a loss has a graph beside the outputs: of tensors left behind by the forward."""
+    """Return whether a loss has a graph besides the outputs, from tensors left by the forward."""
     cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
     return reaches(loss.value(cut), model.parameters())
 
 
 def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device) -> LossUse:
-    """Run the loss forward and backward on detached outputs of the model, if one has a gradient."""
+    """Run the loss, forward and backward, on detached outputs of the model, if any has a
+    gradient."""
     loss = loss.detached()
     with state_restored(model, call, *loss.parts) as kept:
         world = ReachedState((model, call.args, call.kwargs, *loss.parts))
@@ -293,11 +294,11 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         del output, found
         with kept.first_run():
             goes_on = _goes_on(loss, tree, values, model)
-        if goes_on:  # once more, without that graph
+        if goes_on:  # run again, without that graph
             world.put_back()
             with kept.first_run(), unheard(), torch.no_grad():
                 model(*call.args, **call.kwargs)
-        # Twice: while a training loop makes its loss it holds the last step's.
+        # Twice, since a training loop holds the previous step's loss while it computes the next.
         with metered(device) as use:
             for _ in range(2):
                 arrivals.gradients.clear()

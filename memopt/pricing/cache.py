@@ -30,7 +30,7 @@ class Cost:
     Attributes:
         time_s: median seconds.
         workspace_bytes: peak during the call minus its outputs.
-        output_bytes: of each storage that it made for its results, in their order.
+        output_bytes: bytes of each storage made for the results, in their order.
     """
 
     time_s: _Seconds
@@ -51,7 +51,7 @@ class ProfileCache:
         return connection
 
     def load(self, keys: list[str]) -> dict[str, Cost]:
-        """The known costs among `keys`; a row that holds no cost is not known."""
+        """Return the known costs among `keys`; a row that holds no valid cost counts as unknown."""
         found: dict[str, Cost] = {}
         try:
             with closing(self._connect()) as connection:
@@ -69,7 +69,7 @@ class ProfileCache:
         return found
 
     def store(self, costs: dict[str, Cost]) -> None:
-        """Add costs; what another process stored meanwhile is replaced, never mixed."""
+        """Add costs. A row that another process stored meanwhile is replaced as a whole."""
         rows = [(key, json.dumps(asdict(cost))) for key, cost in costs.items()]
         try:
             with closing(self._connect()) as connection, connection:
@@ -79,7 +79,7 @@ class ProfileCache:
 
 
 def _read_cost(stored: object) -> Cost | None:
-    """The cost in a row; None if it holds none, or figures that no call can have."""
+    """Read the cost in a row; None if it holds none, or figures that no call can have."""
     if not isinstance(stored, bytes) or len(stored) > _LARGEST_ROW:
         return None
     try:

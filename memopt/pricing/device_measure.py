@@ -1,4 +1,4 @@
-"""Measuring the present machine: link, memory bandwidth, and rates by kind of operator.
+"""Measures the present machine: link, memory bandwidth, and rates by kind of operator.
 
 Each figure is the best of several short runs on tensors of a few MiB. On a CPU "host" and "device"
 are the same memory; a transfer is a copy.
@@ -31,7 +31,7 @@ def measure_device(device: torch.device | str | None = None) -> Device:
         device: "cpu", "cuda", "cuda:1"...; None: CUDA where there is one, else the CPU.
 
     Returns:
-        Its Device: what it measured is what is achieved, so the fractions are 1.
+        The Device. Its rates are those achieved, so its fractions are 1.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device if device is not None else default)
@@ -55,8 +55,8 @@ def measure_device(device: torch.device | str | None = None) -> Device:
 
 
 def host_update_rate() -> float:
-    """Bytes of parameter, gradient and state that a fused AdamW step on the host reads and writes
-    in a second. (Where the device is the host itself, updates gain nothing from running there.)"""
+    """Return the bytes of parameter, gradient and state that a fused AdamW step on the host reads
+    and writes per second. (Where the device is the host, updates gain nothing from that.)"""
     elements = STREAM_ELEMENTS * STREAMS
     with torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(elements))
@@ -86,8 +86,8 @@ def _capacity(place: torch.device) -> int | None:
 
 
 def _link(place: torch.device) -> tuple[float, float, bool]:
-    """Bytes per second to and from the host, and whether both directions overlap; if they do, the
-    rates are those of both at once."""
+    """Return bytes per second to and from the host, and whether the directions overlap. If they do,
+    the rates are those of both at once."""
     runtime = backend_of(place).runtime
     queued = runtime is not None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
@@ -111,7 +111,7 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
 
 
 def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, float, bool]:
-    """The rates of a link whose directions are used together, and whether they overlap.
+    """Return the rates of a link whose directions are used together, and whether they overlap.
 
     Args:
         out_rate, in_rate: bytes per second of each direction alone.
@@ -120,14 +120,14 @@ def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, floa
     out_s, in_s = 1 / out_rate, 1 / in_rate
     if both_s >= 0.75 * (out_s + in_s):
         return out_rate, in_rate, False
-    # What slows the slower direction down, slows down both.
+    # A cause that slows the slower direction slows both.
     kept = min(1.0, max(out_s, in_s) / both_s)
     return kept * out_rate, kept * in_rate, True
 
 
 def _bandwidth(place: torch.device) -> float:
-    """Bytes per second of adding tensors of a usual size, many in turn and the results kept, as in
-    a step: together they are more than any cache holds."""
+    """Return bytes per second of additions of usual tensors, many in turn with their results kept,
+    as in a step: together they exceed any cache."""
     elements = STREAM_ELEMENTS * (1 if backend_of(place).on_host else 16)
     left = [torch.rand(elements, device=place) for _ in range(STREAMS)]
     right = [torch.rand(elements, device=place) for _ in range(STREAMS)]
@@ -136,7 +136,7 @@ def _bandwidth(place: torch.device) -> float:
 
 
 def _launch(place: torch.device) -> float:
-    """Seconds between small kernels launched back to back, as generated code calls them."""
+    """Return the seconds per small kernel launched back to back, as generated code does."""
     small = torch.zeros(16, device=place)
     count = 100
 

@@ -1,4 +1,4 @@
-"""The kernels by which the present machine's rates are measured, and how one is timed."""
+"""Kernels that measure the present machine's rates, and the function that times one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STREAM_ELEMENTS, STREAMS = 2**19, 16
 Run = Callable[[], Any]
 
 Probes = dict[str, tuple[float, Run]]
-"""Kind of operator → operations of a run (as `flops.work` counts them) and the run."""
+"""Kind of operator → operations per run (as `flops.work` counts them) and the run."""
 
 
 def best_s(place: torch.device, run: Run) -> float:
-    """Seconds of the fastest of the runs within `_BUDGET_S`, after two to warm up."""
+    """Return the seconds of the fastest run within `_BUDGET_S`, after two warm-up runs."""
     run()
     run()
     best, begin = float("inf"), time.perf_counter()
@@ -31,7 +31,7 @@ def best_s(place: torch.device, run: Run) -> float:
 
 
 def convolution_probes(place: torch.device, scale: int) -> Probes:
-    """Convolutions, dense and depthwise, and their gradients."""
+    """Return probes of convolutions, dense and depthwise, and of the depthwise backward."""
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     filters, depth = (torch.rand(64, n, 3, 3, device=place) for n in (64, 1))
     shape = [[1, 1], [1, 1], [1, 1], False, [0, 0]]
@@ -48,7 +48,7 @@ def convolution_probes(place: torch.device, scale: int) -> Probes:
 
 
 def image_probes(place: torch.device, scale: int) -> Probes:
-    """Other kernels on images."""
+    """Return probes of other kernels on images."""
     image = torch.rand(2 * scale, 64, 56, 56, device=place)
     one = torch.ones(64, device=place)
     window = [[3, 3], [2, 2], [1, 1]]
@@ -81,7 +81,7 @@ def image_probes(place: torch.device, scale: int) -> Probes:
 
 
 def row_probes(place: torch.device, scale: int) -> Probes:
-    """Kernels on rows of features."""
+    """Return probes of kernels on rows of features."""
     rows = torch.rand(512 * scale, 768, device=place)
     width = torch.ones(768, device=place)
     heads = torch.rand(scale, 12, 512, 64, device=place)

@@ -1,8 +1,8 @@
-"""autocast("cuda") in an estimate, whose fake tensors claim to be on the CPU.
+"""Stands in for autocast("cuda") in an estimate, whose fake tensors claim to be on the CPU.
 
-Torch switches it off where there is no CUDA, and where there is, it does not touch CPU tensors. In
-an estimate for CUDA it becomes autocast("cpu") of the same dtype. The two differ in what they keep
-in float32: CUDA's computes softmax, norms and losses in it, the CPU's only some losses.
+Torch switches autocast("cuda") off where there is no CUDA; elsewhere it does not touch CPU tensors.
+An estimate for CUDA therefore uses autocast("cpu") of the same dtype. The two differ in what they
+keep in float32: CUDA's computes softmax, norms and losses in it, the CPU's only some losses.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SWITCHED_OFF = (
 
 @contextmanager
 def autocast_for_cuda() -> Iterator[list[str]]:
-    """Inside, autocast("cuda") is autocast("cpu") of its dtype: the one that is active already, and
-    those that the model enters. Yields notes for the user, complete at the end.
+    """Turn autocast("cuda") into autocast("cpu") of its dtype inside this context: the active one,
+    and those that the model enters. Yields notes for the user, complete at the end.
 
     Raises:
-        ValueError: torch has switched off the one that is around.
+        ValueError: torch has switched off an autocast("cuda") that surrounds this context.
     """
     original = torch.autocast.__init__
     notes: list[str] = []
@@ -67,7 +67,7 @@ def _check_not_switched_off() -> None:
     active = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     if active or torch.cuda.is_available() or not _nesting():
         return
-    # Torch counts what was entered, and keeps no list.
+    # Torch counts the contexts entered, and keeps no list.
     dtype = torch.get_autocast_dtype("cuda")
     entered = (one for one in gc.get_objects() if type(one) is torch.autocast)
     if any((one.device, one.fast_dtype) == ("cuda", dtype) for one in entered):
@@ -75,7 +75,7 @@ def _check_not_switched_off() -> None:
 
 
 def _nesting() -> int:
-    """How many contexts of autocast, switched on or off, are active."""
+    """Return how many contexts of autocast, switched on or off, are active."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -1,9 +1,9 @@
-"""The work of a kernel call, from its arguments alone: operations, bytes, and of which kind.
+"""Counts the work of a kernel call from its arguments alone: operations, bytes and kind.
 
 Operations are floating-point operations for matrix products, convolutions and attention (a
-multiply-add counts as two); for the other kinds, elements (times window elements for pooling),
-whose rate only a calibrated device knows (`memopt.measure_device`); elsewhere they are bound by
-memory alone.
+multiply-add counts as two). Some other kinds count elements (pooling: times window elements); only
+a calibrated device knows their rates (`memopt.measure_device`). Without a rate memory alone bounds
+a kind.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CALLS = {
     "_scaled_dot_product_flash_attention_for_cpu": 4,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
 }
-"""Launches inside one operator, roughly: its own kernels and the allocations between them."""
+"""Approximate launches inside one operator: its own kernels and the allocations between them."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Work:
     """The work of one kernel call.
 
     Attributes:
-        kind: "" for matrix products, else "convolution", "attention", "softmax"...: which rate
-            of the device bounds it.
-        dtype: of the first floating-point tensor, "float32"; "" if there is none.
-        operations: see the module.
+        kind: names the device's rate that bounds it: "" for matrix products, else "convolution",
+            "attention", "softmax"...
+        dtype: of the first floating-point tensor, for example "float32"; "" if there is none.
+        operations: counted as the module's docstring says.
         moved_bytes: every distinct tensor read once and written once.
-        calls: launches.
+        calls: kernel launches.
     """
 
     kind: str
@@ -86,32 +86,32 @@ class Work:
 
 
 def operator_name(target: Any) -> str:
-    """`aten.mm.default` → "mm"."""
+    """Return an operator's short name: `aten.mm.default` → "mm"."""
     return str(target).split(".")[1] if str(target).count(".") else str(target)
 
 
 def tensors_of(value: Any) -> list[TensorArgument]:
-    """The tensor arguments in nested lists and dicts."""
+    """Return the tensor arguments in nested lists and dicts."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, TensorArgument)]
 
 
 def elements(tensor: TensorArgument) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(tensor.shape)
 
 
 def touched_bytes(tensor: TensorArgument) -> int:
-    """Bytes behind a view: no more than its storage (expanded dimensions repeat)."""
+    """Return the bytes that a view reads, at most its storage (expanded dimensions count once)."""
     distinct = math.prod(n for n, s in zip(tensor.shape, tensor.stride, strict=True) if s != 0)
     return min(distinct * tensor.dtype.itemsize, tensor.storage_bytes)
 
 
 def work(call: Signature, outputs: Any) -> Work:
-    """The work of a call.
+    """Count the work of a call.
 
     Args:
-        call: its signature.
-        outputs: its results, described as the arguments are.
+        call: the call's signature.
+        outputs: the call's results, described as the arguments are.
     """
     name = operator_name(call.target)
     reads, writes = tensors_of((call.args, call.kwargs)), tensors_of(outputs)
@@ -130,7 +130,7 @@ def work(call: Signature, outputs: Any) -> Work:
 def _moved(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -> int:
     written = sum(map(touched_bytes, writes))
     if name == "embedding" or name.startswith("index") or name == "gather":
-        # The table is read only where the indices point.
+        # Only the rows that the indices name are read from the table.
         return 2 * written + sum(touched_bytes(t) for t in reads[1:])
     if name.startswith(("empty", "new_empty")):
         return 0
@@ -158,7 +158,7 @@ def _operations(
 
 
 def padded(size: int, tile: int) -> int:
-    """A size rounded up to whole tiles."""
+    """Round a size up to whole tiles."""
     return -(-size // tile) * tile
 
 
@@ -175,9 +175,9 @@ def _matmul(left: TensorArgument, right: TensorArgument) -> float:
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument]) -> tuple[str, float]:
-    """2 · outputs · (input channels of a group · window), for each result of the backward.
+    """Count 2 · outputs · (input channels of a group · window), for each result of the backward.
 
-    A transposed convolution's forward is an ordinary one's backward: per input element.
+    A transposed convolution's forward is an ordinary convolution's backward: its inputs count.
     """
     if name == "convolution":
         given, weight, transposed, groups = call.args[0], call.args[1], call.args[6], call.args[8]
@@ -194,8 +194,8 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument]) -> tu
 
 
 def _attention(name: str, call: Signature) -> tuple[str, float]:
-    """Two products of 2·B·H·S·S'·D forward, five backward (the scores again, then dV, dP, dQ,
-    dK); half of that where causal kernels skip what is masked."""
+    """Count two products of 2·B·H·S·S'·D forward, five backward (the scores again, then dV, dP, dQ,
+    dK); half of them for causal kernels, which skip masked scores."""
     backward = name.endswith("backward")
     query, key = call.args[1:3] if backward else call.args[:2]
     product = 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
@@ -204,7 +204,7 @@ def _attention(name: str, call: Signature) -> tuple[str, float]:
 
 
 def _causal(call: Signature, backward: bool) -> bool:
-    """`is_causal` is the second argument after the tensors, by position or by name."""
+    """Return `is_causal`, given by position or by name."""
     schema = [a.name for a in schema_of(call.target).arguments]
     position = schema.index("is_causal") if "is_causal" in schema else None
     if position is not None and position < len(call.args):

@@ -1,8 +1,8 @@
-"""Measured costs: time and workspace of every distinct kernel call of a Graph.
+"""Measures costs: time and workspace of every distinct kernel call of a Graph.
 
-Calls run on stand-in data. Some kernels need values that fit each other (pivots of a factorisation,
-lengths of segments, the workspace that an LSTM's forward leaves to its backward): they get what
-they get in a real step.
+Calls run on stand-in data. Some kernels need arguments that fit each other (pivots of a
+factorisation, lengths of segments, the workspace that an LSTM's forward leaves to its backward):
+they get those of a real step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from memopt.step.signature import (
 
 
 def silent(_fraction: float, _what: str) -> None:
-    """Progress that nobody hears."""
+    """Ignore progress."""
 
 
 _MINIMUM_SAMPLE_S = 100e-6
@@ -54,13 +54,13 @@ _MINIMUM_ROUNDS = 3
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How hard to measure.
+    """Limits of measuring.
 
     Attributes:
         cap_s: stop repeating after this many seconds in all.
         max_rounds: samples per kernel call at most.
-        cache: where costs are kept; None: nowhere.
-        renew: whether to measure again, and replace, what the cache has.
+        cache: keeps costs; None: they are not kept.
+        renew: whether to measure calls that the cache knows again, and replace their costs.
     """
 
     cap_s: float = 15.0
@@ -70,7 +70,7 @@ class MeasureOptions:
 
 
 def environment(device: torch.device) -> str:
-    """The parts of a cost's key besides the call: device, threads, torch version."""
+    """Return the parts of a cost's key besides the call: device, threads, torch version."""
     runtime = backend_of(device).runtime
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
@@ -85,21 +85,21 @@ def measure(
     progress: Progress = silent,
     captured: Captured | None = None,
 ) -> Graph:
-    """The lowering's Graph with measured times, workspaces and real output sizes.
+    """Return the lowering's Graph with measured times, workspaces and real output sizes.
 
     Each distinct call (operator, shapes, strides, other arguments) is measured once, alone, on
-    stand-in data: one warm-up, then interleaved rounds until the median's standard error is
-    within 5% or the cap is reached. Random state is left as it was; autocast is off: its casts are
-    calls of their own. Kernels that refuse stand-in data get what they get in a step on the
-    example inputs, if `captured`, the model that was lowered, is given.
+    stand-in data: one warm-up, then interleaved rounds until the median's standard error is within
+    5% or the cap is reached. Random state is left as it was. Autocast is off: its casts are calls
+    of their own. Kernels that refuse stand-in data get their arguments from a step on the example
+    inputs, if `captured`, the captured model, is given.
 
     Raises:
-        ProfileError: a kernel refuses its data.
-        CaptureError: a kernel leaves other memory than the graph says that it writes.
+        ProfileError: a kernel refuses its arguments.
+        CaptureError: a kernel leaves other storages than the graph says that it writes.
     """
     costs = costs_of(lowering.signatures, device, options, progress, captured)
     if options.cache is not None and difference(lowering, costs) is not None:
-        # Unless it is a damaged row of the cache.
+        # A damaged row of the cache may explain the difference, so measure again.
         renewed = replace(options, renew=True)
         costs = costs_of(lowering.signatures, device, renewed, progress, captured)
     check_results(lowering, costs)
@@ -114,8 +114,8 @@ def costs_of(
     captured: Captured | None = None,
     timed: bool = True,
 ) -> list[Cost]:
-    """The measured cost of each kernel call; see `measure`. If not `timed`, each call that is not
-    in the cache runs twice, for its workspace and result sizes."""
+    """Return the measured cost of each kernel call; see `measure`. If not `timed`, each call that
+    is not in the cache runs just twice, for its workspace and result sizes."""
     distinct = {s.text: s for s in signatures if not is_collective(s.target)}
     place = environment(device)
     keys = {text: f"{place}|{text}" for text in distinct}
@@ -134,7 +134,7 @@ def costs_of(
 
 
 def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
-    """The lowering's Graph with one Cost per operator."""
+    """Return the lowering's Graph with one Cost per operator."""
     graph = lowering.graph
     tensors = list(graph.tensors)
     operators = []
@@ -154,8 +154,8 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
 
 
 def _same_size(tensors: list[Tensor], taken: int, operator: Operator) -> bool:
-    """Whether an operator's first output is as large as a tensor it may take over: kernels may
-    return larger storages than their fake ones (fold)."""
+    """Return whether an operator's first output is as large as a tensor it may overwrite: kernels
+    may return larger storages than their fake ones (fold)."""
     return tensors[taken].size_bytes == tensors[operator.writes[0]].size_bytes
 
 
@@ -186,8 +186,8 @@ def _output_sizes(
     captured: Captured | None,
     progress: Progress,
 ) -> list[tuple[int, ...]]:
-    """Bytes that a first run of each call leaves. One real step gives arguments to all those that
-    refuse stand-in data, now and later."""
+    """Return the bytes that each call's first run leaves. One real step gives arguments to all
+    calls that refuse stand-in data."""
     found: dict[str, tuple[int, ...]] = {}
     refused: dict[str, ProfileError | None] = {}
     for position, one in enumerate(missing):
@@ -204,7 +204,7 @@ def _output_sizes(
     if refused and captured is not None:
         try:
             stand_ins.give(real_arguments(captured, refused))
-        except REFUSALS as error:  # of an operator before these
+        except REFUSALS as error:  # an operator before them refuses
             raise next(filter(None, refused.values()), error) from None
     for one in missing:
         if one.text in refused:
@@ -218,14 +218,14 @@ def _run_once(one: Signature, stand_ins: StandIns, device: torch.device) -> tupl
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
-    """The call with its arguments made, ready to run."""
+    """Make a call's arguments; return the call, ready to run."""
     return _call(one, stand_ins.arguments(one))
 
 
 def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
     args, kwargs = arguments
-    # oneDNN's backward of a convolution makes the weight's gradient for the bias's, too, which a
-    # step drops at once: it is workspace.
+    # oneDNN's convolution backward makes the weight's gradient even when only the bias's is asked
+    # for. A step drops it at once: it is workspace.
     mask = output_mask(one.target, one.args, one.kwargs)
 
     def run() -> object:
@@ -242,7 +242,7 @@ def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
 
 
 def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:
-    """Mean seconds of one call over `repeats` calls in a row."""
+    """Return the mean seconds of one call over `repeats` calls in a row."""
     args, kwargs = stand_ins.arguments(one)
     target = one.target
     runtime = backend_of(device).runtime
@@ -294,9 +294,9 @@ def _times(
 
 
 def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
-    """Run one step on the example inputs, and keep copies of what the wanted calls get.
+    """Run one step on the example inputs, and return copies of the wanted calls' arguments.
 
-    Nothing of the model changes: the captured graph is functional. Random state is left as it was.
+    The model does not change: the captured graph is functional. Random state is left as it was.
 
     Args:
         captured: the captured model, whose parameters and inputs hold values.

@@ -1,4 +1,4 @@
-"""Measured memory: what torch's own allocators say, byte by byte.
+"""Measures memory by torch's own allocators, byte by byte.
 
 On CPU the allocation events of torch's profiler are summed; scratch that bypasses torch's
 allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistics are read.
@@ -31,11 +31,11 @@ from memopt.torch_private.modes import (
 
 @dataclass
 class MemoryUse:
-    """Filled when the metered block ends. Bytes are relative to the block's start.
+    """Memory of a metered block, in bytes above the block's start. Filled when the block ends.
 
     Attributes:
-        peak_bytes: the highest level above the start.
-        end_bytes: the level at the end above the start.
+        peak_bytes: the highest level.
+        end_bytes: the level at the end.
     """
 
     peak_bytes: int = 0
@@ -47,8 +47,8 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
     """Measure the device memory of a block.
 
     On CUDA everything that the process allocates counts. On CPU torch's profiler sees what this
-    thread allocates (the backward runs on it, too), and frees of what it saw allocated: memory
-    from before the block that is freed inside does not lower the level.
+    thread allocates (the backward runs on it, too), and frees of the same memory. Freeing memory
+    from before the block does not lower the level.
     """
     use = MemoryUse()
     runtime = backend_of(device).runtime
@@ -71,7 +71,7 @@ _ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
 
 
 class _Running(threading.local):
-    """Of each thread, the meter of a loss that runs in it."""
+    """Keeps, per thread, the meter of the loss that runs there."""
 
     meter: weakref.ref[LossMeter] | None = None
 
@@ -80,17 +80,17 @@ _RUNNING = _Running()
 
 
 class LossMeter:
-    """Device memory from the return of a forward until its backward begins: that of the loss which
-    a training loop computes.
+    """Meters device memory from the return of a forward until its backward begins, that is, the
+    memory of the loss that a training loop computes.
 
-    Its end is inside autograd, where torch's profiler cannot be stopped: autograd puts back the
-    thread's state, the profiler with it. So on CPU the profile ends with the backward, and is
-    read up to its beginning.
+    The end lies inside autograd, where torch's profiler cannot be stopped: autograd restores the
+    thread's state, the profiler with it. On CPU the profile therefore ends with the backward, and
+    is read up to the backward's beginning.
 
     Args:
-        device: whose memory. `possible` says where none can be metered.
-        found: called once it is known, with the peak, and the end, which does not count the
-            forward's outputs that are gone by then.
+        device: the device to meter; `possible` says whether it can be metered.
+        found: called once with the peak and the end; freed outputs of the forward don't lower the
+            end.
     """
 
     def __init__(self, device: torch.device, found: Callable[[MemoryUse], None]) -> None:
@@ -109,25 +109,25 @@ class LossMeter:
 
     @staticmethod
     def possible(device: torch.device) -> bool:
-        """Whether memory can be metered here and now: not inside a backward, and on CPU not while
+        """Return whether memory can be metered now: not inside a backward, and on CPU not while
         torch's profiler records something else."""
         if backward_number() != -1:
             return False
         return not backend_of(device).on_host or not profiler_looks_on()
 
     def ended(self, address: int) -> None:
-        """A tensor of the forward's outputs has ended, the last of its memory for all that is
-        known."""
+        """Record that a tensor of the forward's outputs has ended, as far as known the last of its
+        memory."""
         if self._profile is not None and threading.get_ident() == self._thread:
             with torch.profiler.record_function(f"{_ENDED}{address}"):
                 pass
 
     def arrived(self, gone: dict[int, int], gone_before_bytes: int) -> None:
-        """The backward begins: inside it, by the thread that called the forward.
+        """Record that the backward begins. Called inside it, in the thread that called the forward.
 
         Args:
-            gone: of the forward's outputs, the bytes of the memory that is gone, by its address.
-            gone_before_bytes: of what was there before the forward returned, and is gone.
+            gone: freed outputs of the forward: address → bytes.
+            gone_before_bytes: bytes freed that were allocated before the forward returned.
         """
         if self._gone is not None or threading.get_ident() != self._thread:
             return
@@ -146,8 +146,7 @@ class LossMeter:
         when_backward_is_over(self.close)
 
     def close(self) -> None:
-        """Stop, by the thread that called the forward; nothing is found unless the backward has
-        begun."""
+        """Stop, in the thread that called the forward. Without a backward nothing is reported."""
         if self._profile is None or threading.get_ident() != self._thread:
             return
         if backward_number() != -1:
@@ -164,7 +163,7 @@ class LossMeter:
             return
         events = [event for event in memory_events(self._profiler) if event[0] <= until_ns]
         end_bytes = sum(size for _, size in events)
-        # Frees of what was there before the profile are not in it.
+        # The profile lacks frees of memory allocated before it began.
         events += [
             (marks[f"{_ENDED}{address}"], -size)
             for address, size in self._gone.items()
@@ -175,11 +174,11 @@ class LossMeter:
 
 
 def library_bytes(device: torch.device) -> int:
-    """Bytes of a device that libraries keep between steps, and give back here.
+    """Return a device's bytes that libraries keep between steps, after making them give these back.
 
-    On CUDA these are cuBLAS's workspaces, one for every thread (the forward's and autograd's have
-    their own) and stream that has multiplied matrices; the next product takes its own again. What
-    they are is what the allocator counts less once they are given back. 0 on CPU.
+    On CUDA these are cuBLAS's workspaces, one for every stream and thread (the forward's and
+    autograd's) that has multiplied matrices; the next product allocates its own again. Their size
+    is the drop in the allocator's count. 0 on CPU.
     """
     backend = backend_of(device)
     if backend.give_back_libraries is None:
@@ -194,7 +193,7 @@ def library_bytes(device: torch.device) -> int:
 def _cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # One profile at a time: another model's planning ends the metering of a loss.
+    # Only one profile can run: another model's planning ends the metering of a loss.
     running = None if _RUNNING.meter is None else _RUNNING.meter()
     if running is not None:
         running.close()
@@ -205,9 +204,9 @@ def _cpu_profile() -> Iterator[Any]:
 
 
 def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[int]]:
-    """What happened to memory in a finished CPU profile, in the order of time: (time in ns,
-    address, bytes: positive allocated, negative freed, whether inside a process group's call). And
-    when waits for collectives ended, in ns."""
+    """Return the allocations and frees of a finished CPU profile in the order of time: (time in ns,
+    address, bytes: positive allocated, negative freed, whether inside a process group's call); and
+    the times in ns at which waits for collectives ended."""
     kind = allocation_tag()
     found: list[tuple[int, int, int, bool]] = []
     waits: list[int] = []
@@ -227,14 +226,14 @@ def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[
 
 
 def memory_events(profiler: Any) -> list[tuple[int, int]]:
-    """(time in ns, bytes: positive allocated, negative freed) of a finished CPU profile. Frees of
-    what was allocated before it are left out: of some of that the profiler knows the size."""
+    """Return (time in ns, bytes: positive allocated, negative freed) of a finished CPU profile.
+    Frees of memory allocated before it are left out: the profiler knows the size of only some."""
     sizes: dict[int, tuple[int, bool, int]] = {}
     events = []
     found, waits = _allocations(profiler)
 
     def freed_elsewhere(size: int, scratch: bool, since_ns: int, until_ns: int) -> None:
-        # A process group's threads free, unseen, what they hold until they are waited for.
+        # A process group's threads hold memory until the wait, and free it unseen by the profiler.
         later = bisect_left(waits, since_ns)
         at_ns = waits[later] if scratch and later < len(waits) else until_ns
         events.append((min(at_ns, until_ns), -size))
@@ -263,8 +262,8 @@ def metered_sections(
 
     Args:
         device: whose memory.
-        sections: each prepares a block and returns it; the preparation is not metered. What a
-            block returns is kept alive until its end is read, then dropped.
+        sections: each prepares a block and returns it; the preparation is not metered. A block's
+            result is kept alive until the block's end is read, then dropped.
 
     Returns:
         One MemoryUse per section, relative to its block's own start.
@@ -295,6 +294,6 @@ def metered_sections(
 
 
 def _levels(events: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The highest level and the last, from 0 at the start."""
+    """Return the highest and the last level, from 0 at the start."""
     levels = list(itertools.accumulate((size for _, size in events), initial=0))
     return max(levels), levels[-1]

@@ -1,7 +1,7 @@
-"""Measured costs of collectives: every rank of the group takes part, in the same order.
+"""Measures costs of collectives: every rank of the group takes part, in the same order.
 
-A collective is run a fixed number of times, never until it is precise and never out of a cache: a
-rank that stopped earlier than the others, or knew the answer, would leave them waiting.
+A collective runs a fixed number of times, never until it is precise, and is never cached: a rank
+that stopped earlier, or knew the cost, would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROUNDS = 5
 
 
 def network_costs(signatures: Iterable[Signature], device: torch.device) -> dict[str, Cost]:
-    """The costs of the collectives among kernel calls, by their texts: the median of a few rounds
-    from the call to the end of its wait. Calls of a fake process group take no time."""
+    """Return the costs of collectives among kernel calls, by their texts: the median of `ROUNDS`
+    rounds from call to end of wait. Calls of a fake process group take no time."""
     distinct = {one.text: one for one in signatures if is_collective(one.target)}
     if not distinct:
         return {}

@@ -1,8 +1,8 @@
-"""The memory that kernels leave, compared with what a captured graph says that they write.
+"""Compares the memory that kernels leave with what a captured graph says that they write.
 
-Fake kernels describe results, and a graph is made of what they say. One that describes two results
+A graph is made of results as fake kernels describe them. A fake kernel that describes two results
 as one, or a result as a view of an argument that the kernel copies, would make every plan's peak
-wrong by their bytes without a word.
+silently wrong by their bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from memopt.torch_private import pytree
 
 
 def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tuple[int, ...]:
-    """Bytes of each storage that a call has made for its results, in their order: none for a result
-    in the storage of an argument, or of a result before it."""
+    """Return the bytes of each storage that a call made for its results, in their order. A result
+    in the storage of an argument, or of an earlier result, has none."""
     block = backend_of(device).block_bytes
     given = (one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor))
     seen = set(map(storage_of, given))
@@ -37,8 +37,8 @@ def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tu
 
 
 def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
-    """Where a graph's operator writes another number of storages than its kernel leaves, as a
-    sentence; None: nowhere. (Their sizes may differ: the graph takes over the kernel's.)
+    """Say where a graph's operator writes another number of storages than its kernel leaves; None:
+    nowhere. (Their sizes may differ: the graph adopts the kernel's.)
 
     Args:
         lowering: the graph.
@@ -59,10 +59,10 @@ def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
 
 
 def check_results(lowering: Lowering, costs: Sequence[Cost]) -> None:
-    """Refuse a graph that writes other results than its kernels leave.
+    """Refuse a graph that writes another number of storages than its kernels leave.
 
     Raises:
-        CaptureError: there is a `difference`.
+        CaptureError: `difference` finds such an operator.
     """
     found = difference(lowering, costs)
     if found is not None:

@@ -1,4 +1,4 @@
-"""Roofline times of operators on a device that need not be there."""
+"""Roofline times of operators, for a device that need not be present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memopt.step.signature import Signature, describe_value, signature
 
 
 def work_time_s(done: Work, device: Device) -> float:
-    """Roofline time of one call on a device, seconds; see the module."""
+    """Return the roofline time of one call on a device in seconds, its launches included."""
     time_s = done.moved_bytes / (device.memory_bytes_per_s * device.memory_fraction)
     rate = _rate(done, device) if done.operations else None
     if rate is not None:
@@ -33,7 +33,8 @@ def work_time_s(done: Work, device: Device) -> float:
 
 
 def _fused_time_s(parts: Sequence[Work], device: Device) -> float:
-    """Roofline time of a fused kernel: the longer of what it moves and what it computes."""
+    """Return a fused kernel's roofline time: its launches, then the longer of moving and
+    computing."""
     computed_s = moved_s = latency_s = 0.0
     for part in parts:
         launch_s = part.calls * device.launch_latency_s
@@ -69,8 +70,8 @@ def _rate(done: Work, device: Device) -> float | None:
 def estimate_costs(
     lowering: Lowering, device: Device, regions: Mapping[str, Sequence[Work]] | None = None
 ) -> list[Cost]:
-    """Roofline time, workspace and result sizes of every operator of a lowering; of a collective
-    its time on the network; of `regions`, by the keys of their kernels, the work is known."""
+    """Return roofline time, workspace and result sizes of every operator of a lowering. Collectives
+    get their time on the network; `regions` maps keys of fused kernels to their work."""
     cuda = device.block_bytes > 1
     known: dict[str, Cost] = {}
     costs = []
@@ -93,9 +94,9 @@ def estimate_costs(
 
 
 def _result_bytes(call: Signature, outputs: Any, device: Device) -> tuple[int, ...]:
-    """Storage sizes as the device's allocator counts them.
+    """Return storage sizes as the device's allocator counts them.
 
-    Some losses return their number in the storage of what they summed up.
+    Some losses return their number in the storage of the elements they summed up.
     CUDA's attention saves the logarithm of the scores' sums as float32, its rows padded to 32 by
     the memory-efficient kernel, and the random generator's seed and offset.
     """
@@ -120,15 +121,15 @@ _SUMMED_IN_PLACE = {
     "binary_cross_entropy",
     "soft_margin_loss",
 }
-"""Losses that fake kernels return in a storage of their own (found by running every loss of
-torch.nn.functional in torch 2.13; `Cost.output_bytes` of measured ones are real)."""
+"""Losses that real kernels, unlike fake ones, return in the summed storage (found by running every
+loss of torch.nn.functional in torch 2.13; measured `Cost.output_bytes` are real)."""
 
 
 _FLASH_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 _PHILOX_BYTES = 1024
-"""Seed and offset of CUDA's attention, a block of 512 each."""
+"""Seed and offset of CUDA's attention, one block of 512 bytes each."""
 
 
 _ROWS_TILE = 32

@@ -1,15 +1,15 @@
-"""Temporary memory inside a kernel call, estimated from its arguments.
+"""Estimates the workspace of a kernel call from its arguments.
 
-On the CPU these are the tensors that ATen's own code allocates beside its results, found by
+On the CPU, workspace is the tensors that ATen's own code allocates besides its results, found by
 measuring every call of fourteen model families with torch 2.13 (`benchmarks/estimate_accuracy.py`
-compares again). oneDNN reorders the tensors of a convolution to its blocked layout, x', w', y':
-forward, x' and w' are there while y' is computed, then y' while it is reordered to y; backward, x'
-and y' while dw' is computed. Pointwise convolutions read tensors as they are; a strided backward
-has two copies of dx. Its own scratchpads are known for 3-d convolutions on few planes only; without
-AVX-512 it has no kernel for the backward of 3-d convolutions whose depth is padded either. An
-estimate for a CPU is for one with the instructions of the machine that estimates.
+compares again). oneDNN reorders the tensors of a convolution to its blocked layout: x', w', y'.
+Forward, x' and w' live while y' is computed, then y' lives while it is reordered to y; backward, x'
+and y' live while dw' is computed. Pointwise convolutions read tensors as they are; a strided
+backward has two copies of dx. Only oneDNN's own scratchpads for 3-d convolutions on few planes are
+known; without AVX-512 it has no kernel for the backward of 3-d convolutions whose depth is padded
+either. An estimate for a CPU assumes the instructions of the machine that estimates.
 
-On CUDA they are those that are known from torch's sources:
+On CUDA, workspace is what torch's sources tell:
 
 - FlashAttention's backward sums dQ in float32 and keeps one number per row (flash_api.cpp,
   mha_bwd); the memory-efficient kernel's accumulators are taken to be the same;
@@ -21,11 +21,11 @@ On CUDA they are those that are known from torch's sources:
   8.1 MiB before (CublasHandlePool.cpp). Handles belong to threads, and autograd's backward runs on
   its own, so a step has two. They are resident.
 
-A random operator that runs again brings the generator's state along: its first run saves the state,
-a second run saves it, too, to put it back. On the CPU torch hands out a state as a tensor of its
-allocator, copied and dropped before the operator begins (`memopt.executor.random_state`), so there
-is either the state or what the operator itself needs, whichever is larger. A CUDA generator's state
-is a tensor of the CPU.
+A random operator that runs again needs the generator's state: its first run saves the state, its
+second run also saves the present one, to put it back. On the CPU torch hands out a state as a
+tensor of its allocator, copied and dropped before the operator begins
+(`memopt.executor.random_state`). So either the state or the operator's own workspace is live; the
+larger counts. A CUDA generator's state is a tensor of the CPU.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from memopt.step.signature import Signature, TensorArgument
 Choice = TypeVar("Choice", Operator, Implementation)
 
 _CHANNEL_BLOCK = 16
-"""oneDNN's blocked layout of AVX-512 (nChw16c)."""
+"""Channels per block of oneDNN's AVX-512 layout (nChw16c)."""
 _PLAIN_CHANNELS = 8
-"""Images of so few channels are read as they are."""
+"""oneDNN reads images of at most so many channels as they are."""
 _KEYS_BLOCK = 512
 _ALIGNMENT = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(device_name: str) -> int:
-    """The memory that cuBLAS keeps on a device for the threads of the forward and of the backward;
-    the larger figure for devices memopt does not know."""
+    """Return the bytes that cuBLAS keeps on a device for the threads of the forward and of the
+    backward; for unknown devices the larger figure."""
     older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
     return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
 
 
 def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
-    """Bytes that a call takes at its peak beyond its results.
+    """Return the bytes that a call needs at its peak beyond its results.
 
     Args:
-        call: its signature.
-        outputs: its results, described as the arguments are.
-        cuda: on CUDA, else on the CPU with one thread.
+        call: the call's signature.
+        outputs: the call's results, described as the arguments are.
+        cuda: whether it runs on CUDA; else on the CPU.
     """
     name = operator_name(call.target)
     writes, reads = tensors_of(outputs), tensors_of((call.args, call.kwargs))
@@ -86,7 +86,7 @@ def _bytes(tensor: TensorArgument) -> int:
 
 
 def contiguous(tensor: TensorArgument) -> bool:
-    """Row-major without gaps; dimensions of size 1 may have any stride."""
+    """Return whether a tensor is row-major without gaps; strides of size-1 dimensions are free."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
         if size != 1 and stride != expected:
@@ -96,7 +96,7 @@ def contiguous(tensor: TensorArgument) -> bool:
 
 
 def _dense(tensor: TensorArgument) -> int:
-    """The bytes that `.contiguous()` allocates."""
+    """Return the bytes that `.contiguous()` allocates."""
     return 0 if contiguous(tensor) else _bytes(tensor)
 
 
@@ -106,7 +106,7 @@ def _cpu(name: str, reads: list[TensorArgument], writes: list[TensorArgument]) -
     if name in ("native_batch_norm_backward", "native_dropout", "native_dropout_backward"):
         return _bytes(writes[0])
     if name == "_safe_softmax":
-        # Masks of the rows that are masked whole: one boolean per element and two per row.
+        # Masks of fully masked rows: one boolean per element and one per row.
         rows = elements(writes[0]) // max(1, writes[0].shape[-1])
         return elements(writes[0]) + rows
     if name == "cumsum" and reads[0].dtype != writes[0].dtype:
@@ -124,13 +124,13 @@ def _layer_norm(name: str, reads: list[TensorArgument]) -> int:
 
 
 def _blocked(tensor: TensorArgument) -> int:
-    """Bytes in the blocked layout: channels padded to the block."""
+    """Return the bytes in the blocked layout: channels are padded to the block."""
     channels = tensor.shape[1]
     return _bytes(tensor) // channels * padded(channels, _CHANNEL_BLOCK)
 
 
 def _blocked_weight(weight: TensorArgument) -> int:
-    """Both channel dimensions are padded, those of few inputs to nothing."""
+    """Return a blocked weight's bytes: channels are padded to the block, few input channels not."""
     out, inner = weight.shape[:2]
     if inner > _PLAIN_CHANNELS // 2:
         inner = padded(inner, _CHANNEL_BLOCK)
@@ -138,7 +138,7 @@ def _blocked_weight(weight: TensorArgument) -> int:
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda: bool) -> int:
-    """Bytes of a convolution or its backward; x the input, w the weight, y the output."""
+    """Return a convolution's workspace (either direction); x input, w weight, y output."""
     given: TensorArgument
     weight: TensorArgument
     result: TensorArgument
@@ -155,7 +155,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     pointwise = math.prod(weight.shape[2:]) == 1 and set(padding) == {0}
     if pointwise and not strided:
         return 0
-    # The side that the window slides over.
+    # The window slides over this side.
     image, other = (result, given) if transposed else (given, result)
     plain = image.shape[1] <= _PLAIN_CHANNELS and weight.shape[1] > 1
     image_bytes, other_bytes = _bytes(image) if plain else _blocked(image), _blocked(other)
@@ -165,7 +165,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
         return _forward(
             given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
         ) + (
-            # The strided pointwise kernel gathers one image's points.
+            # The strided pointwise kernel gathers the points of one image.
             _bytes(given) // given.shape[0] // math.prod(stride)
             if pointwise and len(given.shape) == 4
             else 0
@@ -183,9 +183,9 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
 
 
 def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence[int]) -> bool:
-    """Whether oneDNN has only matrix products for the backward of a 3-d convolution with a padded
-    depth: where the padding reaches past the far side, and without AVX-512 wherever the window is
-    more than one pixel wide."""
+    """Return whether oneDNN has only matrix products for the backward of a 3-d convolution with a
+    padded depth: where the padding reaches past the far side, and without AVX-512 wherever the
+    window is more than one pixel wide."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if wide or math.prod(weight.shape[3:]) == 1:
         return bool(given.shape[2] <= weight.shape[2] - padding[0])
@@ -193,8 +193,8 @@ def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence
 
 
 def _products(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
-    """The backward of a 3-d convolution in matrix products: copies of w and dw, and the columns of
-    one plane of the result."""
+    """Return the workspace of a 3-d convolution's backward by matrix products: copies of w and dw,
+    and the columns of one plane of the result."""
     columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
     return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
 
@@ -208,7 +208,7 @@ def _forward(
     transposed: bool,
     plain: bool,
 ) -> int:
-    """x' and w' are there while y' is computed, then y' while it is reordered to y."""
+    """Return the peak: x' and w' live while y' is computed, then y' while it is reordered to y."""
     if transposed:
         return max(other_bytes + weight_bytes + image_bytes - _bytes(result), 2 * _bytes(result))
     before = 0 if plain else image_bytes
@@ -226,7 +226,7 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
             return 0
         rows = math.prod(query.shape[:-1])
         return 4 * elements(query) + 4 * rows
-    # FlashAttentionKernel.cpp: scores of one block of queries and keys, per thread.
+    # FlashAttentionKernel.cpp: scores of one block of queries and keys, for each thread.
     queries = query.shape[-2]
     block = 256 if queries >= 768 else 64 if queries >= 192 else 32
     block, keys = min(block, queries), min(_KEYS_BLOCK, key.shape[-2])
@@ -243,12 +243,12 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
 
 
 def with_state(graph: Graph, backend: Backend, *, placed: bool = False) -> Graph:
-    """The graph whose random operators that may run again have the state in their workspace.
+    """Charge the generator's state as workspace to random operators that may run again.
 
     Args:
-        graph: priced.
+        graph: the priced graph.
         backend: where the step runs.
-        placed: the operators' results may be in an arena, which is there before they are.
+        placed: whether results lie in an arena, which is allocated before they are.
     """
     if not backend.on_host:
         return graph

@@ -1,4 +1,4 @@
-"""From a PyTorch model to the cost model: capture, measure, baseline."""
+"""Turns a PyTorch model into the cost model: capture, prices, baseline."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def profiled_of(
     rules: StepRules = PLAIN,
     progress: Callable[[float, str], None],
 ) -> Profiled:
-    """Profile the model that `memopt.plan` was given: a Profiled stays as it is, a module is
-    measured, or estimated for a device; with `whole_step`, a loss and an optimizer instance,
-    updates are included, as the `rules` say; with `loss_alone` outputs that the loss does not read
+    """Profile the model that `memopt.plan` was given. A Profiled is returned as it is; a module is
+    measured, or estimated for a device. With `whole_step`, a loss and an optimizer instance,
+    updates are included, as the `rules` say. With `loss_alone`, outputs that the loss does not read
     are not returned.
 
     Raises:
-        ValueError: something else, or a module without inputs.
+        ValueError: the model is something else, or a module without inputs.
     """
     if isinstance(model, Profiled):
         return model

@@ -1,5 +1,5 @@
-"""What is there beside a module's step: gradients when it begins (gradient accumulation, or zeroed
-ones kept), and what the training loop holds."""
+"""Charges what is resident besides a module's step: gradients that exist when it begins (gradient
+accumulation, or gradients zeroed and kept), and what the training loop holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memopt.step.profiled import Profiled
 
 
 def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
-    """The step with the gradients of all its parameters charged from its beginning: autograd adds
-    to them what the step's backward makes, without further memory. And with those that other
-    parameters of the model hold now (frozen ones, say, of a GAN's discriminator).
+    """Charge the gradients of all parameters from the step's beginning: autograd adds the step's
+    gradients to them, without further memory. Charge also the gradients that other parameters hold
+    now (frozen ones, say, of a GAN's discriminator).
 
     Raises:
-        ValueError: it is no step of a module, or one that updates parameters.
+        ValueError: the step is not a module's, or it updates parameters.
     """
     if profiled is None or whole_step or profiled.record is None:
         raise ValueError(
@@ -58,7 +58,7 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
 
 
 def charged(profiled: Profiled | None, charges: Charges) -> Profiled | None:
-    """The step with what a training loop needs beside it, as met. What is there beside the forward
+    """Charge what a training loop was seen to need besides the step. What lives during the forward
     alone is no part of a graph; planning leaves room for it."""
     if profiled is None or profiled.record is None or not charges:
         return profiled

@@ -1,11 +1,11 @@
-"""Planning for hardware that is not there: a roofline time for every operator of a fake capture.
+"""Estimates a step on absent hardware: a roofline time for every operator of a fake capture.
 
     time = calls · launch latency + max(operations / rate, bytes / memory bandwidth)
 
-with `flops.work` for operations, bytes and calls. The rate is, of the device's `flops_per_s`, the
-entry "dtype kind" ("bfloat16 attention", "float32 softmax"), which is what is achieved; else, for
-matrix products, convolutions and attention, the entry of the dtype times `flops_fraction`; other
-kinds without an entry are bound by memory alone.
+where `flops.work` gives operations, bytes and calls. The rate is the device's `flops_per_s` entry
+"dtype kind" ("bfloat16 attention", "float32 softmax"), an achieved rate. Without it, matrix
+products, convolutions and attention have the dtype's entry times `flops_fraction`; memory alone
+bounds the other kinds.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def estimate_model(
     Args:
         model: the module, in the mode to train it in.
         inputs: a tensor, a tuple of positional or a dict of keyword arguments.
-        device: what to price it for; CUDA's rules apply if its `block_bytes` is above 1.
-        loss: the user's loss; its memory is charged at the loss boundary, and outputs that it
-            does not use get no gradient.
-        optimizer: whose state is resident: a name or an instance; see `optimizer_state`.
+        device: the device to price for; CUDA's rules apply if its `block_bytes` is above 1.
+        loss: the user's loss; its memory is charged at the loss boundary, and outputs that it does
+            not use get no gradient.
+        optimizer: its state is resident: a name or an instance; see `optimizer_state`.
         kernels: "aten", or "compiled" or "auto" for regions priced as fused kernels.
         progress: called with (fraction, what).
 
@@ -142,20 +142,20 @@ class _LossOnly(nn.Module):
         self._loss, self._tree = loss, tree
 
     def forward(self, *outputs: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         value = self._loss.function(self._tree.with_tensors(outputs), *self._loss.targets)
-        # A model's own loss: AOTAutograd leaves out the gradient of an input that is returned.
+        # AOTAutograd omits the gradient of an input that is returned, as a model's own loss is.
         return value.clone() if any(value is leaf for leaf in outputs) else value
 
 
 def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device: Device) -> LossUse:
-    """The loss's use of memory and outputs at the boundary, from a capture of the loss alone."""
+    """Return the memory and the outputs that the loss uses, from a capture of the loss alone."""
     with fakes.mode, torch.enable_grad():
         output = stand_in(*call.args, **call.kwargs)
         tree, found = cut_output(output)
         if not found:
             return LossUse()
-        # Copies: an output may be a view of a parameter.
+        # Clone, since an output may be a view of a parameter.
         cut = [t.detach().clone().requires_grad_() for t in found]
     function = loss.function
     if isinstance(function, nn.Module):
@@ -186,7 +186,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
 
 
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
-    """Notes for the user on an estimate."""
+    """Return notes for the user on an estimate."""
     notes = [f"Times and memory are estimates for {device.name} ({device.source})."]
     if device.block_bytes == 1:
         return tuple(notes)

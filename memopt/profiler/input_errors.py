@@ -1,4 +1,4 @@
-"""Telling inputs that don't fit the model from models that cannot be captured."""
+"""Tells inputs that don't fit the model from models that cannot be captured."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _REMEDY = (
 
 
 def check_arguments(model: nn.Module, call: Call) -> None:
-    """Raise ValueError unless the call's arguments are those of the model's forward, and
-    CaptureError if the model is not ready to be called without being changed."""
+    """Raise ValueError unless the call's arguments fit the model's forward, and CaptureError if
+    calling the model would change it (uninitialised parameters)."""
     check_initialised(model)
     signature = inspect.signature(model.forward)
     try:
@@ -42,7 +42,7 @@ def check_arguments(model: nn.Module, call: Call) -> None:
 
 
 def _short(signature: inspect.Signature) -> str:
-    """The signature without annotations and defaults."""
+    """Return the signature as text, without annotations and defaults."""
     shown = []
     for parameter in signature.parameters.values():
         star = ""
@@ -57,20 +57,20 @@ def _short(signature: inspect.Signature) -> str:
 
 @contextmanager
 def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterator[None]:
-    """Capture and profile inside; what fails because the model itself fails on these inputs, or
-    its loss on these targets, is said to be their fault, in the model's own words."""
+    """Capture and profile inside. If the model itself fails on these inputs, or its loss on these
+    targets, raise a ValueError that blames them and quotes the model's own error."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
-    # torch logs a whole traceback for an error that is raised, and reported, anyway.
+    # torch logs a whole traceback for an error that is raised and reported anyway.
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     except NoLossError:
-        raise  # which says what to do
+        raise  # it says what to do
     except Exception as error:  # raised again unless the model fails by itself
         if not alone() or _is_refused(error):
-            # Called on this rank only, the model would wait for the others; and what memopt or
-            # Dynamo refuses works without: a call of it would only leave traces in the world.
+            # A model called on this rank alone would wait for the others. And a model that memopt
+            # or Dynamo refuses works by itself: calling it would only leave side effects.
             raise
         reason = _failure(model, call)
         if reason is not None:
@@ -91,20 +91,20 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether a model is refused for what its code does, not for what comes of it."""
+    """Return whether a model is refused for what its code does, not for an error at run time."""
     if not isinstance(error, CaptureError):
         return False
     cause = error.__cause__
-    # What the code raises itself Dynamo refuses in the same way.
+    # Dynamo refuses exceptions that the code itself raises in the same way.
     said = first_line(cause) if isinstance(cause, Exception) else ""
     raised = "exception" in said or "Error" in said
     return cause is None or (type(cause).__name__ == "Unsupported" and not raised)
 
 
 def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | None:
-    """The error of the model, or its loss, when it is simply called; None if it works."""
+    """Call the model, or also its loss, and return its error; None if it works."""
     reason = None
-    # A forward that differentiates something needs gradients; without them it takes less memory.
+    # A forward that differentiates needs gradients; without them a call takes less memory.
     for gradients in (torch.no_grad, torch.enable_grad):
         try:
             parts = loss.parts if loss is not None else ()

@@ -1,4 +1,4 @@
-"""Profiling a model: capture, costs and baseline, kept together for planning and running."""
+"""Profiles a model: its capture, costs and baseline, for planning and running."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from memopt.user_code.aside import aside
 from memopt.user_code.restored_state import state_restored
 
 _SUSPICIOUS = 2.0
-"""Kernels that add up to this many times the whole step were measured on a busy machine."""
+"""If the kernels add up to more than this many times the step, the machine was busy."""
 
 
 def forward_only(progress: Progress | None) -> Progress:
-    """Progress that never goes back, where a part is measured again. None: nothing."""
+    """Return progress that never goes back, even if a part is measured again. None: no report."""
     most = 0.0
 
     def report(fraction: float, what: str) -> None:
@@ -55,7 +55,7 @@ def forward_only(progress: Progress | None) -> Progress:
 
 
 def part_of(report: Progress, start: float, end: float) -> Progress:
-    """Progress of a part, reported as from `start` to `end` of the whole."""
+    """Return a part's progress, reported as from `start` to `end` of the whole."""
     return lambda fraction, what: report(start + (end - start) * fraction, what)
 
 
@@ -78,9 +78,9 @@ def profile_model(
         inputs: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: the user's loss; its memory is charged at the loss boundary, and outputs that it
             does not use get no gradient.
-        optimizer: whose state is charged as resident: a name or an instance.
-        options: how hard to measure, and the cache.
-        output_gradients: what is known where `loss` is not given; see `capture`.
+        optimizer: its state is charged as resident: a name or an instance.
+        options: the limits of measuring, and the cache.
+        output_gradients: used where `loss` is not given; see `capture`.
         kernels: "aten", "compiled" or "auto"; see `memopt.plan`.
         progress: called with (fraction, what).
 
@@ -154,7 +154,7 @@ def _profiled(
 
 
 def with_resident(graph: Graph, more_bytes: int, boundary_bytes: int = 0) -> Graph:
-    """The graph with more that is resident, and what the loss needs at its boundary."""
+    """Charge more resident bytes, and what the loss needs at its boundary."""
     extra_bytes = graph.extra_resident_bytes + more_bytes
     return replace(graph, extra_resident_bytes=extra_bytes, boundary_bytes=boundary_bytes)
 
@@ -168,13 +168,13 @@ _BUSY = (
 def measured_again_if_busy(
     measured: Callable[[MeasureOptions], tuple[Graph, Baseline]], options: MeasureOptions
 ) -> tuple[Graph, Baseline, tuple[str, ...]]:
-    """Kernels and the unplanned step, measured again if the kernels take far longer than the step.
+    """Measure kernels and the unplanned step, again if the kernels take far longer than the step.
 
-    Such costs are from a busy moment, perhaps kept in the cache: they are renewed there. If that
+    Such costs are from a busy moment, perhaps cached: they are renewed, in the cache too. If that
     does not help, the note says so.
     """
     graph, step = measured(options)
-    # Of ranks that measure together all measure again, or none does.
+    # Ranks that measure together all measure again, or none does.
     (ratio,) = largest([_kernels_s(graph) / step.step_time_s])
     if ratio <= _SUSPICIOUS:
         return graph, step, ()
@@ -195,12 +195,12 @@ def _baseline(
     lowering: Lowering,
     options: MeasureOptions,
 ) -> Baseline:
-    """The unplanned step, with its peak above what is resident."""
+    """Measure the unplanned step, or read it from the cache; its peak omits resident bytes."""
     key = _baseline_key(lowering, device, loss)
     cache = options.cache
     if cache is not None and key is not None and not options.renew:
         known = cache.load([key])
-        # A step that takes no time is a damaged row.
+        # A zero step time marks a damaged row.
         if key in known and known[key].time_s > 0:
             one = known[key]
             return Baseline(one.workspace_bytes, one.time_s, True, sum(one.output_bytes))
@@ -212,7 +212,7 @@ def _baseline(
 
 
 def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -> str | None:
-    """None when two losses could not be told apart (closures, partials...)."""
+    """Return the baseline's cache key; None for losses without a text (closures, partials...)."""
     function = "" if loss is None else loss_text(loss)
     if function is None:
         return None
@@ -223,11 +223,11 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
 
 
 def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
-    """Notes on the loss of a captured model.
+    """Return notes on the loss of a captured model.
 
     Args:
-        captured: tells the outputs that carry gradients: a scalar among them is the model's loss.
-        covered: the memory of the user's own loss is charged, or the step is planned as a whole.
+        captured: the captured model; a scalar among its outputs with gradients is its loss.
+        covered: whether the user's own loss is charged, or the step is planned as a whole.
     """
     dropped = captured.outputs.gradients.dropped
     if dropped:
@@ -252,7 +252,7 @@ def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:
 
 
 def checkpoint_notes(captured: Captured) -> tuple[str, ...]:
-    """Notes on buffers that the model updates inside `torch.utils.checkpoint`."""
+    """Return notes on buffers that the model updates inside `torch.utils.checkpoint`."""
     updated = zip(captured.mutated, captured.forward_outputs, strict=False)
     # Dynamo marks the nodes of a checkpointed part.
     names = [

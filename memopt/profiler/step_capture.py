@@ -1,8 +1,8 @@
-"""Capture of a whole training step: forward, loss, backward, and one operator per update.
+"""Captures a whole training step: forward, loss, backward, and one operator per update.
 
-Model and loss are captured as one module with a scalar output, whose tangent is 1. Each gradient
-of a trained parameter is read by an UPDATE operator instead of being a result of the step, so it
-is free as soon as its parameter is updated.
+Model and loss are captured as one module with a scalar output, whose tangent is 1. The gradient of
+a trained parameter is read by an UPDATE operator instead of being a result of the step, so its
+lifetime ends with that update.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def capture_step(
     fuse: Fuse | None = None,
     rules: StepRules = PLAIN,
 ) -> StepParts:
-    """Capture forward, loss and backward, and find where each parameter is updated; `fuse` gives
-    the step its kernels, None: ATen's.
+    """Capture forward, loss and backward, and find where each parameter is updated. `fuse` chooses
+    the step's kernels; None: ATen's.
 
     Raises:
-        CaptureError: as `capture`; or the loss is no scalar that can be trained.
+        CaptureError: as `capture`; or the loss is no scalar that needs a gradient.
         ValueError: the step cannot follow the rules.
     """
     module = StepModule(model, loss.function)
@@ -101,7 +101,7 @@ def capture_step(
 
 
 def _check_effects(captured: Captured) -> None:
-    """Refuse a step that leaves tensors behind, which belong to a graph that it has run already."""
+    """Refuse a step that leaves behind tensors that belong to the graph it has already run."""
     if captured.effects.made_by_call:
         raise CaptureError(
             f"the step leaves tensors behind in {', '.join(captured.effects.shown)}, which a "
@@ -111,8 +111,8 @@ def _check_effects(captured: Captured) -> None:
 
 
 def _check_registered(captured: Captured) -> None:
-    """Refuse a step that trains a tensor which the model does not register: no update ends its
-    gradient, and eager would keep that."""
+    """Refuse a step that trains a tensor which the model does not register: no update ends the
+    gradient's lifetime, and eager would keep it."""
     for primal, gradient in zip(captured.primals, captured.gradients, strict=True):
         constant = primal.constant
         if constant is not None and constant.requires_grad and isinstance(gradient, Node):
@@ -129,11 +129,11 @@ def _check_registered(captured: Captured) -> None:
 def _trained_positions(
     module: StepModule, captured: Captured, ranks: dict[str, int], rules: StepRules
 ) -> list[int]:
-    """The positions of the trained primals, in the order of the model's parameters.
+    """Return the positions of the trained primals, in the order of the model's parameters.
 
     Raises:
-        ValueError: a gradient is to be clipped that no update ends, or unscaled in half precision;
-            or there is none.
+        ValueError: clipping meets a gradient that no update reads, a scaler a float16 parameter, or
+            nothing is trained.
     """
     pairs = zip(captured.primals, captured.gradients, strict=True)
     positions = {
@@ -167,7 +167,7 @@ def _trained_positions(
 def with_updates(
     parts: StepParts, lowering: Lowering, costs: dict[str, tuple[float, int]]
 ) -> tuple[Captured, Lowering]:
-    """The step with its update operators at the end, as the framework runs them.
+    """Append the update operators at the step's end, in the optimizer's order.
 
     Args:
         parts: the captured step.
@@ -185,7 +185,7 @@ def with_updates(
     fx_graph = captured.module.graph
     output = fx_graph.output_node()
     for before in fx_graph.find_nodes(op="call_function", target=parts.update):
-        fx_graph.erase_node(before)  # of an earlier call, with other costs
+        fx_graph.erase_node(before)  # left by an earlier call, with other costs
     checked: dict[str, Any] = {} if parts.largest is None else {"largest": parts.largest}
     nodes, operators, storages = [], [], dict(lowering.storages)
     for site in sites:

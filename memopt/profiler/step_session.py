@@ -1,4 +1,4 @@
-"""Profiling a whole training step: kernels, updates and the unplanned step."""
+"""Profiles a whole training step: kernels, updates and the unplanned step."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def profile_step(
 ) -> ProfiledStep:
     """Capture forward, loss, backward and updates, and measure what they cost.
 
-    Parameters, optimizer state, buffers, gradients and random state are put back. With
-    `offload_optimizer`, updates are measured with their state coming from the host and going back,
+    Parameters, optimizer state, buffers, gradients and random state are restored. With
+    `offload_optimizer`, updates are measured with their state fetched from the host and sent back,
     and the state is not resident.
 
     Raises:
@@ -108,7 +108,7 @@ def _profiled(
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
         graph = with_resident(lowering.graph, stays_bytes + backend.step_scalars_bytes)
         report(0.8, "measuring the unplanned step")
-        # That step has its state on the device, wherever the plan keeps it.
+        # The unplanned step keeps its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
         step = measure_baseline(model, call, loss, device, optimizer, rules)
         peak_bytes = resident_bytes + step.peak_bytes + step.library_bytes
@@ -151,16 +151,16 @@ def _record(
 
 
 def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, ...]:
-    """What a user should know of a captured step.
+    """Return notes for the user on a captured step.
 
     Args:
         parts: the step.
-        state: the optimizer's.
-        hosted: whether that is on the host between updates.
+        state: the optimizer's state.
+        hosted: whether the state is on the host between updates.
     """
     size = format_bytes(state.bytes_total)
     where = (f"On the host between updates: {size} of {state.name} state.",)
-    # Planning asks the whole graph, whose buffers are changed by the last micro-batch.
+    # Planning reads the whole graph, in which the last micro-batch changes the buffers.
     once = checkpoint_notes(parts.once) if parts.rules.micro_batches > 1 else ()
     return (*(where if hosted and state.bytes_total else ()), *once, *parts.fused.notes)
 
@@ -168,7 +168,7 @@ def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, 
 def update_costs(
     parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device, hosted: bool
 ) -> dict[str, tuple[float, int]]:
-    """Seconds and workspace bytes of each update, measured once per shape and group."""
+    """Return seconds and workspace bytes of each update, measured once per shape and group."""
     parameters = dict(parts.module.named_parameters())
     known: dict[tuple[Any, ...], tuple[float, int]] = {}
     costs = {}
@@ -195,7 +195,7 @@ def _update_cost(
     device: torch.device,
     hosted: bool,
 ) -> tuple[float, int]:
-    """Update a stand-in parameter, its state already there, or on the host."""
+    """Measure the update of a stand-in parameter with its state present, on the host if hosted."""
     stand_in = torch.nn.Parameter(torch.zeros_like(like))
     gradient = torch.empty_strided(like.shape, gradient_stride, dtype=like.dtype, device=device)
     gradient.zero_()

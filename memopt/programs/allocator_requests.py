@@ -1,4 +1,4 @@
-"""A program's requests to CUDA's caching allocator, and what it would reserve for them."""
+"""A program's requests to CUDA's caching allocator, and the memory reserved for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Ask for `size_bytes` under a name that is free for use, on a stream."""
+    """Ask for `size_bytes` under an unused name, on a stream."""
 
     id: Hashable
     size_bytes: int
@@ -27,7 +27,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give back what was allocated under this name."""
+    """Give back the block that was allocated under this name."""
 
     id: Hashable
 
@@ -37,7 +37,7 @@ Event: TypeAlias = Allocate | Release
 
 @dataclass(frozen=True, slots=True)
 class AllocatorFigures:
-    """Bytes in use (in whole blocks) and held from the device, at their highest.
+    """Peaks of the bytes in use (in whole blocks) and of those held from the device.
 
     Attributes:
         allocated_peak_bytes: as `torch.cuda.max_memory_allocated` counts.
@@ -58,7 +58,7 @@ class AllocatorFigures:
 def replay_allocations(
     events: Iterable[Event], settings: AllocatorSettings | None = None
 ) -> AllocatorFigures:
-    """The peaks of requests, from an empty allocator.
+    """Return the peaks of requests, from an empty allocator.
 
     Raises:
         ValueError: a name is allocated twice, or a size is negative.
@@ -76,7 +76,7 @@ def replay_allocations(
 def reserved_by(
     graph: Graph, program: Program, settings: AllocatorSettings | None = None
 ) -> AllocatorFigures:
-    """What the allocator would reserve for steps of a program, in a process that does nothing else.
+    """Return the figures for steps of a program, in a process that allocates nothing else.
 
     Args:
         graph: the cost model of the program.
@@ -92,12 +92,12 @@ def reserved_by(
 def allocation_trace(graph: Graph, program: Program, steps: int = 1) -> Iterator[Event]:
     """List the requests of a valid program to the allocator, instruction by instruction.
 
-    Resident tensors come first, without those that the program moves, and what is resident without
-    a tensor (`extra_resident_bytes`) in one block; a Compute allocates what it writes, then its
+    Resident tensors come first, without those that the program moves, and resident bytes without
+    a tensor (`extra_resident_bytes`) in one block. A Compute allocates its outputs, then its
     workspace, and frees that and its transient outputs when it ends. Placed lifetimes are in one
-    block of the arena's size, asked for where a step begins, and so is what stays on the device
-    from the step before. All requests are the compute stream's: reloads take their memory there,
-    too, and copies wait for it. What a step leaves is freed before the next one.
+    block of the arena's size, requested when a step begins, as are tensors that stay on the device
+    from the step before. All requests are on the compute stream: swap-ins take their memory there,
+    too, and copies wait for it. A step's remaining blocks are freed before the next one.
 
     Args:
         graph: the cost model of the program.
@@ -117,7 +117,7 @@ def _step(graph: Graph, program: Program) -> Iterator[Event]:
         sizes = (offset + graph.tensors[t].size_bytes for _, t, offset in program.offsets)
         yield Allocate("arena", max(sizes, default=0))
     block: dict[int, tuple[int, int]] = {}
-    """Live tensor → its block: the instruction and the tensor that it was asked for."""
+    """Live tensor → its block: the instruction and the tensor that it was requested for."""
     for tensor in carried_over(graph, program):
         block[tensor] = (-1, tensor)
         yield Allocate((-1, tensor), graph.tensors[tensor].size_bytes)

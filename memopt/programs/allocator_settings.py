@@ -7,27 +7,27 @@ from dataclasses import dataclass, fields
 
 MIB = 2**20
 ROUND_BYTES = 512
-"""Sizes of requests are multiples of it (kMinBlockSize)."""
+"""Unit of request sizes (kMinBlockSize)."""
 SMALL_BYTES = MIB
 """The largest request of the small pool (kSmallSize)."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 """A segment of the small pool (kSmallBuffer)."""
 LARGE_BYTES = 10 * MIB
-"""From this size on a request has a segment of its own (kMinLargeAlloc)."""
+"""Least size of a request with a segment of its own (kMinLargeAlloc)."""
 LARGE_SEGMENT_BYTES = 20 * MIB
 """A segment that larger requests share (kLargeBuffer), and a chunk of an expandable segment."""
 SEGMENT_ROUND_BYTES = 2 * MIB
-"""Segments of one request are multiples of it (kRoundLarge)."""
+"""Unit of the segments of a single request (kRoundLarge)."""
 
 
 def rounded(size_bytes: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Return the next multiple of a unit."""
     return -(-size_bytes // unit) * unit
 
 
 def next_division(size_bytes: int, divisions: int) -> int:
-    """The next of `divisions` equal steps between two powers of two: 1200 with 4 divisions is 1280,
-    since those from 1024 on are 1280, 1536, 1792, 2048 (PyTorch's "CUDA semantics")."""
+    """Round up to the next of `divisions` equal steps between two powers of two: 1200 with 4 is
+    1280, since the steps from 1024 on are 1280, 1536, 1792, 2048 (PyTorch's "CUDA semantics")."""
     power = 1 << size_bytes.bit_length() - 1
     step = power >> divisions.bit_length() - 1
     return 2 * power if step == 0 else rounded(size_bytes, step)
@@ -35,18 +35,18 @@ def next_division(size_bytes: int, divisions: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """How the allocator is set; the defaults are PyTorch's.
+    """The allocator's settings; the defaults are PyTorch's.
 
     Attributes:
         expandable_segments: one segment for each stream and pool, which grows by chunks.
         max_split_bytes: blocks of at least that size are never split; None: all are.
         garbage_collection_threshold: share of the capacity beyond which old blocks are given back;
             0: never.
-        roundup_power2_divisions: sizes are rounded to so many steps between powers of two; 0: not.
+        roundup_power2_divisions: number of size steps between powers of two; 0: no such rounding.
         capacity_bytes: the most that may be reserved (`set_per_process_memory_fraction`, or the
             device's memory); None: no limit.
         large_segment_bytes: of the segments that requests from 1 to 10 MiB share.
-        rounding_limit_bytes: a request that is never split takes a block at most that much larger.
+        rounding_limit_bytes: the most by which the block of a never split request may be larger.
     """
 
     expandable_segments: bool = False
@@ -73,19 +73,19 @@ class AllocatorSettings:
 
     @property
     def address_space_bytes(self) -> int:
-        """What an expandable segment may grow to: 9/8 of the device."""
+        """Largest size of an expandable segment: 9/8 of the device."""
         capacity = 2**46 if self.capacity_bytes is None else self.capacity_bytes
         return rounded(capacity + capacity // 8, self.large_segment_bytes)
 
     def request_bytes(self, size_bytes: int) -> int:
-        """The size of the block that serves a request, bytes (`round_size`)."""
+        """Return the size of the block that serves a request, bytes (`round_size`)."""
         divisions = self.roundup_power2_divisions
         if divisions > 1 and size_bytes > ROUND_BYTES * divisions:
             return next_division(size_bytes, divisions)
         return rounded(size_bytes, ROUND_BYTES)
 
     def segment_bytes(self, size_bytes: int) -> int:
-        """The size of a new segment for a request of that rounded size (`get_allocation_size`)."""
+        """Return the size of a new segment for a rounded request size (`get_allocation_size`)."""
         if size_bytes <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size_bytes < LARGE_BYTES:
@@ -94,7 +94,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str, capacity_bytes: int | None = None) -> AllocatorSettings:
-        """The settings of a PYTORCH_CUDA_ALLOC_CONF; options that change nothing here are ignored.
+        """Parse a PYTORCH_CUDA_ALLOC_CONF; options that change nothing here are ignored.
 
         Raises:
             ValueError: an option that is not "name:value", or a value of the wrong kind.
@@ -116,7 +116,7 @@ class AllocatorSettings:
 
     @classmethod
     def of_snapshot(cls, settings: Mapping[str, object]) -> AllocatorSettings:
-        """Those that `torch.cuda.memory._snapshot()["allocator_settings"]` names."""
+        """Read the settings in `torch.cuda.memory._snapshot()["allocator_settings"]`."""
         found = {one.name: settings[one.name] for one in fields(cls) if one.name in settings}
         divisions = found.pop("roundup_power2_divisions", 0)
         if isinstance(divisions, int):

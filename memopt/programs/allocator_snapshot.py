@@ -1,8 +1,8 @@
-"""A device's own record of its allocator, `torch.cuda.memory._snapshot()`, beside the simulation.
+"""Compares a device's own record, `torch.cuda.memory._snapshot()`, with the allocator's simulation.
 
 Recorded from a process's first allocation on (`torch.cuda.memory._record_memory_history()` before
-the model is made), its trace holds every request and every segment; the same requests are given to
-`CachingAllocator`, and what both hold reserved is compared after each.
+the model is made), its trace holds every request and every segment. `CachingAllocator` gets the
+same requests, and the bytes that both hold reserved are compared after each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unm
 
 @dataclass(frozen=True, slots=True)
 class SnapshotComparison:
-    """What a device reserved for a trace's requests, and what the simulation does.
+    """The bytes that a device and the simulation reserve for a trace's requests.
 
     Attributes:
         requests: allocations compared.
         device_peak_bytes: the most that the device had reserved.
         simulated_peak_bytes: the most that the simulation had.
         differs_at: the first allocation, counted from 0, after which they differ; None: nowhere.
-        device_bytes, simulated_bytes: what each had reserved then, or at the end.
+        device_bytes, simulated_bytes: bytes that each had reserved then, or at the end.
     """
 
     requests: int
@@ -45,16 +45,16 @@ class SnapshotComparison:
 def compare_snapshot(
     snapshot: Mapping[str, Any], device: int = 0, settings: AllocatorSettings | None = None
 ) -> SnapshotComparison:
-    """Give a snapshot's requests to the simulation and compare what is reserved after each.
+    """Give a snapshot's requests to the simulation and compare the reserved bytes after each.
 
     Args:
-        snapshot: what `torch.cuda.memory._snapshot()` returned, unpickled.
-        device: which of its devices.
+        snapshot: the result of `torch.cuda.memory._snapshot()`, unpickled.
+        device: index of one of its devices.
         settings: of the allocator; None: those that the snapshot names.
 
     Raises:
-        ValueError: it has no trace of the device, or one that begins too late: it frees what it
-            did not allocate, or reserves nothing for an allocation.
+        ValueError: it has no trace of the device, or one that begins too late: it frees a block
+            that it did not allocate, or reserves nothing for an allocation.
     """
     traces = snapshot.get("device_traces", ())
     if device >= len(traces) or not traces[device]:

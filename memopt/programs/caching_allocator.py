@@ -1,10 +1,10 @@
-"""The rules of PyTorch's CUDA caching allocator: what a sequence of requests reserves on a device.
+"""Simulates PyTorch's CUDA caching allocator: the bytes that a sequence of requests reserves.
 
-They are those of `c10/cuda/CUDACachingAllocator.cpp`: `round_size`, `get_pool`, `get_free_block`,
+It follows `c10/cuda/CUDACachingAllocator.cpp`: `round_size`, `get_pool`, `get_free_block`,
 `get_allocation_size`, `should_split`, `try_merge_blocks`, `release_available_cached_blocks`,
 `release_cached_blocks`, `garbage_collect_cached_blocks`, `find_expandable_block`, `map_block`. Not
 modelled: blocks that wait for another stream's events (`record_stream`, which memopt never calls),
-private pools of CUDA graphs, and what libraries ask of the driver themselves.
+private pools of CUDA graphs, and libraries' requests to the driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Block:
 
     Attributes:
         born: requests that its pool had seen when it was freed, for garbage collection.
-        mapped: whether there is memory behind it; of an expandable segment's rest there is not.
+        mapped: whether it has memory; the unused rest of an expandable segment has none.
     """
 
     address: int
@@ -42,12 +42,12 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether it is not the whole of its segment."""
+        """Whether it is only a part of its segment."""
         return self.before is not None or self.after is not None
 
     @property
     def expandable_bytes(self) -> int:
-        """What it could serve with the address space behind it."""
+        """Bytes that it could serve with the address space after it."""
         room = self.after
         return self.size_bytes + (room.size_bytes if room is not None and not room.mapped else 0)
 
@@ -74,7 +74,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator's state; `allocate` and `release` as the requests come.
+    """The allocator's state; call `allocate` and `release` in the order of the requests.
 
     Attributes:
         allocated_bytes: in use now, in whole blocks, as `torch.cuda.memory_allocated` counts.
@@ -93,11 +93,11 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, id_: Hashable, size_bytes: int, stream: int = 0) -> int | None:
-        """Serve a request of a stream; its address, or None for an empty one, which takes nothing.
+        """Serve a request of a stream; return its address, or None for an empty one.
 
         Raises:
             ValueError: the name is in use, or the size is negative.
-            MemoryError: it does not fit the capacity, whatever is given back before.
+            MemoryError: it does not fit the capacity, even after giving cached blocks back.
         """
         if id_ in self._used:
             raise ValueError(f"{id_!r} is allocated already")
@@ -125,7 +125,7 @@ class CachingAllocator:
     def release(self, id_: Hashable) -> None:
         """Give a block back to its pool, and merge it with free neighbours.
 
-        A name that is not in use is that of an empty allocation: nothing happens.
+        An unknown name belongs to an empty allocation: nothing happens.
         """
         block = self._used.pop(id_, None)
         if block is None:
@@ -135,11 +135,11 @@ class CachingAllocator:
         block.pool.insert(self._merged(block))
 
     def holds(self, id_: Hashable) -> bool:
-        """Whether a name is in use."""
+        """Return whether a name is in use."""
         return id_ in self._used
 
     def empty_cache(self) -> None:
-        """Give back to the device every segment, or chunk of one, that is not in use."""
+        """Give every unused segment, or chunk of one, back to the device."""
         for pool in self._pools.values():
             for block in list(pool.blocks.values()):
                 if pool.expandable is not None:
@@ -148,7 +148,7 @@ class CachingAllocator:
                     self._give_back(block)
 
     def segments(self) -> Iterator[tuple[Block, ...]]:
-        """The blocks of every segment, by address; of an expandable one those with memory."""
+        """Yield the blocks of every segment, by address; of an expandable one those with memory."""
         for head in self._segments.values():
             yield tuple(block for block in _blocks(head) if block.mapped)
 
@@ -160,7 +160,7 @@ class CachingAllocator:
             return None
         found = pool.blocks[keys[at][1]]
         if self.settings.expandable_segments:
-            # The block behind which there is address space counts with that.
+            # Blocks are compared with the address space after them.
             for _, address in keys[at + 1 :]:
                 other = pool.blocks[address]
                 if other.expandable_bytes >= found.expandable_bytes:
@@ -175,7 +175,7 @@ class CachingAllocator:
         return found
 
     def _new_block(self, pool: _Pool, size: int) -> Block | None:
-        """A block of new memory; what is cached is given back for it as far as it must."""
+        """Return a block of new memory; give as many cached blocks back as necessary."""
         wanted = self.settings.segment_bytes(size)
         self._collect_garbage()
         block = self._segment(pool, size, wanted)
@@ -203,7 +203,7 @@ class CachingAllocator:
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut the block down to `size`; what is left over goes to the pool, if worth it."""
+        """Cut the block down to `size`; the rest goes to the pool, if it is large enough."""
         left, limit = block.size_bytes - size, self.settings.max_split_bytes
         if block.pool.small or self.settings.expandable_segments:
             worth = left >= ROUND_BYTES
@@ -213,7 +213,7 @@ class CachingAllocator:
             block.pool.insert(_cut(block, size))
 
     def _merged(self, block: Block) -> Block:
-        """A free block with its free neighbours of the same kind, which leave the pool."""
+        """Merge a free block with its free neighbours of the same kind, which leave the pool."""
         low = block.before
         if low is not None and low.free and low.mapped == block.mapped:
             if low.mapped:
@@ -232,7 +232,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size_bytes
 
     def _give_back_oversize(self, pool: _Pool, size: int) -> bool:
-        """Of blocks that are never split, give back what serves; whether it was enough."""
+        """Give back blocks that are never split, until they suffice; return whether they do."""
         limit = self.settings.max_split_bytes
         if limit is None or self.settings.expandable_segments:
             return False
@@ -248,8 +248,8 @@ class CachingAllocator:
         return given >= wanted
 
     def _collect_garbage(self) -> None:
-        """Beyond a share of the capacity, give back large blocks that nobody has asked for longer
-        than for the average one."""
+        """Beyond a share of the capacity, give back large blocks that have been free for longer
+        than the average one."""
         capacity, share = self.settings.capacity_bytes, self.settings.garbage_collection_threshold
         if capacity is None or not share or self.settings.expandable_segments:
             return
@@ -267,13 +267,13 @@ class CachingAllocator:
         while ages and given < target:
             average = sum(ages.values()) / len(ages)
             for block in [block for block, age in ages.items() if age >= average]:
-                # The average falls while they go; the limit of this round stays.
+                # The average falls as they go; the limit of this round stays.
                 given += block.size_bytes
                 del ages[block]
                 self._give_back(block)
 
     def _expanded(self, pool: _Pool, size: int) -> Block:
-        """A block of the pool's expandable segment, which grows by whole chunks."""
+        """Return a block of the pool's expandable segment, which grows by whole chunks."""
         if pool.expandable is None:
             start = Block(self._next_address, self.settings.address_space_bytes, pool, mapped=False)
             self._next_address += start.size_bytes
@@ -289,8 +289,8 @@ class CachingAllocator:
         return block
 
     def _room(self, head: Block, size: int) -> Block:
-        """The lowest block without memory, or the free one before it, behind which so many bytes
-        of addresses are free."""
+        """Return the lowest block without memory, or the free one before it, that begins a free
+        range of at least `size` addresses."""
         for block in _blocks(head):
             if block.mapped:
                 continue
@@ -308,7 +308,7 @@ class CachingAllocator:
         raise MemoryError(f"no addresses left for {size} bytes")
 
     def _map(self, block: Block, size: int) -> Block:
-        """Put memory behind the first chunks of a block without; with the free block before it."""
+        """Map memory to the first chunks of a block without; merge it with free neighbours."""
         chunk = SMALL_SEGMENT_BYTES if block.pool.small else self.settings.large_segment_bytes
         mapped = min(rounded(size, chunk), block.size_bytes)
         if mapped < block.size_bytes:
@@ -327,7 +327,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, pool: _Pool, block: Block) -> None:
-        """Take the memory from behind the whole chunks of a free block."""
+        """Unmap the memory of the whole chunks of a free block."""
         chunk = SMALL_SEGMENT_BYTES if pool.small else self.settings.large_segment_bytes
         assert pool.expandable is not None
         start = pool.expandable.address
@@ -354,7 +354,7 @@ def _blocks(head: Block | None) -> Iterator[Block]:
 
 
 def _cut(block: Block, size: int) -> Block:
-    """Cut a block down to `size`; the rest, after it."""
+    """Cut a block down to `size`; return the rest, after it."""
     left = block.size_bytes - size
     rest = Block(block.address + size, left, block.pool, before=block, after=block.after)
     if block.after is not None:

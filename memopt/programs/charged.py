@@ -1,4 +1,4 @@
-"""What a program needs beside what a training loop holds around it."""
+"""The memory of a program together with a training loop's charges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt.programs.replay import replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
-    """The graph with what is resident, and what the loss needs, charged."""
+    """Charge the loop's resident bytes, and those of its loss, to the graph."""
     return replace(
         graph,
         boundary_bytes=graph.boundary_bytes + charges.boundary_bytes,
@@ -20,9 +20,9 @@ def with_charges(graph: Graph, charges: Charges) -> Graph:
 
 
 def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
-    """The peak of a step with all that is charged beside its graph, total bytes.
+    """Return the peak of a step with all charges beside its graph, total bytes.
 
-    An arena is there for the whole step: beside a placed program everything is.
+    An arena is allocated for the whole step, so all charges add to a placed program's peak.
     """
     timeline = replay(with_charges(graph, charges), program)
     until_loss = charges.forward_bytes + charges.held_bytes
@@ -40,7 +40,7 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 
 def backward_bytes(graph: Graph, program: Program) -> int:
-    """The peak of a step once its backward has begun, total bytes."""
+    """Return the peak of a step once its backward has begun, total bytes."""
     timeline = replay(graph, program)
     if timeline.placed_peak_bytes is not None or program.boundary is None:
         return timeline.placed_peak_bytes or timeline.peak_bytes

@@ -1,8 +1,8 @@
-"""Computing in place (MONeT appendix C.1): an output takes over the storage of what dies there.
+"""Computing in place (MONeT appendix C.1): an output takes over the storage of a dying tensor.
 
-A pass over finished programs. Which tensors an operator may overwrite, and under which
-implementation, is the graph's to say (`Operator.in_place`, `Implementation.in_place`); whether one
-dies there depends on the plan.
+A pass over finished programs. The graph says which tensors an operator may overwrite, and under
+which implementation (`Operator.in_place`, `Implementation.in_place`); whether one dies there
+depends on the plan.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from memopt.programs.instructions import Compute, Free, Instruction, Program
 def with_in_place(graph: Graph, program: Program) -> Program:
     """Compute in place wherever the program allows it.
 
-    A Compute followed by the Free of a tensor that it may
-    overwrite and that is neither being copied to the host nor sent by a collective, takes over that
-    storage instead.
-    Programs with a placement stay as they are: their tensors have addresses already.
+    If a Compute is followed by the Free of a tensor that it may overwrite, and the tensor is
+    neither being copied to the host nor sent by a collective, the first output takes over its
+    storage. Programs with a placement stay as they are: their tensors have addresses already.
 
     Laws: the replayed peak is at most the program's, the time is the same.
     """
@@ -55,7 +54,7 @@ def with_in_place(graph: Graph, program: Program) -> Program:
 def without_in_place(
     program: Program, separate: Callable[[Compute], bool] = lambda _: True
 ) -> Program:
-    """The program with every output in a storage of its own; or those that `separate` says."""
+    """Give every output a storage of its own, or only those of Computes that `separate` accepts."""
     made: list[Instruction] = []
     for instruction in program:
         if (
@@ -72,7 +71,7 @@ def without_in_place(
 def _overwritten(
     graph: Graph, instruction: Compute, frees: list[Free], leaving: set[int]
 ) -> Free | None:
-    """The Free that computing in place does without."""
+    """Return the Free that computing in place replaces."""
     if instruction.in_place is not None:
         return None
     chosen = variant(graph.operators[instruction.op], instruction.implementation)

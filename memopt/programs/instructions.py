@@ -1,7 +1,7 @@
 """The instruction set of a plan: one for every strategy (docs/cost-model.md).
 
-What an instruction does to tensors is said here once, in its `effects`. Whoever asks for these need
-not know which instructions there are; only replay, the validator, the generated code, the
+An instruction's effects on tensors are defined once, in its `effects`. Code that uses these need
+not know the kinds of instructions; only replay, the validator, the generated code, the
 interpreter and files do.
 """
 
@@ -24,11 +24,11 @@ class Effects(NamedTuple):
     Attributes:
         reads: tensors whose device copy it reads.
         writes: tensors for which it takes device memory.
-        begins: those of `writes` that stay when it is over; the others are transient.
+        begins: those of `writes` that stay live after it; the others are transient.
         ends: tensors whose device copy ends with it.
         overwrites: the one of `ends` whose memory the first of `writes` takes over.
         workspace_bytes: device memory beside all tensors while it runs.
-        host_begins: tensors of which it makes a host copy.
+        host_begins: tensors that it copies to the host.
         host_ends: tensors whose host copy ends with it.
     """
 
@@ -51,7 +51,7 @@ class _Named:
     __slots__ = ()
 
     def label(self, graph: Graph) -> str:
-        """The operator that it runs, or else its own name, for people."""
+        """Return the operator that it runs, or else its own name, for people."""
         return type(self).__name__
 
 
@@ -59,9 +59,9 @@ class _Named:
 class Compute(_Named):
     """Run operator `op`; of its written tensors keep `outputs`, the others are transient.
 
-    A second Compute of the same operator recomputes it. With `in_place`, one of the `in_place` of
-    the operator or of the implementation, the first tensor that it writes takes over that tensor's
-    storage, and the tensor ends here.
+    A second Compute of the same operator recomputes it. With `in_place`, one of the tensors in
+    the operator's or implementation's `in_place`, the first tensor that it writes takes over that
+    tensor's storage, and that tensor's lifetime ends here.
     """
 
     op: int
@@ -158,8 +158,8 @@ class Program:
         instructions: in the order of the compute stream.
         offsets: a placement, or None: for each Compute/SwapIn instruction index and tensor,
             the byte offset of that lifetime in the arena: ((instruction, tensor, offset), ...).
-        unplaced: lifetimes that the placement leaves to the allocator, which would make the arena
-            larger than they are worth: ((instruction, tensor), ...).
+        unplaced: lifetimes that the placement leaves to the allocator, since placing them would
+            enlarge the arena by more than they take: ((instruction, tensor), ...).
     """
 
     instructions: tuple[Annotated[Instruction, INSTRUCTIONS], ...]
@@ -199,7 +199,7 @@ class Program:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Positions of all instructions but frees, which need no more memory than what comes
+        """Positions of all instructions but frees, which need no more memory than the instruction
         before them."""
         return tuple(i for i, x in enumerate(self.instructions) if not isinstance(x, Free))
 

@@ -1,4 +1,4 @@
-"""The lifetimes of a program's tensors, on the device and on the host: one walk for all who ask.
+"""The lifetimes of a program's tensors, on the device and on the host, found in one walk.
 
 Lifetimes are half-open intervals of positions in the program. The validator has its own walk.
 """
@@ -24,7 +24,7 @@ class Lifetime:
     """One tensor on the device, from the instruction `begin` until before `end`.
 
     Attributes:
-        begin: the Compute, SwapIn or LossBoundary that makes it; -1: it is there from the step
+        begin: the Compute, SwapIn or LossBoundary that makes it; -1: it stayed from the step
             before (`memopt.programs.moved.carried_over`).
         tensor: the tensor.
         end: its Free, or the Compute that overwrites it; the length of the program if it stays.
@@ -58,12 +58,12 @@ class Lifetime:
 
     @property
     def until(self) -> int:
-        """The first instruction during which it takes no memory: a Free gives back when it is
-        over."""
+        """The first instruction during which it takes no memory: a Free releases memory only when
+        it is over."""
         return self.end + self.freed
 
     def is_live_at(self, position: int) -> bool:
-        """Whether the tensor is on the device before an instruction and after it."""
+        """Return whether the tensor is on the device before an instruction and after it."""
         return not self.transient and self.begin < position <= self.end
 
 
@@ -76,15 +76,15 @@ class HostLifetime(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Every lifetime of a program, in the order of their beginnings, tangents included. The host
-    copies of moved tensors (`memopt.programs.moved`) are not among them: they never end."""
+    """Every lifetime of a program, in the order of their beginnings, tangents included. Host
+    copies of moved tensors (`memopt.programs.moved`) are left out: they never end."""
 
     device: list[Lifetime]
     host: list[HostLifetime]
 
 
 def lifetimes(graph: Graph, program: Program) -> Lifetimes:
-    """Walk through a valid program."""
+    """Return the lifetimes of a valid program."""
     found = Lifetimes([], [])
     live: dict[int, Lifetime] = {}
     hosted: dict[int, int] = {}
@@ -121,7 +121,7 @@ def lifetimes(graph: Graph, program: Program) -> Lifetimes:
 
 
 def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
-    """Bytes live at each of `points` time points, for intervals [lower, upper)."""
+    """Return the bytes live at each of `points` time points, for intervals [lower, upper)."""
     change = np.zeros(points + 1, dtype=np.int64)
     np.add.at(change, lower, size)
     np.subtract.at(change, upper, size)
@@ -129,8 +129,8 @@ def live_bytes(lower: Ints, upper: Ints, size: Ints, points: int) -> Ints:
 
 
 def bytes_during(graph: Graph, listed: Iterable[Lifetime], points: int) -> list[int]:
-    """Bytes that lifetimes take while each of `points` instructions runs, as `replay` counts them:
-    a Free gives back when it is over, and what computes in place takes over what it overwrites."""
+    """Return the bytes of lifetimes while each of `points` instructions runs, as `replay` does it:
+    a Free releases memory when it is over; an output computed in place adds none."""
     rows = [(max(0, x.begin), x.until, graph.tensors[x.tensor].size_bytes) for x in listed]
     lower, upper, size = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     found: list[int] = live_bytes(lower, upper, size, points).tolist()
@@ -139,7 +139,7 @@ def bytes_during(graph: Graph, listed: Iterable[Lifetime], points: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Lifetimes that have one storage: each but the first is computed in place of the last."""
+    """Lifetimes that share one storage: each but the first is computed in place of the last."""
 
     lifetimes: tuple[Lifetime, ...]
 
@@ -160,7 +160,7 @@ class Storage:
 
 
 def storages(listed: Sequence[Lifetime]) -> tuple[Storage, ...]:
-    """The storages of lifetimes, in the order of their beginnings and then of their tensors."""
+    """Return the storages of lifetimes, in the order of their beginnings and tensors."""
     chains: dict[Lifetime, list[Lifetime]] = {}
     for lifetime in listed:
         chain = [] if lifetime.overwrites is None else chains.pop(lifetime.overwrites)

@@ -1,4 +1,4 @@
-"""Lifetimes: which written tensors a program keeps, and where it frees them."""
+"""Lifetimes: the written tensors that a program keeps, and its frees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt.programs.instructions import Compute, Free, Instruction, LossBoundar
 
 
 class _Future(Enum):
-    """The next thing that the program does with a tensor's present device copy."""
+    """The next event of a tensor's present device copy."""
 
     DEAD = auto()
     READ = auto()
@@ -22,7 +22,7 @@ class _Future(Enum):
 
 
 def computes(graph: Graph, operators: Iterable[int | None]) -> tuple[Instruction, ...]:
-    """Compute instructions for operator indices, in order, for `with_frees` to complete.
+    """Return Compute instructions for operator indices, in order, for `with_frees` to complete.
 
     Args:
         graph: the graph the indices refer to.
@@ -56,8 +56,8 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
     follows the last reader of each instance, and the boundary for a tangent that nothing reads
     and the framework does not hold. Kept tensors are never freed.
 
-    A Free in the input stands, and ends the instance it is in: after a SwapOut give one where
-    the copy should be over (a Free waits for it), else it comes right after the SwapOut.
+    A Free in the input stays, and ends its instance. Give one after a SwapOut where the copy
+    should be over (a Free waits for it); else it comes right after the SwapOut.
     DropHost is left to the caller, and so is everything about movable tensors.
 
     Raises:
@@ -104,12 +104,12 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
 
 
 def store_all(graph: Graph) -> Program:
-    """Every operator once, in the graph's own order, each tensor freed after its last reader."""
+    """Run every operator once, in the graph's order; free each tensor after its last reader."""
     return Program(with_frees(graph, computes(graph, range(len(graph.operators)))))
 
 
 def _first_computations(graph: Graph, program: tuple[Instruction, ...]) -> dict[int, int]:
-    """Tensor → position of the first Compute that writes it."""
+    """Map each tensor to the position of the first Compute that writes it."""
     first: dict[int, int] = {}
     for position, instruction in enumerate(program):
         if isinstance(instruction, Compute):
@@ -135,7 +135,7 @@ def _read(
 
 
 def _appear(tensors: Iterable[int], future: list[_Future], backwards: list[Instruction]) -> None:
-    """Note the arrival of tensors by other means than a Compute; unread ones go at once."""
+    """Note tensors that arrive by other means than a Compute; unread ones are freed at once."""
     for tensor in tensors:
         if future[tensor] is _Future.DEAD:
             backwards.append(Free(tensor))

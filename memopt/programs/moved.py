@@ -1,14 +1,15 @@
-"""Which of a graph's movable tensors a program keeps on the host between steps.
+"""The movable tensors of a graph that a program keeps on the host between steps.
 
-One that a Free, SwapIn or SwapOut names begins and ends on the host: a SwapIn brings it before it
-is read, a Free drops the device copy, and after an update has changed it a SwapOut writes the new
-value over the host copy before that. So does what an update on the host changes: that is not on the
-device meanwhile. The others are resident, as in a graph without `movable`.
+A movable tensor that a Free, SwapIn or SwapOut names begins and ends on the host. A SwapIn brings
+it before it is read. After an update has changed it, a SwapOut writes the new value over the host
+copy; then a Free drops the device copy. A tensor that an update on the host changes also begins and
+ends there, and is not on the device during the update. The others are resident, as in a graph
+without `movable`.
 
-Where the graph's step is repeated (`Graph.repeated`), one whose first such instruction is a SwapOut
-begins on the device: its update in the step before has changed it there, and only this step's
-SwapOut writes the new value over the host copy. It ends on the device again, changed. So nothing
-is under way between two steps, and the model has one value of each tensor.
+In a repeated step (`Graph.repeated`), a tensor whose first such instruction is a SwapOut begins on
+the device: the last step's update has changed it there, and only this step's SwapOut writes the new
+value over the host copy. It ends on the device again, changed. So no transfer is under way between
+two steps, and each tensor has one current value.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, Instruction, OfTensor
 
 CHANGED_KINDS = frozenset({TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE})
-"""What an update changes in place."""
+"""Kinds of tensors that an update changes in place."""
 
 
 def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int]:
-    """The movable tensors that a program moves."""
+    """Return the movable tensors that a program moves."""
     if not graph.movable:
         return frozenset()
     listed = list(instructions)
@@ -35,8 +36,8 @@ def moved_tensors(graph: Graph, instructions: Iterable[object]) -> frozenset[int
 
 
 def carried_over(graph: Graph, instructions: Iterable[Instruction]) -> tuple[int, ...]:
-    """The moved tensors that are on the device from the update of one step into the next step,
-    ascending."""
+    """Return the moved tensors that stay on the device from the update of one step into the next
+    step, ascending."""
     if not graph.repeated:
         return ()
     goes_first: dict[int, bool] = {}
@@ -48,32 +49,32 @@ def carried_over(graph: Graph, instructions: Iterable[Instruction]) -> tuple[int
 
 
 def updates_on_host(graph: Graph, instructions: Iterable[object]) -> list[Compute]:
-    """The updates that the host runs."""
+    """Return the updates that the host runs."""
     named = (x for x in instructions if type(x) is Compute and x.implementation is not None)
     return [x for x in named if variant(graph.operators[x.op], x.implementation).on_host]
 
 
 def host_scratch_bytes(graph: Graph, instructions: Iterable[object]) -> int:
-    """Host memory beside all copies: what the largest update on the host needs, of which there is
-    one at a time."""
+    """Return the host memory beside all copies: the workspace of the largest update on the host, of
+    which one runs at a time."""
     runs = updates_on_host(graph, instructions)
     needs = (variant(graph.operators[x.op], x.implementation).workspace_bytes for x in runs)
     return max(needs, default=0)
 
 
 def resident_under(graph: Graph, instructions: Iterable[object]) -> frozenset[int]:
-    """The tensors that are on the device during the whole step under a program."""
+    """Return the tensors that are on the device during the whole step under a program."""
     return graph.resident - moved_tensors(graph, instructions)
 
 
 def resident_bytes_under(graph: Graph, instructions: Iterable[object]) -> int:
-    """Bytes that are on the device during the whole step under a program."""
+    """Return the bytes that are on the device during the whole step under a program."""
     moved = moved_tensors(graph, instructions)
     return graph.resident_bytes - sum(graph.tensors[t].size_bytes for t in moved)
 
 
 def changed_by(graph: Graph, operator: Operator) -> list[int]:
-    """The tensors that an operator changes in place: an update's parameters and their state."""
+    """Return the tensors that an operator changes in place: an update's parameters and state."""
     if not operator.changes_in_place:
         return []
     return [t for t in dict.fromkeys(operator.reads) if graph.tensors[t].kind in CHANGED_KINDS]

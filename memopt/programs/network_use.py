@@ -1,4 +1,4 @@
-"""How much of a step's communication its computing hides."""
+"""The share of a step's communication that its computation hides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class NetworkUse:
 
     Attributes:
         time_s: how long collectives run, seconds.
-        exposed_s: of that, while the compute stream computes nothing.
+        exposed_s: the part of that during which the compute stream computes nothing.
     """
 
     time_s: float
@@ -26,14 +26,14 @@ class NetworkUse:
 
 
 def network_use(timeline: Timeline) -> NetworkUse:
-    """The use of the network in a replayed step."""
-    # A collective computes nothing: a span of its own is that of one that is waited for at once.
+    """Return the use of the network in a replayed step."""
+    # A collective computes nothing: a span with its instruction is a wait for its end.
     sends = {sent.instruction for sent in timeline.collectives}
     spans = enumerate(zip(timeline.start_s, timeline.end_s, strict=True))
     busy = [(s, e) for position, (s, e) in spans if e > s and position not in sends]
     hidden_s, place = 0.0, 0
     for sent in timeline.collectives:
-        # Both are in the order of time, and neither overlaps itself.
+        # Both lists are in the order of time, and neither overlaps itself.
         while place < len(busy) and busy[place][1] <= sent.start_s:
             place += 1
         index = place

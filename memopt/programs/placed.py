@@ -12,12 +12,12 @@ from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 
 ALIGNMENT_BYTES = 64
-"""Addresses that kernels write to are multiples of this, as torch's own allocator aligns them on
-the CPU. (On CUDA sizes are multiples of 512 bytes, and so are addresses.)"""
+"""Unit of addresses that kernels write to, as torch's own allocator aligns them on the CPU. (On
+CUDA sizes are multiples of 512 bytes, and so are addresses.)"""
 
 
 def first_fit(taken: Iterable[tuple[int, int]], size_bytes: int) -> int:
-    """The lowest offset at which so many bytes overlap none of the intervals [low, high)."""
+    """Return the lowest offset at which so many bytes overlap none of the intervals [low, high)."""
     offset = 0
     for low, high in sorted(taken):
         if offset + size_bytes <= low:
@@ -43,11 +43,11 @@ class OutsideKernel:
 
 @dataclass(frozen=True, slots=True)
 class ArenaUse:
-    """A placed program's arena and what lies outside it.
+    """A placed program's arena and the memory outside it.
 
     Attributes:
         arena_bytes: the one allocation.
-        extra_bytes: the most that lies outside it at any instruction: resident tensors, results,
+        extra_bytes: the most memory outside it at any instruction: resident tensors, results,
             tangents, workspace, and the results of the kernels in `outside`.
         covered_bytes: written by kernels at planned addresses in one step.
         outside_bytes: written elsewhere in one step, results of the step not counted.
@@ -70,7 +70,7 @@ class ArenaUse:
 
 
 def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
-    """Count what a program's placement covers; None if it has none.
+    """Count the bytes that a program's placement covers; None if it has none.
 
     Args:
         graph: the cost model of the program.

@@ -1,23 +1,21 @@
-"""THE cost semantics: what a program needs in memory and time (docs/cost-model.md).
+"""THE cost semantics: a program's memory and time (docs/cost-model.md).
 
-Memory is taken at every instruction. At a Compute it is resident + live tensors + every tensor
-the operator writes (kept or transient, and once more if it is already live) + workspace, less
-the storage that an output computed in place takes over; at the
-LossBoundary live + tangents + the loss's own; a SwapIn occupies memory from that instruction
-on, and a SwapOut's device copy until its Free. Time: the compute stream runs instructions in
-order; a transfer starts when its instruction is reached, its data exist and its link is free.
-Where memory is given back (Free, DropHost) the compute stream waits for the tensor's transfer,
-and a Compute waits for the swap-ins it reads: a slow link costs time, never memory.
-A Compute of a collective takes no time of the compute stream: it starts the collective on the
-network, one at a time, and its result is live from there on. Its first reader waits for it, and so
-does the Free of what it reads or writes.
-A movable tensor that the program moves (`memopt.programs.moved`) has a host copy from beginning to
-end, over which its SwapOut writes. One that stays on the device between steps is there when the
-first instruction runs and after the last; no transfer is under way then, so that the time of a
-step is also the time from one to the next.
-A Compute of an update on the host takes no time of the compute stream either: the host runs one at
-a time, each once the copies that it reads are complete. The DropHost of its gradient waits for it.
-Its scratch memory is the host's, for the whole step.
+Memory is taken at every instruction. At a Compute it is resident + live tensors + every tensor the
+operator writes (kept or transient, and once more if it is already live) + workspace, less the
+storage that an output computed in place takes over. At the LossBoundary it is live + tangents + the
+loss's own. A SwapIn occupies memory from that instruction on, and a SwapOut's device copy until its
+Free. Time: the compute stream runs instructions in order; a transfer starts when its instruction is
+reached, its data exist and its link is free. Before memory is released (Free, DropHost) the compute
+stream waits for the tensor's transfer, and a Compute waits for the swap-ins it reads: a slow link
+costs time, never memory. A Compute of a collective takes no time of the compute stream: it starts
+the collective on the network, one at a time, and its result is live from then on. Its first reader
+waits for it, and so does the Free of its operands and results. A movable tensor that the program
+moves (`memopt.programs.moved`) has a host copy during the whole step, which its SwapOut overwrites.
+If it stays on the device between steps, it is live before the first instruction and after the last.
+No transfer is under way then, so the time of a step is also the time from one step to the next. A
+Compute of an update on the host takes no time of the compute stream either: the host runs one at a
+time, each once the copies that it reads are complete. The DropHost of its gradient waits for it.
+Its workspace is host memory, for the whole step.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from memopt.programs.moved import carried_over, changed_by, host_scratch_bytes, 
 
 
 class Direction(StrEnum):
-    """Which way a transfer goes."""
+    """The route of a transfer."""
 
     TO_HOST = "to host"
     FROM_HOST = "from host"
@@ -56,8 +54,8 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy between device and host, or collective, of which `tensor` is the first result (-1:
-    none), or update on the host, of which it is the parameter: from start_s to end_s, half-open."""
+    """A copy between device and host, collective, or update on the host, in [start_s, end_s).
+    `tensor` is the collective's first result (-1: none), or the update's parameter."""
 
     instruction: int
     tensor: int
@@ -75,7 +73,7 @@ class Timeline:
         peak_instruction: the first instruction at which it is reached; None: no instruction.
         host_peak_bytes: the largest sum of host copies.
         time_s: end of the step: the compute stream and all transfers are done.
-        step_bytes: device memory while the instruction runs (before a Free gives back).
+        step_bytes: device memory while the instruction runs (before a Free releases any).
         live_bytes: device memory after it: resident + live tensors.
         host_bytes: host memory after it.
         start_s: when the compute stream starts it, waits over.
@@ -84,8 +82,8 @@ class Timeline:
         transfers: every copy, in the order of the program.
         arena_bytes: extent of the program's placement; None: it has none.
         placed_peak_bytes: the arena and the largest memory outside it (resident, workspace,
-            tangents, lifetimes without an offset), which an executor that allocates the arena
-            once will show; None without a placement.
+            tangents, lifetimes without an offset), the peak of an executor that allocates the
+            arena once; None without a placement.
         collectives: every collective, in the order of the program.
         host_updates: every update on the host, in the order of the program.
     """
@@ -147,7 +145,7 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
 
 
 def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> int:
-    """The largest memory outside the arena: all of it, less the lifetimes with an offset."""
+    """Return the largest memory outside the arena: all of it, less the lifetimes with an offset."""
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
     listed = (lifetime for lifetime in lifetimes(graph, program).device if lifetime.key in placed)
     inside_bytes = bytes_during(graph, listed, len(program))
@@ -156,11 +154,11 @@ def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) 
 
 
 class _Invalid(Exception):
-    """Why an instruction cannot be processed."""
+    """The reason why an instruction cannot be processed."""
 
 
 class _Streams(LinkClock):
-    """Device, host and streams while a program is replayed."""
+    """The state of device, host and streams while a program is replayed."""
 
     def __init__(self, graph: Graph, device: Device | None, moved: frozenset[int]) -> None:
         super().__init__(device or Device())
@@ -168,7 +166,7 @@ class _Streams(LinkClock):
         self.sizes = [tensor.size_bytes for tensor in graph.tensors]
         self.moved = moved
         self.stale: set[int] = set()
-        """Moved tensors whose host copy an update has left behind."""
+        """Moved tensors with a newer value on the device than on the host."""
         self.resident = graph.resident - moved
         self.live: set[int] = set()
         self.host: set[int] = set(moved)
@@ -183,7 +181,7 @@ class _Streams(LinkClock):
         self.rows: list[tuple[int, int, int, float, float, float]] = []
 
     def begin_with(self, tensors: Iterable[int]) -> None:
-        """Moved tensors are on the device from the step before, which has changed them."""
+        """Begin with moved tensors on the device that the step before has changed."""
         for tensor in tensors:
             self._appear(tensor)
             self.stale.add(tensor)
@@ -219,7 +217,7 @@ class _Streams(LinkClock):
         )
 
     def timeline(self) -> Timeline:
-        """The rows recorded so far, as columns."""
+        """Return the rows recorded so far, as columns."""
         columns = tuple(zip(*self.rows, strict=True)) or ((),) * 6
         step_bytes, live_bytes, host_bytes, start_s, end_s, stall_s = columns
         peak = max(step_bytes, default=self.device_bytes)
@@ -276,8 +274,8 @@ class _Streams(LinkClock):
         return start_s
 
     def _send(self, position: int, instruction: Compute, chosen: Operator | Variant) -> None:
-        """Start a collective; one that needs memory beside its results, which it would have as long
-        as it runs, is waited for at once, and so is what the program does not keep."""
+        """Start a collective. It is waited for at once if it has a workspace, which it would hold
+        as long as it runs, or results that the program does not keep."""
         start_s, end_s = self.send(chosen.reads, instruction.outputs, chosen.time_s)
         result = chosen.writes[0] if chosen.writes else -1
         self.collectives.append(Transfer(position, result, Direction.NETWORK, start_s, end_s))
@@ -287,7 +285,7 @@ class _Streams(LinkClock):
     def _update_on_host(
         self, position: int, instruction: Compute, chosen: Operator | Variant
     ) -> float:
-        """Start an update by the host."""
+        """Start an update on the host."""
         reads = tuple(dict.fromkeys(self.graph.operators[instruction.op].reads))
         for tensor in reads:
             if tensor not in self.host:
@@ -302,7 +300,7 @@ class _Streams(LinkClock):
         return self.now_s
 
     def _take_over(self, tensor: int) -> None:
-        """The storage of a tensor becomes the output's."""
+        """Hand the storage of a tensor over to the output."""
         if tensor not in self.live or tensor in self.leaving:
             raise _Invalid(f"{self._name(tensor)} cannot be overwritten")
         self.wait(self.sent_s.pop(tensor, self.now_s))
@@ -330,8 +328,8 @@ class _Streams(LinkClock):
             raise _Invalid(f"{self._name(tensor)} is not on the device")
         if tensor in self.host and tensor not in self.stale:
             raise _Invalid(f"{self._name(tensor)} is on the host already")
-        # The data exist: the producer is done, or waited for if it is a collective, and so is an
-        # earlier swap-in, since the host copy it read from was dropped, which waits.
+        # The data exist: the producer is done, or waited for if it is a collective. So is an
+        # earlier swap-in: the DropHost of its host copy waited for it.
         self.arrive(tensor)
         start_s, end_s = self.copy_out(tensor, self.sizes[tensor])
         if tensor in self.moved:

@@ -36,7 +36,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 def dumps(value: Document) -> bytes:
-    """The canonical JSON document of a value, ASCII: equal values give equal bytes."""
+    """Return the canonical JSON document of a value, ASCII: equal values give equal bytes."""
     kind = "steps" if isinstance(value, tuple) else type(value).__name__.lower()
     body = codec.encode(value, _KINDS[kind])
     return canonical({"format": FORMAT, "version": VERSION, "kind": kind, "value": body})
@@ -72,9 +72,9 @@ _GRAPH = attrgetter("outputs", "gradients", "tangents", "tangents_held")
 
 
 def fingerprint(graph: Graph) -> str:
-    """SHA-256 (hex) of a graph's structure: names, sizes, who reads and writes what.
+    """Return the SHA-256 (hex) of a graph's structure: names, sizes, reads and writes.
 
-    Figures that are measured (times, workspaces, the loss's memory, resident bytes outside the
+    Measured figures (times, workspaces, the loss's memory, resident bytes outside the
     graph) do not count, so a graph captured again has the same fingerprint.
     """
     structure = [

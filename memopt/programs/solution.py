@@ -1,4 +1,4 @@
-"""What a strategy returns."""
+"""The result of a strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.programs.instructions import Program
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a strategy returns. Byte figures are totals, resident included.
+    """The result of a strategy. Byte figures are totals, resident included.
 
     Attributes:
         status: see Status.
@@ -24,7 +24,7 @@ class Solution:
         lower_bound_s: no schedule of the strategy's class within the budget is faster.
         gap: (time_s - lower_bound_s) / lower_bound_s; None if unknown.
         smallest_budget_bytes: without a plan, the smallest budget known to be feasible.
-        smallest: a solution within that budget: whoever names a budget has a plan for it.
+        smallest: a solution within that budget, so that a named budget always has a plan.
         stats: counts and timings worth showing ("slots", "solve_s", ...).
     """
 

@@ -1,4 +1,4 @@
-"""The independent checker of programs: it accepts one or names what is wrong with it.
+"""The independent checker of programs: it accepts a program or returns its first violation.
 
 It shares no code with replay, liveness or any strategy, and is organised the other way round,
 as a reader would check a plan by hand: every tensor's own history is checked alone and gives
@@ -65,8 +65,8 @@ def validate(
 
     Args:
         graph: the cost model the program refers to.
-        program: what to check, with its placement if it has one.
-        budget: what the program may take. With a placement, the arena and everything outside it
+        program: the program, with its placement if it has one.
+        budget: the program's limits. With a placement, the arena and everything outside it
             must fit on the device, too.
 
     Returns:
@@ -99,7 +99,7 @@ def validate(
 
 
 def memory_use(graph: Graph, program: Program) -> Use:
-    """The device and host memory of a valid program, by summing over lifetimes.
+    """Return the device and host memory of a valid program, summed over lifetimes.
 
     Independent of `replay`, with which it must agree.
     """
@@ -124,7 +124,7 @@ def memory_use(graph: Graph, program: Program) -> Use:
         taken = instruction.in_place if isinstance(instruction, Compute) else None
         if taken is not None:
             during[-1] -= sizes[taken]
-            # Where both are placed, the output is in the arena and so was the tensor.
+            # If both are placed, the output is in the arena and so was the tensor.
             outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
         copied.append(host_scratch + copies(i + 1, i + 1))
     return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
@@ -144,7 +144,7 @@ class _Covering:
 
 
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:
-    """Tensors an instruction allocates, and the scratch memory on top while it runs."""
+    """Return the tensors that an instruction allocates, and its workspace."""
     if isinstance(instruction, Compute):
         operator = graph.operators[instruction.op]
         _, writes, workspace = tensors_of(operator, instruction.implementation)
@@ -157,7 +157,7 @@ def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], in
 
 
 def _malformed(graph: Graph, instructions: Sequence[object]) -> Iterator[Violation]:
-    """Instructions that name things the graph does not have, and a boundary that is missing."""
+    """Find instructions that name things the graph does not have, and a missing boundary."""
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             yield from _malformed_compute(graph, i, instruction)
@@ -211,7 +211,7 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
 
 
 def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Laws on the order of operators: the loss boundary, what must run, once, and updates."""
+    """Check the order of operators: the loss boundary, effects, single runs, and updates."""
     boundaries = [i for i, x in enumerate(instructions) if isinstance(x, LossBoundary)]
     for i in boundaries[1:]:
         yield Violation(Code.SECOND_LOSS_BOUNDARY, i, f"the first is {boundaries[0]}")
@@ -236,7 +236,7 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
         if operator.phase is Phase.UPDATE and not operator.writes:
             updated |= parameters
     for index, operator in enumerate(graph.operators):
-        # Drawing is an effect: it moves the generator for all that draw later.
+        # Drawing is an effect: it moves the generator for all later draws.
         acts = operator.phase is Phase.UPDATE or operator.random or not operator.writes
         # The other ranks wait for a collective.
         acts = acts or operator.collective is not None
@@ -245,10 +245,9 @@ def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 
 
 def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Random operators share one generator, so that each draws what it does without a plan only
-    if their first runs keep the graph's order. (A later run draws the first one's numbers again
-    and leaves the generator alone.) The user's loss may draw, too: after the forward's operators
-    and before the backward's."""
+    """Check the order of random draws: operators share one generator, so each draws its unplanned
+    numbers only if their first runs keep the graph's order. (A later run repeats the first one's
+    draws and leaves the generator alone.) The user's loss may draw between forward and backward."""
     drawn: set[int] = set()
     in_forward = True
     for i, instruction in enumerate(instructions):
@@ -271,7 +270,7 @@ def _draws(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violat
 def _late_outputs(
     graph: Graph, program: Program, lifetimes: Sequence[LiveRange]
 ) -> Iterator[Violation]:
-    """The user's loss reads the outputs: those of the forward are there at the boundary."""
+    """Check that the forward's outputs are live at the boundary, where the loss reads them."""
     for i, instruction in enumerate(program.instructions):
         if not isinstance(instruction, LossBoundary):
             continue
@@ -287,7 +286,7 @@ def _late_outputs(
 def _lifetimes(
     graph: Graph, instructions: Sequence[Instruction]
 ) -> tuple[list[LiveRange], list[LiveRange], list[Violation]]:
-    """Every tensor's lifetimes on the device and on the host, and what is wrong with them."""
+    """Return every tensor's lifetimes on the device and on the host, and their violations."""
     histories: list[list[tuple[int, str]]] = [[] for _ in graph.tensors]
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
@@ -326,7 +325,7 @@ def _lifetimes(
 
 
 class _History:
-    """One tensor, from the program's first instruction to its last."""
+    """The history of one tensor, from the program's first instruction to its last."""
 
     def __init__(self, graph: Graph, tensor: int, length: int) -> None:
         self.name = graph.tensors[tensor].name
@@ -355,8 +354,8 @@ class _History:
             self._need(not self.result, Code.RESULT_FREED, i)
             self._end_device(i)
         elif event == "overwrite":
-            # Where the tensor is absent, its reading has been found wrong already. A copy made
-            # of this very lifetime may still be under way.
+            # If the tensor is absent, its reading is a violation already. A copy of this very
+            # lifetime may still be under way.
             since, copy = self.live_since, self.copied_since
             leaving = since is not None and copy is not None and copy > since
             self._need(not self.result and not leaving, Code.IN_PLACE, i)
@@ -374,7 +373,7 @@ class _History:
             self._end_host(i)
 
     def finish(self) -> None:
-        """Check what is left at the end of the program."""
+        """Check the tensor's state at the end of the program."""
         if self.result:
             self._need(self.live_since is not None, Code.RESULT_MISSING, self.length)
         else:

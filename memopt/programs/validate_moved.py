@@ -1,11 +1,11 @@
 """The part of the validator that checks tensors which begin and end on the host.
 
 It shares no code with the replay, nor with `memopt.programs.moved`: a movable tensor's own history
-is followed from the first instruction to the last. Its host copy is there all the time; an update
-leaves it behind, and a SwapOut of the device copy brings it up to date. An update on the host
-changes the host copy itself, while there is no other. Where the step is repeated, a tensor whose
-first copy is one to the host must begin the step on the device, left behind by its host copy, and
-end it so.
+is followed from the first instruction to the last. Its host copy always exists. An update on the
+device makes it stale, and a SwapOut of the device copy brings it up to date. An update on the host
+changes the host copy itself, while there is no device copy. In a repeated step, a tensor whose
+first transfer is to the host must begin the step on the device, with a stale host copy, and end it
+so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.programs.violations import Violation, ViolationCode
 Code = ViolationCode
 
 HOST_CHANGE, HOST_READ = "host change", "host read"
-"""What an update on the host does to its parameter and state, and to its gradient."""
+"""Events of an update on the host: on its parameter and state, and on its gradient."""
 
 
 OWN = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__, HOST_CHANGE}
@@ -28,8 +28,8 @@ OWN = {Free.__name__, SwapIn.__name__, SwapOut.__name__, DropHost.__name__, HOST
 def moved_history(
     graph: Graph, tensor: int, events: list[tuple[int, str]], length: int
 ) -> MovedHistory | None:
-    """The history of a tensor that lives on the host between steps, or on the device with a value
-    that the host has not; None: it is another tensor."""
+    """Return the history of a tensor that lives on the host between steps, or on the device with a
+    stale host copy; None for any other tensor."""
     own = [event for _, event in events if event in OWN]
     if tensor not in graph.movable or not own:
         return None
@@ -39,7 +39,7 @@ def moved_history(
 
 
 def on_host(graph: Graph, instruction: object) -> int | None:
-    """The host memory that a Compute needs which the host runs; None: it is no such Compute."""
+    """Return the host memory of a Compute that the host runs; None: the device runs it."""
     if not isinstance(instruction, Compute) or instruction.implementation is None:
         return None
     for choice in graph.operators[instruction.op].implementations:
@@ -49,15 +49,15 @@ def on_host(graph: Graph, instruction: object) -> int | None:
 
 
 def is_changed(graph: Graph, operator: Operator, tensor: int) -> bool:
-    """Whether an operator changes a resident tensor that it reads: updates that write nothing
-    change parameters and optimizer state."""
+    """Return whether an operator changes a resident tensor that it reads: updates that write
+    nothing change parameters and optimizer state."""
     in_place = operator.phase is Phase.UPDATE and not operator.writes
     kind = graph.tensors[tensor].kind
     return in_place and kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE)
 
 
 class MovedHistory:
-    """One moved tensor, from the program's first instruction to its last."""
+    """The history of one moved tensor, from the program's first instruction to its last."""
 
     def __init__(
         self, graph: Graph, tensor: int, length: int, *, from_before: bool = False
@@ -98,7 +98,7 @@ class MovedHistory:
             self._need(False, Code.HOME_DROPPED, i)
 
     def finish(self) -> None:
-        """Check what is left at the end of the program."""
+        """Check the tensor's state at the end of the program."""
         if self.from_before:
             self._need(self.live_since is not None and self.stale, Code.NOT_LEFT, self.length)
         else:

@@ -1,4 +1,4 @@
-"""The validator's law of collectives."""
+"""The validator's check of collectives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memopt.programs.violations import Violation, ViolationCode
 
 
 def collectives_in_order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
-    """Ranks meet in the order of their collectives: a program's first runs keep the graph's, so
-    that running some again adds to it and neither reorders nor drops one."""
+    """Check that the first runs of collectives keep the graph's order. The ranks meet in that
+    order; repeated runs add to it, and no rank may reorder or drop a collective."""
     ran: set[int] = set()
     for i, instruction in enumerate(instructions):
         if not isinstance(instruction, Compute) or instruction.op in ran:

@@ -23,7 +23,7 @@ class LiveRange(NamedTuple):
 
 
 def tensors_of(operator: Operator, name: str | None) -> tuple[Sequence[int], Sequence[int], int]:
-    """(reads, writes, workspace) of the chosen implementation."""
+    """Return (reads, writes, workspace) of the chosen implementation."""
     for choice in operator.implementations:
         if name is not None and choice.name == name:
             reads = operator.reads if choice.reads is None else choice.reads
@@ -39,19 +39,19 @@ def misplaced(
     outside_bytes: int,
     budget_bytes: int | None,
 ) -> Violation | None:
-    """Find what is wrong with `program.offsets`; None: nothing.
+    """Return what is wrong with `program.offsets`; None: nothing.
 
     Every lifetime that begins at a Compute or SwapIn has an offset or is named in
-    `program.unplaced`; those of results (`graph.kept`), which the user may hold beyond the step,
-    and transient outputs may have one. Tangents come from outside and have none, nor have the
-    tensors that the graph lists as `allocator_owned`. Workspace is not placed.
+    `program.unplaced`. Lifetimes of results (`graph.kept`), which the user may hold beyond the
+    step, and transient outputs may have one. Tangents come from outside and have none, nor have
+    the tensors that the graph lists as `allocator_owned`. Workspace is not placed.
 
     Args:
         graph: the cost model.
         program: a program that is valid but for its placement.
         lifetimes: all device lifetimes.
         outside_bytes: largest memory outside the arena at any instruction, resident included.
-        budget_bytes: for the arena and what is outside it; None: no limit.
+        budget_bytes: for the arena and the memory outside it; None: no limit.
     """
     ranges = {(x.begin, x.tensor): x for x in lifetimes}
     placed: dict[tuple[int, int], tuple[LiveRange, int]] = {}
@@ -100,7 +100,7 @@ def _moved(
     lifetimes: Sequence[LiveRange],
     placed: Mapping[tuple[int, int], tuple[LiveRange, int]],
 ) -> Violation | None:
-    """A Compute in place whose output is not where the tensor is that it overwrites."""
+    """Find a Compute in place whose output has another offset than the tensor it overwrites."""
     begin = {(x.tensor, x.end): x.begin for x in lifetimes}
     for position, instruction in enumerate(program):
         if not isinstance(instruction, Compute) or instruction.in_place is None:
@@ -115,7 +115,7 @@ def _moved(
 
 
 def _transient(graph: Graph, program: Program, position: int, tensor: int) -> LiveRange | None:
-    """The lifetime of a written tensor that is not kept: its Compute alone."""
+    """Return the lifetime of a written tensor that is not kept: its Compute alone."""
     if not 0 <= position < len(program):
         return None
     instruction = program.instructions[position]
@@ -126,14 +126,14 @@ def _transient(graph: Graph, program: Program, position: int, tensor: int) -> Li
 
 
 def _overlap(graph: Graph, placed: Sequence[tuple[LiveRange, int]]) -> Violation | None:
-    """The first lifetime that shares addresses with one that is live at its begin."""
+    """Find the first lifetime that shares addresses with one that is live at its begin."""
     ranges = sorted(placed, key=lambda pair: pair[0].begin)
     begin = np.array([x.begin for x, _ in ranges], dtype=np.int64)
     end = np.array([x.end for x, _ in ranges], dtype=np.int64)
     low = np.array([offset for _, offset in ranges], dtype=np.int64)
     high = low + np.array([graph.tensors[x.tensor].size_bytes for x, _ in ranges], dtype=np.int64)
     for i, (one, offset) in enumerate(ranges):
-        # Those before it in the order began no later, so they meet it if they end after its begin.
+        # Earlier ranges began no later, so they meet this one if they end after its begin.
         shared = np.maximum(low[:i], low[i]) < np.minimum(high[:i], high[i])
         clash = (begin[i] < end[:i]) & shared
         if clash.any():

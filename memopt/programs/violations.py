@@ -1,4 +1,4 @@
-"""The names of everything that can be wrong with a program or a chain schedule."""
+"""The names of all possible violations by a program or a chain schedule."""
 
 from __future__ import annotations
 
@@ -59,12 +59,11 @@ class ViolationCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong with a program, and where.
+    """One violation of a program, and its place.
 
     Attributes:
         code: the kind of violation.
-        instruction: position in the program or schedule; its length for what is wrong at the
-            end.
+        instruction: position in the program or schedule; its length for a violation at the end.
         message: one line for people, naming the operators and tensors.
     """
 
@@ -77,5 +76,5 @@ class Violation:
 
 
 def first(found: list[Violation]) -> Violation | None:
-    """The violation met first when the program is read from its start; None if there is none."""
+    """Return the violation met first when the program is read from its start; None if none."""
     return min(found, key=lambda violation: violation.instruction, default=None)

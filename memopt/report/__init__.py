@@ -1,1 +1,1 @@
-"""Summaries, tables, plots and progress: how people see plans and comparisons."""
+"""Summaries, tables, plots and pages of plans and comparisons, and progress bars."""

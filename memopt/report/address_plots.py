@@ -1,7 +1,7 @@
-"""Pictures of a placement: the address map of a step, and what it wastes.
+"""Pictures of a placement: the address map of a step, and its fragmentation.
 
 The horizontal axis counts the instructions that compute or move something; frees lie between
-them. Every function draws on `ax` (a new figure's if None) and returns it.
+them. Every function draws on `ax` (None: a new figure's) and returns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt.report.placed_blocks import blocks
 
 
 def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
-    """The address map: each lifetime a rectangle, steps × addresses, coloured by kind.
+    """Draw the address map: each lifetime a rectangle, steps × addresses, coloured by kind.
 
     Raises:
         ValueError: the program has no placement.
@@ -55,9 +55,9 @@ def plot_addresses(graph: Graph, program: Program, ax: Axes | None = None) -> Ax
 
 
 def plot_fragmentation(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
-    """The arena's bytes that are live at each step, and its extent up to the highest live one.
+    """Draw the arena's live bytes at each step, and its extent up to the highest live address.
 
-    The extent's maximum is the size of the arena; where it equals the maximum of what is live,
+    The extent's maximum is the size of the arena; if it equals the maximum of the live bytes,
     nothing is lost to fragmentation.
     """
     axes = new_axes(ax)
@@ -79,7 +79,7 @@ def plot_fragmentation(graph: Graph, program: Program, ax: Axes | None = None) -
 
 
 def mark_boundary(program: Program, axes: Axes) -> None:
-    """A dotted line where the forward ends."""
+    """Draw a dotted line where the forward ends."""
     if program.boundary is not None:
         step = program.steps_before[program.boundary]
         axes.axvline(step, color=text_color(), linewidth=0.6, linestyle=":")

@@ -1,4 +1,4 @@
-"""A comparison as the papers draw it: step time against peak memory, one line per strategy."""
+"""Plot of a comparison as in the papers: step time against peak memory, a line per strategy."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ BOUND_OPACITY = 0.3
 
 
 def plot_comparison(comparison: ComparisonRecord[CellRecord], ax: Axes | None = None) -> Axes:
-    """See `Comparison.plot`. Lines differ in colour, marker and, past seven, in their dashes.
+    """Draw `Comparison.plot`. Lines differ in colour, marker and, past seven, in their dashes.
 
-    Measured figures are drawn where the plans were run. The bound is one on predicted times, so
-    it is shaded only beside those.
+    Measured figures are drawn if the plans were run. The bound is on predicted times, so it is
+    shaded only with those.
     """
     axes = new_axes(ax)
     beside = comparison.measured_baseline
@@ -48,7 +48,7 @@ def plot_comparison(comparison: ComparisonRecord[CellRecord], ax: Axes | None = 
             color=CURVE_COLOURS[number % len(CURVE_COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
             linestyle=LINE_STYLES[number // len(CURVE_COLOURS) % len(LINE_STYLES)],
-            # Later lines are thinner, so that those that coincide are all seen.
+            # Later lines are thinner, so that coinciding lines are all visible.
             linewidth=max(1.2, 3.0 - 0.4 * number),
             markersize=max(4.0, 8.0 - 0.8 * number),
             label=name,
@@ -76,7 +76,7 @@ def plot_comparison(comparison: ComparisonRecord[CellRecord], ax: Axes | None = 
 def _points(
     comparison: ComparisonRecord[CellRecord], name: str, measured: bool
 ) -> list[tuple[int, float]]:
-    """(peak in bytes, seconds) of a strategy's plans, by peak, each once."""
+    """Return (peak in bytes, seconds) of a strategy's plans, sorted by peak, each once."""
     names = (
         ("measured_peak_bytes", "measured_time_s") if measured else ("peak_bytes", "step_time_s")
     )
@@ -86,8 +86,8 @@ def _points(
 
 
 def bounds(comparison: ComparisonRecord[CellRecord]) -> list[tuple[int, float]]:
-    """(budget in bytes, seconds): no plan of the compared strategies within the budget is faster,
-    by budget."""
+    """Return (budget in bytes, seconds) by budget: no plan of the compared strategies within the
+    budget is faster."""
     found: dict[int, float] = {}
     for cell in comparison.cells:
         if cell.budget_bytes is not None and cell.lower_bound_s is not None:
@@ -110,7 +110,7 @@ def _shade_bound(
     bottom = lowest - 0.15 * max(axes.get_ylim()[1] - lowest, 0.1 * lowest)
     edges = [left, *(budget / size for budget, _ in steps), right]
     levels = [time_s * scale for _, time_s in steps]
-    # Beyond the largest budget only what every step takes is known.
+    # Beyond the largest budget the only known bound is the time of every operator run once.
     levels.append(min(levels[-1], comparison.compute_time_s * scale))
     axes.stairs(
         levels,
@@ -123,5 +123,5 @@ def _shade_bound(
         zorder=1,
     )
     axes.set_xlim(left, right)
-    # Lower only if a measured baseline is: a real step can be faster than the sum of its kernels.
+    # A measured baseline can lie below: a real step may be faster than the sum of its kernels.
     axes.set_ylim(bottom=min(bottom, floor))

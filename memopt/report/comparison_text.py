@@ -20,13 +20,13 @@ _MEASURED_HEAD = ("measured peak", "measured time", "measured overhead")
 
 
 def text(comparison: ComparisonRecord[CellRecord]) -> str:
-    """Aligned columns, the baseline above, notes below."""
+    """Format aligned columns, the baseline above, notes below."""
     rows = [_head(comparison), *(_row(comparison, cell) for cell in comparison.cells)]
     return "\n".join([*_above(comparison), *aligned(rows), *_notes(comparison)])
 
 
 def markdown(comparison: ComparisonRecord[CellRecord]) -> str:
-    """A Markdown table, the baseline above, notes below."""
+    """Format a Markdown table, the baseline above, notes below."""
     head = _head(comparison)
     rows = [head, tuple("---" for _ in head)]
     rows += [_row(comparison, cell) for cell in comparison.cells]
@@ -37,7 +37,7 @@ def markdown(comparison: ComparisonRecord[CellRecord]) -> str:
 
 
 def html(comparison: ComparisonRecord[CellRecord]) -> str:
-    """An HTML table for notebooks, each budget's fastest plan in bold; no script."""
+    """Format an HTML table for notebooks, each budget's fastest plan in bold; no script."""
     bold = _fastest(comparison)
     rows = ["".join(f"<th>{escape(entry)}</th>" for entry in _head(comparison))]
     for cell in comparison.cells:
@@ -51,7 +51,7 @@ def html(comparison: ComparisonRecord[CellRecord]) -> str:
 
 
 def csv_text(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -> str:
-    """See `Comparison.to_csv`; `names` are the attributes of a cell to write."""
+    """Format CSV, see `Comparison.to_csv`; `names` are the cells' attributes to write."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
@@ -62,7 +62,7 @@ def csv_text(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -
 
 
 def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...]) -> DataFrame:
-    """See `Comparison.to_dataframe`; `names` are the attributes of a cell to show."""
+    """Make a data frame, see `Comparison.to_dataframe`; `names` are the cells' attributes in it."""
     try:
         import pandas
     except ImportError as error:
@@ -70,11 +70,11 @@ def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...])
             "to_dataframe needs pandas, which is not installed: pip install memopt[plots]"
         ) from error
     rows = [{name: getattr(cell, name) for name in names} for cell in comparison.cells]
-    # Beside pyarrow pandas makes plain strings of the members of a StrEnum.
+    # If pyarrow is installed, pandas turns members of a StrEnum into plain strings.
     named = [{**row, "status": str(row["status"].value)} for row in rows]
     frame = pandas.DataFrame(named, columns=list(names))
     whole = [name for name in names if name.endswith("_bytes")]
-    # Nullable integers: bytes stay whole beside cells that have none.
+    # Nullable integers keep bytes whole in columns with empty cells.
     return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
@@ -128,7 +128,7 @@ def _notes(comparison: ComparisonRecord[CellRecord]) -> list[str]:
 
 
 def _fastest(comparison: ComparisonRecord[CellRecord]) -> set[int]:
-    """The ids of each budget's fastest cells, as predicted."""
+    """Return the ids of each budget's fastest cells, as predicted."""
     found = set()
     for budget in comparison.budgets:
         row = [

@@ -1,4 +1,4 @@
-"""The bytes that a training step holds whatever the plan: the sum behind "does it fit?"."""
+"""The bytes that a training step holds under any plan: the sum behind "does it fit?"."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def fixed_bytes(
     optimizer_parts: Iterable[tuple[str, int]] = (),
     moved: frozenset[int] = frozenset(),
 ) -> tuple[tuple[str, int], ...]:
-    """(what, bytes) of everything that no plan can free: resident tensors and gradients.
+    """List (what, bytes) of everything that no plan can free: resident tensors and gradients.
 
     Args:
         graph: the step.
-        optimizer_parts: (what, bytes) of optimizer state, which is in the graph's
-            `extra_resident_bytes` and is named here.
+        optimizer_parts: (what, bytes) of the optimizer state within the graph's
+            `extra_resident_bytes`, to be listed by name.
         moved: resident tensors that a plan keeps on the host.
     """
     sums: dict[str, int] = {}
@@ -44,7 +44,7 @@ def fixed_bytes(
 
 
 def fixed_sum(parts: tuple[tuple[str, int], ...]) -> str:
-    """The sum as one line, small parts together."""
+    """Write the sum as one line, small parts together."""
     total = sum(size for _, size in parts)
     large = [(what, size) for what, size in parts if size >= total / 100 and what != "other"]
     shown = [f"{what} {format_bytes(size)}" for what, size in large]

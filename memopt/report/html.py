@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plan_html(plan: PlanRecord) -> str:
-    """HTML of the summary, with bars for the plan's peak, the budget and the baseline's peak."""
+    """Write the summary as HTML, with bars for the plan's peak, the budget and the baseline's."""
     first, *others = sections(plan)
     parts = ["<div>", f"<b>memopt plan</b> ({escape(plan.strategy.name)})", _bars(plan)]
     parts.append(html_table(first.rows))

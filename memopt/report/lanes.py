@@ -1,7 +1,7 @@
 """The lanes of a step: compute, copies to the host and back, network, host, as spans of time.
 
-One form for predicted steps (a replay's `Timeline`) and measured ones, so that a trace shows both
-side by side.
+Predicted steps (a replay's `Timeline`) and measured ones have the same form, so that a trace shows
+both side by side.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that occupies a lane from start_s to end_s (half-open).
+    """An interval [start_s, end_s) in which a lane is occupied.
 
     Attributes:
-        lane: where.
-        name: for people.
+        lane: the lane.
+        name: shown to people.
         start_s: seconds from the start of the step.
         end_s: seconds.
         stall: whether the lane only waits for a transfer.
@@ -51,7 +51,7 @@ class StepLanes:
     Attributes:
         title: "predicted", "measured"...
         spans: in no particular order.
-        memory: (seconds, device bytes) where the device memory changes; () if unknown.
+        memory: (seconds, device bytes) at each change of the device memory; () if unknown.
     """
 
     title: str
@@ -60,25 +60,25 @@ class StepLanes:
 
     @property
     def time_s(self) -> float:
-        """End of the last span, seconds."""
+        """Return the end of the last span, seconds."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def stall_s(self) -> float:
-        """Time the compute lane waits for transfers, seconds."""
+        """Return the seconds that the compute lane waits for transfers."""
         return sum(span.end_s - span.start_s for span in self.spans if span.stall)
 
 
 def program_lanes(
     timeline: Timeline, graph: Graph, program: Iterable[Instruction], title: str = "predicted"
 ) -> StepLanes:
-    """Lanes of a replayed program (`replay`)."""
+    """Return the lanes of a replayed program (`replay`)."""
     names = instruction_names(graph, program)
     return _lanes(timeline, names, lambda tensor: graph.tensors[tensor].name, title)
 
 
 def instruction_names(graph: Graph, program: Iterable[Instruction]) -> list[str]:
-    """The operators' names, and what the other instructions are."""
+    """Name each instruction: by its operator or, if it runs none, by what it does."""
     return [instruction.label(graph) for instruction in program]
 
 
@@ -90,7 +90,7 @@ def _lanes(
     for i, name in enumerate(names):
         start, end, stall = timeline.start_s[i], timeline.end_s[i], timeline.stall_s[i]
         if stall > 0:
-            # A wait comes before what waits; an instruction that takes no time is the wait.
+            # A wait is drawn before its instruction, whose own span may be empty.
             begin = start - stall
             spans.append(Span(Lane.COMPUTE, f"wait: {name}", begin, begin + stall, stall=True))
         if end > start:

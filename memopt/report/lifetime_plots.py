@@ -1,6 +1,6 @@
-"""Pictures of lifetimes: several orders' memory, and lifetimes before and after.
+"""Pictures of lifetimes, and of memory before and after reordering.
 
-Every function draws on `ax` (a new figure's if None) and returns it.
+Every function draws on `ax` (None: a new figure's) and returns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memopt.report.placed_blocks import blocks
 
 
 def plot_orders(graph: Graph, before: Program, after: Program, ax: Axes | None = None) -> Axes:
-    """Memory over the steps of two programs: before and after reordering."""
+    """Draw memory over the steps of two programs: before and after reordering."""
     axes = new_axes(ax)
     timelines = [replay(graph, program) for program in (before, after)]
     unit, unit_name = memory_unit(max(timeline.peak_bytes for timeline in timelines))
@@ -41,7 +41,7 @@ def plot_orders(graph: Graph, before: Program, after: Program, ax: Axes | None =
 
 
 def plot_lifetimes(graph: Graph, program: Program, ax: Axes | None = None) -> Axes:
-    """Each lifetime a line from its begin to its end, the largest tensors thickest."""
+    """Draw each lifetime as a line from its begin to its end, the largest tensors thickest."""
     axes = new_axes(ax, 4.2)
     listed = blocks(graph, program)
     largest = max((block.size_bytes for block in listed), default=1) or 1

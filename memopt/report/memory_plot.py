@@ -1,4 +1,4 @@
-"""Memory over the step: the plan stacked by what it holds, the baseline, the budget."""
+"""Plot of memory over the step: the plan, stacked by kind of tensor; the baseline; the budget."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COLORS = {
 
 
 def profiles(plan: PlanRecord) -> tuple[MemoryProfile, MemoryProfile]:
-    """The memory of the plan, and of its cost model's own order with nothing recomputed."""
+    """Return the memory of the plan, and that of the model's own order with nothing recomputed."""
     own = program_profile(plan.graph, store_all(plan.graph), plan.device)
     return program_profile(plan.graph, plan.program, plan.device), own
 
@@ -104,7 +104,7 @@ def _times(profile: MemoryProfile, scale: float, in_steps: bool) -> list[float]:
 
 
 def _mark_backward(ax: Axes, profile: MemoryProfile, scale: float, in_steps: bool) -> None:
-    """A thin line where the plan's backward starts."""
+    """Draw a thin line where the plan's backward starts."""
     if profile.backward_s is None or in_steps:
         return
     x = scale * profile.backward_s

@@ -1,4 +1,4 @@
-"""Device memory over a step, split by what it holds. Sums equal the replay's, byte for byte."""
+"""Device memory over a step, split into layers. Their sums are the replay's, byte for byte."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OUTPUTS = "outputs"
 GRADIENTS = "gradients"
 WORKSPACE = "workspace"
 LAYERS = (PARAMETERS, RESIDENT, ACTIVATIONS, OUTPUTS, GRADIENTS, WORKSPACE)
-"""From the bottom of the stack to its top. Workspace: what a kernel needs while it runs, and the
-loss's own memory at the boundary."""
+"""Layers from the bottom of the stack to its top. Workspace is what a kernel needs while it runs;
+at the boundary, the loss's own memory."""
 
 _LAYER_OF_KIND = {
     TensorKind.PARAMETER: PARAMETERS,
@@ -34,9 +34,9 @@ class MemoryProfile:
     """Memory during each instruction.
 
     Attributes:
-        start_s: when each one starts, seconds; ascending.
-        end_s: the end of the step.
-        layers: what it holds → bytes during each instruction.
+        start_s: when each instruction starts, seconds; ascending.
+        end_s: the end of the step, seconds.
+        layers: layer → bytes during each instruction.
         backward_s: when the backward starts; None: there is none.
     """
 
@@ -47,17 +47,17 @@ class MemoryProfile:
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Memory during each instruction."""
+        """Return the memory during each instruction, bytes."""
         return tuple(sum(parts) for parts in zip(*self.layers.values(), strict=True))
 
 
 def layer_of(graph: Graph, tensor: int) -> str:
-    """The layer a tensor belongs to."""
+    """Return the layer that a tensor belongs to."""
     return _LAYER_OF_KIND.get(graph.tensors[tensor].kind, RESIDENT)
 
 
 def program_profile(graph: Graph, program: Program, device: Device | None = None) -> MemoryProfile:
-    """The memory of a program; see `memopt.programs.replay` for what is counted when."""
+    """Profile a program's memory; see `memopt.programs.replay` for what counts when."""
     timeline = replay(graph, program, device)
     fixed = dict.fromkeys(LAYERS, 0)
     for tensor in resident_under(graph, program):

@@ -1,4 +1,4 @@
-"""What a plan costs in each of the user's modules."""
+"""The memory and time that a plan costs in each of the user's modules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ModuleRow:
 
     Attributes:
         parameter_bytes: its parameters.
-        kept_bytes: what it computed that is there when the backward starts, or at the end of the
-            step if there is none.
-        peak_bytes: what of it is in memory at the peak, beside what is always resident.
-        runs: operators that run again.
-        time_s: of these, seconds: what the plan adds to the step in this module.
-        moved_bytes: copied to the host.
+        kept_bytes: its results that are live when the backward starts, or at the end of a step
+            without one.
+        peak_bytes: its tensors and workspace in memory at the peak, beside what is always resident.
+        runs: how often its operators run again.
+        time_s: seconds of these runs, which the plan adds to the step.
+        moved_bytes: bytes copied to the host.
     """
 
     parameter_bytes: int = 0
@@ -43,10 +43,10 @@ def module_rows(
     group_of_tensor: Sequence[int],
     group_of_operator: Sequence[int],
 ) -> tuple[ModuleRow, ...]:
-    """A row for each group of modules.
+    """Make a row for each group of modules.
 
-    `peak_bytes` and the bytes that stay on the device add up to the program's peak; the runs and
-    their time to those of `memopt.report.work.recomputed`, the moved bytes to those of `moved`.
+    All `peak_bytes` and the resident bytes add up to the program's peak; runs and times, to those
+    of `memopt.report.work.recomputed`; moved bytes, to those of `moved`.
 
     Args:
         graph, program, device: the plan's.

@@ -1,4 +1,4 @@
-"""Operators by the user's modules: paths such as `encoder.layers.3.attn`, cut to a few groups."""
+"""Grouping operators by the user's modules: paths such as `encoder.layers.3.attn`, cut short."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ OUTSIDE = "(model)"
 
 
 def group_of(path: str, depth: int) -> str:
-    """The first `depth` names of a module path."""
+    """Return the first `depth` names of a module path."""
     return ".".join(path.split(".")[:depth]) if path else OUTSIDE
 
 
 def depth_for(paths: Iterable[str], most: int) -> int:
-    """The depth that gives the most groups, at most `most` of them; at least 1."""
+    """Return the largest depth (at least 1) that gives at most `most` groups."""
     distinct = set(paths)
     deepest = max((path.count(".") + 1 for path in distinct), default=1)
     best = 1

@@ -17,7 +17,7 @@ class Consumer:
     """A tensor, or a kernel's workspace, that takes memory at the peak.
 
     Attributes:
-        size_bytes: how much.
+        size_bytes: its size.
         kind: "activation", "parameter", "workspace"...
         name: of the tensor, after the module whose operator writes it.
     """
@@ -29,12 +29,12 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of the largest memory.
+    """The instruction with the largest memory.
 
     Attributes:
-        where: the instruction, for people.
-        share: how far into the step it is, from 0 to 1, by time.
-        consumers: everything in memory, largest first; the parameters as one.
+        where: its name, for people.
+        share: its start as a share of the step's time, from 0 to 1.
+        consumers: everything in memory, largest first; resident tensors as one entry per kind.
     """
 
     where: str
@@ -82,7 +82,7 @@ def _tensor_name(graph: Graph, tensor: int) -> str:
 
 
 def _resident(graph: Graph, program: Program) -> list[Consumer]:
-    """Resident tensors, one entry per kind."""
+    """List resident tensors, one entry per kind, and the resident bytes outside of the graph."""
     sizes: dict[str, list[int]] = {}
     for tensor in resident_under(graph, program):
         kind = str(graph.tensors[tensor].kind)

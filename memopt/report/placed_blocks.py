@@ -1,4 +1,4 @@
-"""The rectangles of a placement: the addresses of a tensor, from when to when, and their colour."""
+"""The rectangles of a placement: each lifetime's steps, addresses and colour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RELOADED_COLOUR = PURPLE
 
 
 class Rectangle(NamedTuple):
-    """One lifetime: [begin, end) in steps of the axis, its place if it has one, its colour."""
+    """One lifetime: [begin, end) in steps of the axis, its address if it has one, its colour."""
 
     tensor: int
     begin: int
@@ -38,8 +38,8 @@ class Rectangle(NamedTuple):
 
 
 def blocks(graph: Graph, program: Program) -> tuple[Rectangle, ...]:
-    """Every lifetime of a valid program that begins at a Compute or SwapIn or is there from the
-    step before, transient ones where they have a place, by their beginnings."""
+    """List the lifetimes of a valid program by their begins. Left out are those that the loss
+    begins, and transient ones without an address."""
     places = {(i, tensor): offset for i, tensor, offset in program.offsets or ()}
     runs, steps = dict(program.computes), program.steps_before
     found: list[Rectangle] = []

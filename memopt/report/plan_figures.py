@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
-    """(name, value and remarks) of each figure."""
+    """List (name, value and remarks) of each figure."""
     budget = "no limit" if plan.budget is None else format_bytes(plan.budget)
     kind = "measured" if plan.baseline.measured else "replayed"
     saved = 1 - plan.peak_bytes / plan.baseline.peak_bytes if plan.baseline.peak_bytes else 0.0
@@ -69,7 +69,7 @@ def _repeated(plan: PlanRecord) -> tuple[str, str]:
 
 
 def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:
-    """What CUDA's allocator holds beyond the peak."""
+    """Give the bytes that CUDA's allocator reserves, as simulated."""
     found = plan.reserved
     if found is None:
         return []
@@ -84,7 +84,7 @@ def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:
 
 
 def _passes(stats: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The effect of reordering and placement, from the statistics of the passes and of OLLA."""
+    """Give the effect of reordering and placement, from the passes' and OLLA's statistics."""
     rows = []
     before, gap = stats.get("peak_before_order_bytes"), stats.get("order_gap")
     if isinstance(before, int) and isinstance(gap, float):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def plan_figures(plan: PlanRecord) -> dict[str, Any]:
-    """A plan's figures for machines: bytes and seconds."""
+    """Return a plan's figures for machines: bytes and seconds."""
     reserved = plan.reserved
     runs = [run.op for _, run in plan.program.computes]
     return {
@@ -35,7 +35,7 @@ def plan_figures(plan: PlanRecord) -> dict[str, Any]:
 
 
 def baseline_figures(baseline: BaselineFigures) -> dict[str, Any]:
-    """The unplanned step's figures for machines."""
+    """Return the unplanned step's figures for machines."""
     return {
         "peak_bytes": baseline.peak_bytes,
         "step_time_s": baseline.step_time_s,

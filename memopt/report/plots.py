@@ -22,7 +22,7 @@ _KINDS: dict[str, Callable[[PlanRecord, Axes | None], Axes]] = {
 
 
 def plot_plan(plan: PlanRecord, kind: str = "memory", ax: Axes | None = None) -> Axes:
-    """See `Plan.plot`."""
+    """Draw a plan; see `Plan.plot`."""
     if kind not in _KINDS:
         raise ValueError(f"there is no plot {kind!r} of a plan; there are {', '.join(_KINDS)}")
     return _KINDS[kind](plan, ax)

@@ -1,4 +1,4 @@
-"""Progress on a terminal: one bar that goes away, or the user's own callback."""
+"""Progress on a terminal: one bar that disappears at the end, or the user's own callback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.models.progress import Progress
 
 @contextmanager
 def reporting(progress: bool | Progress) -> Iterator[Progress]:
-    """A progress callback: the user's, a rich bar on a terminal's stderr, or nothing."""
+    """Yield a progress callback: the user's, one for a rich bar on a terminal's stderr, or none."""
     if callable(progress):
         yield progress
         return
@@ -32,10 +32,10 @@ def reporting(progress: bool | Progress) -> Iterator[Progress]:
 
 @contextmanager
 def ending_at_ctrl_c(report: Progress) -> Iterator[Progress]:
-    """A report that Ctrl-C makes raise KeyboardInterrupt from then on, so that a solver ends with
-    its best plan instead of being torn off wherever it is. A second Ctrl-C raises at once.
+    """Yield a report that raises KeyboardInterrupt once Ctrl-C was pressed, so that a solver ends
+    with its best plan instead of being cut off. A second Ctrl-C raises at once.
 
-    Changes nothing outside the main thread, or where somebody else handles the signal.
+    Changes nothing outside the main thread, or if somebody else handles the signal.
     """
     usual = signal.default_int_handler
     main = threading.current_thread() is threading.main_thread()

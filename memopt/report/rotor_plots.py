@@ -1,6 +1,6 @@
-"""Pictures of chain schedules: what runs and what is held (Rotor figure 2), and memory.
+"""Pictures of chain schedules: steps and stored values (Rotor figure 2), and memory.
 
-Every function draws on `ax` (a new figure's if None) and returns it. Forward and backward differ
+Every function draws on `ax` (None: a new figure's) and returns it. Forward and backward differ
 in hatching too, curves in markers.
 """
 
@@ -31,7 +31,7 @@ CURVE_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
 
 
 def plot_schedule(chain: Chain, steps: Iterable[ChainStep], ax: Axes | None = None) -> Axes:
-    """Steps over time, one row a stage, and behind them what each row's stage holds.
+    """Draw the steps over time, a row per stage, and behind them the values that the stage holds.
 
     Pale blue: a^ℓ is in memory on its own; pale green: ā^ℓ is. A step that takes no time is a
     thin line.
@@ -86,7 +86,7 @@ def plot_memory(
     budget_bytes: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Memory during each step over time, in MiB, resident bytes included; the budget dashed."""
+    """Draw the memory during each step over time, in MiB with resident bytes; the budget dashed."""
     axes = new_axes(ax)
     steps = tuple(steps)
     state = ChainState(chain)

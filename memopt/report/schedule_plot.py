@@ -1,4 +1,4 @@
-"""The schedule of a step: one row per module (or stage), runs and second runs as bars."""
+"""Plot of a step's schedule: a row per module (or stage), runs and recomputations as bars."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def plot_schedule(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 def program_bars(
     graph: Graph, program: Program, device: Device | None = None
 ) -> tuple[list[str], Bars]:
-    """Names of the rows, in the order in which the forward reaches them, and the bars."""
+    """Return the rows' names, in the order in which the forward reaches them, and the bars."""
     depth = depth_for((operator.module for operator in graph.operators), _MOST_ROWS)
     groups = [group_of(operator.module, depth) for operator in graph.operators]
     names = list(dict.fromkeys(groups))

@@ -1,12 +1,12 @@
 """A plan's memory as a snapshot that PyTorch's memory visualiser opens (pytorch.org/memory_viz).
 
 The format is that of `torch.cuda.memory._snapshot()`, pickled: events ("alloc", "free_requested",
-"free_completed") in the order of the step, and the segments with the blocks that are there at its
-end. What is resident is there from the start: it has blocks and no event. Each block's frame names
-the module and the operator that wrote it in the place of a file and a function.
+"free_completed") in the order of the step, and the segments with the blocks that are live at its
+end. Resident tensors are live from the start: they have blocks and no events. In each block's
+frame, module and operator stand in place of file and function.
 
-Tensors with planned addresses have those, in a segment of their own. A plan without has none; the
-others' addresses are first fit in the order of the step, and say nothing about a real allocator.
+Tensors with planned addresses are at these, in a segment of their own. All others are placed by
+first fit in the order of the step, which says nothing about a real allocator.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from memopt.programs.placed import first_fit
 from memopt.programs.replay import Timeline, replay
 
 RESIDENT, ARENA, POOL = 0x7F0000000000, 0x7F4000000000, 0x7F8000000000
-"""Where the segments begin: what is resident, the plan's arena, everything else."""
+"""First addresses of the segments: resident tensors, the plan's arena, everything else."""
 
 Frames = list[dict[str, Any]]
 
 
 def memory_snapshot(graph: Graph, program: Program, device: Device | None = None) -> dict[str, Any]:
-    """The snapshot. The sum of what is allocated is the replay's memory at every instruction."""
+    """Make the snapshot. Its allocated bytes are the replay's memory at every instruction."""
     made = _Snapshot(graph, program, replay(graph, program, device))
     made.run()
     return {
@@ -55,15 +55,15 @@ class _Snapshot:
         self.graph, self.program, self.timeline = graph, program, timeline
         self.events: list[dict[str, Any]] = []
         self.pool: list[tuple[int, int]] = []
-        """Intervals taken in the pool, ascending."""
+        """Occupied intervals of the pool, ascending."""
         self.highest = 0
         self.blocks: dict[int, tuple[int, Frames]] = {}
-        """Address → size and frames of what is allocated and not resident."""
+        """Address → size and frames of each allocated block that is not resident."""
         self.offsets = {(i, tensor): offset for i, tensor, offset in program.offsets or ()}
         self.runs = dict(program.computes)
 
     def run(self) -> None:
-        """Every event of the step."""
+        """Record every event of the step."""
         found = lifetimes(self.graph, self.program).device
         begins: dict[int, list[Lifetime]] = {}
         ends: dict[int, list[Lifetime]] = {}
@@ -86,7 +86,7 @@ class _Snapshot:
                     self._free(position, where.pop(lifetime.key))
 
     def segments(self) -> list[dict[str, Any]]:
-        """What is allocated at the end of the step."""
+        """Return the segments, with the blocks that are allocated at the end of the step."""
         rows: dict[int, tuple[int, Frames]] = {}
         address = RESIDENT
         resident = resident_under(self.graph, self.program)
@@ -106,7 +106,7 @@ class _Snapshot:
         return [segment for segment in listed if segment["total_size"]]
 
     def _allocate(self, position: int, lifetime: Lifetime) -> int:
-        """The address of a lifetime that begins; a tensor without bytes has none."""
+        """Allocate a lifetime that begins, and return its address; -1 if it has no bytes."""
         tensor = self.graph.tensors[lifetime.tensor]
         frames = self._frames(position, tensor.name)
         offset = self.offsets.get(lifetime.key)
@@ -166,7 +166,7 @@ def _frame(filename: str, name: str, line: int = 0) -> dict[str, Any]:
 def _segment(
     address: int, size_bytes: int, allocated: dict[int, tuple[int, Frames]]
 ) -> dict[str, Any]:
-    """A segment whose gaps are inactive blocks."""
+    """Make a segment; the gaps between its blocks are inactive blocks."""
     blocks: list[dict[str, Any]] = []
     at = address
     for start, (size, frames) in sorted(allocated.items()):

@@ -14,7 +14,7 @@ class StepCheck:
 
     Attributes:
         predicted_peak_bytes: the plan's peak, resident included.
-        measured_peak_bytes: the measured one: resident and what the step allocated at most.
+        measured_peak_bytes: resident bytes and the most that the step allocated at once.
         predicted_time_s: the plan's step time, seconds.
         measured_time_s: the median of the measured steps, seconds.
         budget_bytes: the plan's budget; None: no limit.
@@ -28,12 +28,12 @@ class StepCheck:
 
     @property
     def peak_ratio(self) -> float:
-        """Measured over predicted peak."""
+        """Return measured over predicted peak."""
         return self.measured_peak_bytes / max(1, self.predicted_peak_bytes)
 
     @property
     def time_ratio(self) -> float:
-        """Measured over predicted time; 0 if no time was predicted."""
+        """Return measured over predicted time; 0 if no time was predicted."""
         if self.predicted_time_s <= 0:
             return 0.0
         return self.measured_time_s / self.predicted_time_s

@@ -24,13 +24,13 @@ _LANES = {Occupied.TO_HOST: Lane.OUT, Occupied.FROM_HOST: Lane.IN}
 
 
 def predicted_lanes(plan: PlanRecord) -> StepLanes:
-    """The replayed step of a plan."""
+    """Return the replayed step of a plan."""
     timeline = replay(plan.graph, plan.program, plan.device)
     return program_lanes(timeline, plan.graph, plan.program)
 
 
 def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
-    """A recorded step of a plan; its device memory is not recorded."""
+    """Return the lanes of a recorded step; its device memory is not recorded."""
     names = instruction_names(plan.graph, plan.program)
     spans: list[Span] = []
     for one in recorded:
@@ -51,7 +51,7 @@ def measured_lanes(plan: PlanRecord, recorded: Sequence[Recorded]) -> StepLanes:
 
 
 def _between_the_halves(program: Program, recorded: Sequence[Recorded]) -> Span | None:
-    """The time between the plan's forward and its backward."""
+    """Return the span between the plan's forward and its backward."""
     boundary = program.boundary
     if boundary is None:
         return None

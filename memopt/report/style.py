@@ -1,4 +1,4 @@
-"""Drawing with matplotlib, which is imported when something is drawn and not before."""
+"""Helpers to draw with matplotlib, which is imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ORANGE = "#E69F00"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 GREY = "#999999"
-"""Okabe and Ito's colours, told apart with every kind of colour vision; its black is left out,
-since the pictures stand on light and on dark pages: lines take the style's own text colour."""
+"""Okabe and Ito's colours, told apart with every kind of colour vision. Their black is left out,
+since pictures stand on light and on dark pages: lines take the style's own text colour."""
 
 
 _MISSING = "plots need matplotlib, which is not installed: pip install memopt[plots]"
@@ -25,7 +25,7 @@ _WIDTH_INCHES = 7.0
 
 
 def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
-    """The Axes to draw on: the user's, or those of a new pyplot figure of notebook width.
+    """Return the Axes to draw on: the user's, or those of a new pyplot figure of notebook width.
 
     Raises:
         ImportError: matplotlib is missing; names the extra to install.
@@ -41,7 +41,7 @@ def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
 
 
 def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
-    """A figure for a file, with one Axes: it needs no window and pyplot does not keep it.
+    """Make a figure for a file, with one Axes: it needs no window and pyplot does not keep it.
 
     Raises:
         ImportError: matplotlib is missing; names the extra to install.
@@ -55,7 +55,7 @@ def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
 
 
 def picture_types() -> frozenset[str]:
-    """The endings of files that `new_figure`'s figures can be saved as.
+    """Return the file endings that `new_figure`'s figures can be saved with.
 
     Raises:
         ImportError: matplotlib is missing; names the extra to install.
@@ -65,14 +65,14 @@ def picture_types() -> frozenset[str]:
 
 
 def text_color() -> str:
-    """The colour of text in the user's matplotlib style: dark on light, light on dark."""
+    """Return the colour of text in the user's matplotlib style: dark on light, light on dark."""
     from matplotlib import rcParams
 
     return str(rcParams["text.color"])
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """(units per second, the unit's name) that suits an axis up to `longest_s`."""
+    """Choose (units per second, the unit's name) for an axis up to `longest_s`."""
     if longest_s >= 2:
         return 1.0, "s"
     if longest_s >= 2e-3:
@@ -81,7 +81,7 @@ def time_unit(longest_s: float) -> tuple[float, str]:
 
 
 def memory_unit(largest_bytes: float) -> tuple[int, str]:
-    """(bytes per unit, the unit's name) that suits an axis up to `largest_bytes`."""
+    """Choose (bytes per unit, the unit's name) for an axis up to `largest_bytes`."""
     for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if largest_bytes >= 2 * 2**power:
             return 2**power, name
@@ -89,7 +89,7 @@ def memory_unit(largest_bytes: float) -> tuple[int, str]:
 
 
 def legend_beside(ax: Axes, columns: int = 1) -> None:
-    """A legend at the right of the Axes, off the data; none where nothing has a name."""
+    """Add a legend to the right of the Axes, off the data; none if nothing has a label."""
     if not ax.get_legend_handles_labels()[0]:
         return
     ax.legend(

@@ -29,7 +29,7 @@ class Section:
 
 
 def sections(plan: PlanRecord) -> tuple[Section, ...]:
-    """Everything the summary says: the figures first, under an empty title."""
+    """List the summary's sections: the figures first, under an empty title."""
     found = [
         Section("", figures(plan)),
         _peak(plan),
@@ -41,7 +41,7 @@ def sections(plan: PlanRecord) -> tuple[Section, ...]:
 
 
 def plan_summary(plan: PlanRecord) -> str:
-    """The figures a user asks for first, in aligned lines of at most 80 columns."""
+    """Write the sections in aligned lines of at most 80 columns."""
     lines: list[str] = []
     for section in sections(plan):
         if section.title:
@@ -53,7 +53,7 @@ def plan_summary(plan: PlanRecord) -> str:
 
 
 def _aligned(rows: tuple[tuple[str, ...], ...], indent: int) -> list[str]:
-    """Rows in columns, the last one wrapped within its column."""
+    """Align rows in columns; the last column is wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for *before, last in rows:
@@ -84,7 +84,7 @@ def _recomputed(plan: PlanRecord) -> Section | None:
     extras = recomputed(plan.graph, plan.program)
     runs = sum(extra.count for extra in extras)
     time_s = sum(extra.time_s for extra in extras)
-    # The graph of a bare chain has operators that bring its input and the loss's gradient, too.
+    # A bare chain's graph also has operators that make its input and the loss's gradient.
     forward = len(plan.chain) if plan.is_of_chain and plan.chain else plan.graph.first_backward
     title = (
         f"recomputed: {counted(runs, 'run')} of {counted(forward, 'forward operator')}, "

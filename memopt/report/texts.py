@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures and tables as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def format_seconds(time_s: float) -> str:
-    """A duration in s, ms or µs."""
+    """Format a duration in s, ms or µs."""
     if time_s >= 1:
         return f"{time_s:.2f} s"
     if time_s >= 1e-3:
@@ -19,12 +19,12 @@ def format_seconds(time_s: float) -> str:
 
 
 def or_dash(value: T | None, write: Callable[[T], str]) -> str:
-    """A value as text; "-" where there is none."""
+    """Format a value; "-" for None."""
     return "-" if value is None else write(value)
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table's lines: columns as wide as their widest entry, two spaces apart."""
+    """Format a table's lines: columns as wide as their widest entry, two spaces apart."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
@@ -34,11 +34,11 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: "1 run", "2 runs"."""
+    """Format a number with its noun: "1 run", "2 runs"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a docstring, as one line."""
+    """Return the first sentence of a docstring, as one line."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0]

@@ -1,4 +1,4 @@
-"""The streams of a plan: compute, copies to the host, copies back, the network, the host."""
+"""Plot of a plan's streams: compute, copies to the host, copies back, the network, the host."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ COLORS = {
 
 
 def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
-    """Draw the compute stream with its waits, both copy streams and, where there are any, the
-    network and the host's updates."""
+    """Draw the compute stream with its waits, both copy streams and, if there are any, the
+    collectives and the host's updates."""
     spans = lanes(plan)
     used = [n for n in range(len(LANES)) if n < 3 or spans[(_NETWORK, _HOST)[n - 3]][1]]
     ax = new_axes(ax, 2.2)
@@ -69,11 +69,11 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 
 
 def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
-    """For each kind of bar its lane and the (start, duration) of every bar, seconds."""
+    """Map each kind of bar to its lane and the (start, duration) of every bar, seconds."""
     _, bars = program_bars(plan.graph, plan.program, plan.device)
     timeline = replay(plan.graph, plan.program, plan.device)
     spans = {kind: (0, [(s, d) for _, s, d in bars[kind] if d > 0]) for kind in bars}
-    # A Compute's wait ends where it starts; a Free's where it ends, which is the same moment.
+    # A wait ends when its instruction starts, which for a Free is also when it ends.
     waits = [
         (start - stall, stall)
         for start, stall in zip(timeline.start_s, timeline.stall_s, strict=True)

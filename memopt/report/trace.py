@@ -18,7 +18,7 @@ MICROSECONDS = 1e6
 
 
 def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
-    """The trace events of some steps, predicted and measured side by side."""
+    """Make the trace events of some steps, each a process of its own."""
     events: list[dict[str, object]] = []
     for process, step in enumerate(steps, start=1):
         names = [(0, "process_name", step.title)]
@@ -60,7 +60,7 @@ def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
 
     Args:
         path: the file, ".json".
-        steps: what `memopt.report.lanes` makes, such as a predicted and a measured step.
+        steps: for example a predicted and a measured step.
     """
     content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(content), encoding="utf-8")

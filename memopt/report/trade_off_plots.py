@@ -15,21 +15,21 @@ MARKERS = "os^Dv*x"
 
 
 class Point(Protocol):
-    """A schedule's cost, as the strategies' `curve` gives it."""
+    """A schedule's cost, an element of a strategy's `curve`."""
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory, total bytes."""
+        """Return the peak memory, total bytes."""
 
     @property
     def time_s(self) -> float:
-        """Step time, seconds."""
+        """Return the step time, seconds."""
 
 
 def plot_curves(
     curves: Mapping[str, Iterable[Point]], least_time_s: float, ax: Axes | None = None
 ) -> Axes:
-    """Step time, as a multiple of `least_time_s` (no recomputation), against peak memory in MiB.
+    """Draw step time, as a multiple of `least_time_s` (no recomputation), against peak in MiB.
 
     Args:
         curves: name → trade-off, for example {"rotor": Rotor().curve(chain)}.

@@ -1,4 +1,4 @@
-"""The work of a plan beyond the model's own step, by module: operators run again, tensors moved."""
+"""A plan's work beyond the model's own step, by module: recomputed operators, moved tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memopt.report.modules import depth_for, group_of
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Operators that run again in one module, or tensors of it that move.
+    """Recomputations in one module, or tensors of it that move.
 
     Attributes:
         module: path of the user's module, cut to a common depth.
-        count: operators that run again, or tensors that move.
-        time_s: of the re-runs, seconds.
-        size_bytes: of the tensors that move.
+        count: how many recomputations, or moves of tensors.
+        time_s: of the recomputations, seconds.
+        size_bytes: of the moved tensors.
     """
 
     module: str
@@ -32,7 +32,7 @@ class Extra:
 
 
 def recomputed(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """Operators that run again, by module, in the order of the model."""
+    """List the recomputations by module, in the order of the model."""
     depth = depth_for((operator.module for operator in graph.operators), most_groups)
     ran: set[int] = set()
     count: Counter[str] = Counter()
@@ -54,9 +54,9 @@ class Gathers:
 
     Attributes:
         module: path of the user's module, cut to a common depth.
-        kept: that run once, and whose results stay as long as they are read.
-        again: that run again (reshard_after_forward, as FSDP calls it).
-        time_s: of the later runs on the network, seconds.
+        kept: how many run once, so that their results stay until their last reader.
+        again: how many run again (reshard_after_forward, as FSDP calls it).
+        time_s: of the repeated runs on the network, seconds.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Gathers:
 
 
 def gathered(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Gathers, ...]:
-    """What is gathered once and what again, by module, in the order of the model."""
+    """Count the all-gathers that run once and those that run again, by module in model order."""
     gathers = [
         index
         for index, operator in enumerate(graph.operators)
@@ -89,7 +89,7 @@ def gathered(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Gat
 
 
 def moved(graph: Graph, program: Program, most_groups: int = 12) -> tuple[Extra, ...]:
-    """What is copied to the host, by the module that computes it."""
+    """List the tensors that are copied to the host, by the module that computes them."""
     tensors = [tensor for one in program for tensor in one.effects(graph).host_begins]
     paths = {t: _module(graph, t) for t in tensors}
     depth = depth_for(paths.values(), most_groups)
@@ -108,8 +108,8 @@ def _module(graph: Graph, tensor: int) -> str:
 
 
 def stage_runs(steps: Iterable[ChainStep]) -> tuple[tuple[int, int, int], ...]:
-    """(first stage, last stage, how often their forward runs), neighbours with equal counts as
-    one."""
+    """List (first stage, last stage, how often their forward runs); neighbours with equal counts
+    are one entry."""
     forward = (Move.FORWARD_NO_SAVE, Move.FORWARD_CHECKPOINT, Move.FORWARD_ALL)
     runs = Counter(step.stage for step in steps if step.move in forward)
     ranges: list[tuple[int, int, int]] = []
@@ -122,5 +122,5 @@ def stage_runs(steps: Iterable[ChainStep]) -> tuple[tuple[int, int, int], ...]:
 
 
 def offloaded_stages(steps: Iterable[ChainStep]) -> tuple[int, ...]:
-    """The stages whose saved values go to the host, ascending."""
+    """Return the stages whose saved values go to the host, ascending."""
     return tuple(sorted({step.stage for step in steps if step.move is Move.OFFLOAD}))

@@ -1,7 +1,7 @@
-"""What is done to a step between its capture and its plan: a tuple of stages, in their order.
+"""The stages between a model and its plan, in the order in which they run.
 
-`memopt.plan` runs `STAGES` over the step, and the plan records which ran, and with what. Where a
-plan is applied to a model that has to be captured anew, the same tuple runs again, as recorded.
+`memopt.plan` runs `STAGES` over the step, and the plan records which ran, with which options. If a
+plan is applied to a model that has to be captured again, the same stages run again, as recorded.
 """
 
 from memopt.stages.base import LastCapture as LastCapture

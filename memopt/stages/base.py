@@ -1,5 +1,5 @@
-"""What a stage is, and how all of them run: once when a step is planned, and again, as recorded,
-when the plan is applied to a model that has to be captured anew."""
+"""The interface of stages, and their two runs: when a step is planned and, with the recorded
+options, when the plan is applied to a model that has to be captured again."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Preparation:
 
     Attributes:
         model, inputs: the user's.
-        strategy: who will plan it.
+        strategy: the strategy that will plan the step.
         device: for which it is planned.
-        step: the step to plan.
-        pricing: how it is captured and priced.
+        step: options that say which step is planned.
+        pricing: options for its capture and its costs.
         whole_step: whether it includes the updates.
         place: whether a pass will give its tensors addresses.
-        charges: what a wrapped model's loop needs beside it.
+        charges: memory that a wrapped model's training loop needs beside the step.
         ranks: the processes that plan together; None: this one plans alone.
-        report: how far it is.
-        budget: the user's; of ranks, from `Agree` on, the smallest of theirs.
-        profiled: what the stages have made so far; None: nothing, or the model is a cost model.
+        report: the progress callback.
+        budget: the user's; after `Agree`, the smallest of all ranks' budgets.
+        profiled: the stages' result so far; None: nothing yet, or the model is a cost model.
     """
 
     model: Any
@@ -64,7 +64,7 @@ class Preparation:
     profiled: Profiled | None = None
 
     def made(self, profiled: Profiled | None, name: str, *options: str) -> Preparation:
-        """The step after a stage of this name, which is recorded in what it made."""
+        """Take a stage's result, and record the stage's name and options in it."""
         if profiled is not None:
             profiled = replace(profiled, stages=with_record(profiled.stages, name, *options))
         return replace(self, profiled=profiled)
@@ -72,20 +72,20 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Recapture:
-    """A planned step on its way from another model, or the changed one, to what runs.
+    """A planned step that is captured again, from another model or the changed one.
 
     Attributes:
-        plan: with what its stages ran.
+        plan: the plan, with its stages' options.
         model: the model to run.
-        call: the example call, of a whole step with the targets before the arguments.
+        call: the example call; of a whole step, with the targets before the arguments.
         device: where the model is.
         user_call: of a whole step, the example call of the model alone.
-        loss_fn, optimizer: of a whole step.
-        remedy: for messages, what to pass to `memopt.plan` beside the inputs and the budget, each
-            argument with a comma.
-        example_of_file: whether the example call is that of the plan's file.
-        changed: for messages, in what the model differs from the planned one; None: unknown.
-        found: what the stages have made so far.
+        loss_fn, optimizer: of a whole step; None otherwise.
+        remedy: for messages, the arguments of `memopt.plan` beside inputs and budget, each with a
+            comma.
+        example_of_file: whether the example call is from the plan's file.
+        changed: for messages, how the model differs from the planned one; None: unknown.
+        found: the stages' result so far; None: nothing is captured yet.
     """
 
     plan: PlanRecord
@@ -102,8 +102,8 @@ class Recapture:
 
     @property
     def block_bytes(self) -> int:
-        """The allocator's granularity in the planned graph. An estimate for CUDA counts in its
-        blocks wherever the plan is applied."""
+        """Return the allocator's block size in the planned graph: that of the planned device,
+        wherever the plan is applied."""
         from memopt.step.backend import backend_of
 
         if self.plan.record is not None:
@@ -112,28 +112,28 @@ class Recapture:
 
     @property
     def made(self) -> Found:
-        """What the stages have made so far, which includes the capture."""
+        """Return the stages' result so far, which includes the capture."""
         assert self.found is not None
         return self.found
 
     def lowered(self, lowering: Lowering) -> Recapture:
-        """The step with another lowering."""
+        """Return the step with another lowering."""
         return replace(self, found=replace(self.made, lowering=lowering))
 
     def plan_again(self) -> str:
-        """How to plan again, for messages."""
+        """Say, for messages, how to plan again."""
         return plan_again(self.plan, self.remedy)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A step that was captured anew.
+    """The result of the stages over a step that is captured again.
 
     Attributes:
-        captured, lowering: the step, as `Profiled` has them.
-        parts: of a whole step.
-        state: of a whole step, the optimizer's state that is resident.
-        host_state_bytes: of a whole step, see `ProfiledStep`.
+        captured, lowering: the step, as in `Profiled`.
+        parts: of a whole step, its capture before the updates were added; None otherwise.
+        state: of a whole step, the resident state of its optimizer.
+        host_state_bytes: of a whole step; see `ProfiledStep`.
     """
 
     captured: Captured
@@ -145,13 +145,13 @@ class Found:
 
 @dataclass(eq=False)
 class LastCapture:
-    """What a plan was last applied to, kept for the next time that it is."""
+    """The capture that a plan was last applied to, kept to be reused."""
 
     captured: Captured | None = None
 
 
 class PlanStage(ABC):
-    """One change to a step between its capture and its plan."""
+    """A change to a step between its capture and its plan."""
 
     name: ClassVar[str]
 
@@ -161,11 +161,11 @@ class PlanStage(ABC):
 
     @abstractmethod
     def apply(self, step: Preparation) -> Preparation:
-        """Change the step that is planned, and record it."""
+        """Change the step that is planned, and record the change."""
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        """Change a step that was captured anew as the plan's was changed; not at all where that
-        changed its figures alone, which the plan's graph has.
+        """Change a step that was captured again as the planned step was changed. By default nothing
+        changes: that is for stages that change figures alone, which the plan's graph has.
 
         Args:
             step: the step so far.
@@ -189,7 +189,7 @@ def recaptured(stages: Iterable[PlanStage], step: Recapture) -> Found:
     """Run the stages again over a step that was planned before.
 
     Raises:
-        PlanFileError: it is not the planned one; the message says where.
+        PlanFileError: it is not the planned step; the message says where.
     """
     for stage in stages:
         step = stage.again(step, options_of(step.plan.stages, stage.name))
@@ -197,7 +197,7 @@ def recaptured(stages: Iterable[PlanStage], step: Recapture) -> Found:
 
 
 def plan_again(plan: PlanRecord, more: str = "") -> str:
-    """How to plan again, for messages; `more`: arguments beside the inputs, each with a comma."""
+    """Say, for messages, how to plan again; `more`: further arguments, each with a comma."""
     return (
         f"Plan again: memopt.plan(model, inputs, {more}budget={plan.budget}, "
         f"strategy={plan.strategy.name!r})"

@@ -1,4 +1,4 @@
-"""Capturing a planned step anew: a module's, or a whole one with its updates."""
+"""Capturing a planned step again: a module's, or a whole step with its updates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memopt.step.loss import Loss
 
 
 def captured_module(step: Recapture) -> Found:
-    """Capture a module's step, with the kernels that were planned.
+    """Capture a module's step with the planned kernels.
 
     Raises:
         CaptureError: the model cannot be captured.
-        PlanFileError: the example call of the plan's file does not fit it.
+        PlanFileError: the example call in the plan's file does not fit the model.
     """
     plan = step.plan
     with blaming_the_file(step.example_of_file), diagnosed(step.model, step.call):
@@ -34,7 +34,7 @@ def captured_module(step: Recapture) -> Found:
             capture,
             kernels="aten" if plan.record is None else plan.record.kernels,
         )
-    # Bytes that the file's record adds, or counts in, may be too large to add up.
+    # Sizes in the file's record may be too large to add up.
     with blaming_the_file(plan.profiled is None, "record", (ValueError,)):
         lowering = build(step.model, captured, step.block_bytes)
     made = planned_kernels(plan.record, step.device, step.block_bytes)(
@@ -44,7 +44,7 @@ def captured_module(step: Recapture) -> Found:
 
 
 def captured_whole_step(step: Recapture) -> Found:
-    """Capture forward, loss, backward and updates, with the kernels that were planned.
+    """Capture forward, loss, backward and updates with the planned kernels.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -69,7 +69,7 @@ def captured_whole_step(step: Recapture) -> Found:
 
 
 def difference_of_graphs(step: Recapture) -> str | None:
-    """Say in what the captured graph is not the planned one; None: it is the same."""
+    """Say how the captured graph differs from the planned one; None: they are the same."""
     plan, graph = step.plan, step.made.lowering.graph
     found = fingerprint(graph)
     if plan.record is not None:
@@ -90,7 +90,7 @@ def blaming_the_file(
     what: str = "example call",
     errors: tuple[type[Exception], ...] = (ValueError, CaptureError),
 ) -> Iterator[None]:
-    """Say that what is wrong is the plan file's, if it comes from one (`of_file`)."""
+    """Turn errors inside into a PlanFileError, if the plan file is to blame (`of_file`)."""
     try:
         yield
     except errors as error:

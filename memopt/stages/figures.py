@@ -1,8 +1,8 @@
-"""A plan's figures for a step that was captured anew.
+"""A plan's figures for a step that is captured again.
 
-What runs is checked against the graph that is built from the capture. Of a plan file's own graph
-only the times are believed, and memory where it counts more; where the plan is within a budget and
-was measured on such a device, every kernel's workspace and results are measured here, once.
+The program is checked against the graph that is built from the capture. A plan file's own graph is
+trusted for times, and for memory where it counts more. If the plan has a budget and was measured on
+this kind of device, each kernel's workspace and results are measured here, once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_planned_figures(step: Recapture) -> Recapture:
     """Price a captured step with the figures of the plan's graph.
 
     Raises:
-        PlanFileError: the graphs differ, or the optimizer keeps other state than was planned.
+        PlanFileError: the graphs differ, or the optimizer keeps other state than planned.
     """
     plan = step.plan
     update_bytes: dict[str, int] = {}
@@ -39,7 +39,7 @@ def with_planned_figures(step: Recapture) -> Recapture:
         step, update_bytes = _with_optimizer_state(step)
     lowering = step.made.lowering
     planned = plan.graph if lowering.alternatives else without_implementations(plan.graph)
-    # The scalars that every step holds, as priced graphs count them.
+    # Priced graphs count the scalars that every step holds; the captured one does not yet.
     block_bytes = plan.record.block_bytes if plan.record is not None else 1
     backend = estimated_backend(block_bytes) if block_bytes > 1 else backend_of(step.device)
     extra_bytes = lowering.graph.extra_resident_bytes + backend.step_scalars_bytes
@@ -59,10 +59,10 @@ def with_planned_figures(step: Recapture) -> Recapture:
 
 
 def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
-    """Find what the optimizer keeps, on the device and on the host.
+    """Find the optimizer's state on the device and on the host.
 
     Returns:
-        The step with it, and the workspace bytes of each update that was measured here.
+        The step with this state, and the workspace bytes of each update measured here.
     """
     plan, found = step.plan, step.made
     parts, optimizer = found.parts, step.optimizer
@@ -86,10 +86,10 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
 
 
 def _hosted_bytes(step: Recapture, graph: Graph, state: OptimizerState, stays_bytes: int) -> int:
-    """Bytes of optimizer state that updates bring themselves, if `stays_bytes` never move.
+    """Return the bytes of optimizer state that updates bring from the host, where they stay.
 
     Raises:
-        PlanFileError: the plan is for other state than the optimizer keeps.
+        PlanFileError: the plan is for another amount of state than the optimizer keeps.
     """
     apart_bytes = state.bytes_total - state_bytes(graph)
     hosted_bytes = apart_bytes - stays_bytes
@@ -102,12 +102,12 @@ def _hosted_bytes(step: Recapture, graph: Graph, state: OptimizerState, stays_by
 
 
 def _update_bytes(graph: Graph) -> int:
-    """Workspaces of all updates: state that is on the host between them is charged there."""
+    """Sum the updates' workspaces, which include the state that they bring from the host."""
     return sum(one.workspace_bytes for one in graph.operators if one.phase is Phase.UPDATE)
 
 
 def _is_measured_here(step: Recapture) -> bool:
-    """Whether the plan's memory is that of this kind of device, and somebody relies on it."""
+    """Whether the plan is from a file, has a budget, and was measured on this kind of device."""
     plan = step.plan
     if plan.profiled is not None or plan.record is None or plan.budget is None:
         return False
@@ -118,7 +118,7 @@ def _is_measured_here(step: Recapture) -> bool:
 def _measured(
     step: Recapture, lowering: Lowering
 ) -> tuple[dict[int, int], dict[tuple[int, str | None], int]]:
-    """Sizes of tensors, and workspaces of the kernels that the program runs."""
+    """Measure the sizes of tensors, and the workspaces of the kernels that the program runs."""
     operators = lowering.graph.operators
     run = {(run.op, run.implementation) for _, run in step.plan.program.computes}
     calls = [

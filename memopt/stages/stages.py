@@ -1,4 +1,4 @@
-"""The stages between a model and its plan."""
+"""The stages between a model and its plan. "Again" is a stage's work on a step captured again."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def profiled_for(
     *,
     whole_step: bool = False,
 ) -> Profiled | None:
-    """Capture and price a module's step; None for a cost model, which has its prices.
+    """Capture and price a module's step; None for a cost model, which has prices already.
 
     Args:
         model, inputs: the user's.
-        step: which step.
-        pricing: how it is priced.
-        device: what it is priced for, if it is estimated.
-        report: how far it is.
-        whole_step: whether it includes the updates.
+        step: options that say which step it is.
+        pricing: options for its costs.
+        device: the device that an estimate is for.
+        report: the progress callback.
+        whole_step: whether the step includes the updates.
 
     Raises:
-        ValueError: neither, or arguments that do not go together.
+        ValueError: `model` is neither of these, or arguments cannot be combined.
     """
     if isinstance(model, (Chain, Graph)):
         module_only = (inputs, step.loss_fn, step.optimizer)
@@ -75,8 +75,8 @@ def profiled_for(
 
 
 class Capture(PlanStage):
-    """Captures the step, gives it its kernels and prices it. Again: without prices, with the
-    kernels of the plan."""
+    """Captures the step, chooses its kernels and prices it. Again: with the plan's kernels, and
+    without prices."""
 
     name = "capture"
 
@@ -104,7 +104,7 @@ class Capture(PlanStage):
 
 
 class Accumulate(PlanStage):
-    """Charges gradients that are there when a step begins."""
+    """Charges gradients that exist when a step begins."""
 
     name = "accumulate"
 
@@ -119,7 +119,7 @@ class Accumulate(PlanStage):
 
 
 class Charge(PlanStage):
-    """Charges what the training loop of a wrapped model needs beside its steps."""
+    """Charges the memory that the training loop of a wrapped model needs beside its steps."""
 
     name = "charge"
 
@@ -133,7 +133,7 @@ class Charge(PlanStage):
 
 
 class Movable(PlanStage):
-    """Lets parameters and optimizer state of a whole step move. Again: those of the plan."""
+    """Lets parameters, gradients and optimizer state of a whole step move. Again: as planned."""
 
     name = "movable"
 
@@ -162,7 +162,7 @@ class Movable(PlanStage):
 
 
 class Recognise(PlanStage):
-    """Compares the graph that was captured again with the planned one."""
+    """Again: compares the captured graph with the planned one."""
 
     name = "recognise"
 
@@ -207,7 +207,7 @@ class Recognise(PlanStage):
 
 
 class UpdatesOnHost(PlanStage):
-    """Lets the host run updates of what may live there. Again: those of the plan."""
+    """Lets the host run the updates of tensors that may live there. Again: as planned."""
 
     name = "host updates"
 
@@ -231,7 +231,7 @@ class UpdatesOnHost(PlanStage):
 
 
 class Alternatives(PlanStage):
-    """Attaches other implementations of operators, for strategies that choose among them."""
+    """Attaches alternative implementations of operators, for strategies that choose among them."""
 
     name = "alternatives"
 
@@ -291,7 +291,7 @@ class Alternatives(PlanStage):
 
 
 class PlannedFigures(PlanStage):
-    """Prices the step that was captured again as the planned one."""
+    """Again: gives the captured step the planned step's costs."""
 
     name = "figures"
 
@@ -335,7 +335,7 @@ class Placeable(PlanStage):
 
 
 class Agree(PlanStage):
-    """Takes the figures of the slowest and largest rank, and the smallest of the ranks' budgets."""
+    """Takes the figures of the slowest and largest ranks, and the smallest of the budgets."""
 
     name = "agree"
 
@@ -379,4 +379,4 @@ STAGES: tuple[PlanStage, ...] = (
     Placeable(),
     Agree(),
 )
-"""In the order in which they run."""
+"""All stages, in the order in which they run."""

@@ -1,1 +1,1 @@
-"""A captured training step: its call, graph, operators, updates and figures."""
+"""A captured training step: its call, graph, operators, updates and costs."""

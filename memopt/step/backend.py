@@ -1,7 +1,7 @@
-"""What differs between the kinds of devices that memopt runs on, in one table (BACKENDS).
+"""One table (BACKENDS) of the kinds of devices that memopt runs on, and their differences.
 
-Everything else asks here; docs/adding.md says how to add a row. Autocast's state, which torch keeps
-for each kind of device, is named for records and messages, entered again, and switched off here.
+All other rooms ask here; docs/adding.md says how to add a row. Torch keeps autocast's state for
+each kind of device: this module reads it, enters it again, and switches it off.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Backend:
     """One kind of device.
 
     Attributes:
-        kind: torch's name for it, `device.type`.
+        kind: torch's name for the kind, `device.type`.
         dispatch_key: torch's name for its kernels.
         block_bytes: the granularity of its allocator.
-        step_scalars_bytes: the loss, its gradient and the runtime's token: small tensors that every
-            step holds.
+        step_scalars_bytes: bytes of small tensors that every step holds: the loss, its gradient and
+            the runtime's token.
         runtime: torch's module for the device, with its streams, events, allocator statistics and
             random generators; None: kernels run in host memory on the thread that calls them, and
             torch's profiler counts their memory.
-        give_back_libraries: lets libraries return what they keep on the device between steps;
-            None: they keep nothing there.
+        give_back_libraries: makes libraries return the memory that they keep on the device between
+            steps; None: they keep none.
     """
 
     kind: str
@@ -46,11 +46,11 @@ class Backend:
 
     @property
     def on_host(self) -> bool:
-        """Whether the device's memory is the host's."""
+        """Return whether the device's memory is the host's."""
         return self.runtime is None
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until a device of this kind has done what it was given."""
+        """Wait until a device of this kind has finished its queued work."""
         if self.runtime is not None:
             self.runtime.synchronize(device)
 
@@ -73,10 +73,10 @@ LARGEST_BLOCK_BYTES = max(one.block_bytes for one in BACKENDS.values())
 
 
 def backend_of(device: torch.device | str) -> Backend:
-    """The kind of a device.
+    """Return the kind of a device.
 
     Raises:
-        ValueError: memopt does not run on such devices.
+        ValueError: memopt does not run on this kind.
     """
     found = BACKENDS.get(torch.device(device).type)
     if found is None:
@@ -89,20 +89,20 @@ def backend_of(device: torch.device | str) -> Backend:
 
 
 def estimated_backend(block_bytes: int) -> Backend:
-    """The kind of device whose rules an estimate follows, by the blocks that it counts in: the
-    CPU's for single bytes, else CUDA's."""
+    """Return the kind of device whose rules an estimate follows, from its block size: the CPU for
+    single bytes, else CUDA."""
     return BACKENDS["cuda" if block_bytes > 1 else "cpu"]
 
 
 def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Context after which the random generators of the host and of these devices are what they were
-    before: each time it is entered the same numbers come."""
+    """Make a context that restores the random generators of the host and of these devices at its
+    end, so that each entry draws the same numbers."""
     own = [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
     return torch.random.fork_rng(devices=own)
 
 
 def processor() -> str:
-    """What the host's processor calls itself."""
+    """Return the name of the host's processor."""
     name = platform.processor()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -111,7 +111,7 @@ def processor() -> str:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that something takes, the device's queue emptied before and after."""
+    """Return the seconds of a call, with the device's queue emptied before and after."""
     backend = backend_of(device)
     backend.synchronize(device)
     begin = time.perf_counter()
@@ -121,7 +121,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def autocast_state() -> tuple[str | None, ...]:
-    """The dtype of autocast on cpu and cuda as it is here and now; None: off."""
+    """Return autocast's present dtypes on cpu and cuda; None: off."""
     return tuple(
         str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if torch.is_autocast_enabled(kind)
@@ -131,13 +131,13 @@ def autocast_state() -> tuple[str | None, ...]:
 
 
 def autocast_off() -> ExitStack:
-    """A context without autocast: the casts are in the graph, so kernels run as they are, even
-    where the user calls them under autocast."""
+    """Make a context without autocast: the casts are in the graph, so that kernels run as they are
+    even if the user calls them under autocast."""
     return autocast_as((None,) * len(AUTOCAST_DEVICES))
 
 
 def autocast_as(state: tuple[str | None, ...]) -> ExitStack:
-    """A context with autocast as it was when `autocast_state()` said `state`."""
+    """Make a context with autocast as in a `state` that `autocast_state()` returned."""
     stack = ExitStack()
     for kind, wanted, found in zip(AUTOCAST_DEVICES, state, autocast_state(), strict=True):
         if wanted is not None and wanted != found:

@@ -1,8 +1,8 @@
-"""From the captured joint FX graph to the cost model's Graph, and back for the executor.
+"""Turns the captured joint FX graph into the cost model's Graph, and maps it back for the executor.
 
-A Tensor of the Graph is one storage of the joint graph (traced fake tensors share storages as
-the real ones will); an Operator is one kernel call. View operators belong to the storage they
-look into: they cost nothing and are re-made where they are read.
+A Tensor of the Graph is one storage of the joint graph (traced fake tensors share storages as the
+real ones will); an Operator is one kernel call. View operators belong to the storage of their
+argument: they cost nothing and are made again where they are read.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _BATCH_NORM_TRAINING_ARGUMENT = {
 
 @dataclass(frozen=True)
 class Lowering:
-    """How a Graph maps to FX nodes.
+    """A Graph and its map to FX nodes.
 
     Attributes:
         graph: the cost model; times and workspaces are 0 until profiled.
         nodes: operator index → FX node (the kernel call).
-        storages: tensor-valued node → indices of the tensors it holds (one for a tensor, one
-            per element for a list or tuple; None where an element is no tensor).
-        views: nodes that only look into existing storages, or unpack results.
-        bases: tensor index → the node whose value is the storage's first tensor; None if the
+        storages: tensor-valued node → indices of its tensors (one for a tensor, one per element for
+            a list or tuple; None where an element is no tensor).
+        views: nodes that only view existing storages, or unpack results.
+        bases: tensor index → the node whose value is the storage's first tensor; no entry if the
             graph never names it (an unused output).
-        alternatives: (operator index, implementation) → the node that stands in for it.
-        device: where its kernels run; None: they are not to be computed (an estimate).
+        alternatives: (operator index, implementation) → the node that replaces the operator's.
+        device: where the kernels run; None: nothing is computed (an estimate).
     """
 
     graph: Graph
@@ -63,11 +63,11 @@ class Lowering:
     device: torch.device | None = None
 
     def node_of(self, op: int, implementation: str | None) -> Node:
-        """The kernel call that runs an operator under an implementation (None: its own)."""
+        """Return the kernel call that runs an operator under an implementation (None: its own)."""
         return self.nodes[op] if implementation is None else self.alternatives[op, implementation]
 
     def without(self, out: Collection[tuple[int, str]]) -> Lowering:
-        """The lowering without some of its alternatives."""
+        """Return the lowering without some of its alternatives."""
         if not out:
             return self
         operators = [
@@ -82,14 +82,14 @@ class Lowering:
 
     @cached_property
     def signatures(self) -> tuple[Signature, ...]:
-        """The signatures of the nodes."""
+        """Return the signatures of the nodes."""
         return tuple(map(signature, self.nodes))
 
 
 def held_by(
     nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
 ) -> tuple[int, ...]:
-    """The tensors that nodes hold, each once; other things than nodes hold none."""
+    """Return the indices of the tensors that nodes hold, each once; anything else holds none."""
     held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
     return tuple(dict.fromkeys(t for t in held if t is not None))
 
@@ -116,11 +116,11 @@ class _Builder:
         return index
 
     def find(self, value: torch.Tensor) -> int | None:
-        # The graph's nodes keep their values, so a storage's name stays its own.
+        # The graph's nodes keep their values alive, so that no storage's name is reused.
         return self.by_storage.get(storage_of(value))
 
     def add_given(self, node: Node, value: torch.Tensor, name: str, kind: TensorKind) -> None:
-        """A node that is there before the step; several may share a storage."""
+        """Add a node that exists before the step; several may share a storage."""
         index = self.find(value)
         if index is None:
             index = self.new_tensor(name, value, kind)
@@ -129,7 +129,7 @@ class _Builder:
 
 
 def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowering:
-    """The Graph of a captured model, without costs.
+    """Build the Graph of a captured model, without costs.
 
     Args:
         model: the user's model (for parameters that the step never touches).
@@ -157,8 +157,8 @@ def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowerin
 
 
 def _needed(captured: Captured) -> set[Node]:
-    """Nodes that a result depends on, and every operator that draws random numbers (so that
-    the generator ends where the unplanned model leaves it)."""
+    """Return the nodes that a result depends on, and every operator that draws random numbers (so
+    that the generator ends in the same state as after the unplanned model)."""
     stack = [n for n in (*captured.forward_outputs, *captured.gradients) if isinstance(n, Node)]
     stack += [n for n in captured.module.graph.nodes if is_random(n)]
     needed: set[Node] = set()
@@ -261,7 +261,7 @@ def _add_item(builder: _Builder, node: Node) -> None:
 
 
 def _add_wait(builder: _Builder, node: Node) -> None:
-    """A wait for a collective is a view of its result: it is made where that is first read."""
+    """Add a wait for a collective as a view of its result, made where it is first read."""
     (started,) = node.all_input_nodes
     (held,) = builder.storages[started]
     builder.storages[node] = (held,)
@@ -294,9 +294,9 @@ def _check_target(node: Node) -> None:
 
 
 def _only_replaces_statistics(node: Node) -> bool:
-    """An operator that reads a value which the step overwrites may run once only; but batch
-    norm in training mode uses its running statistics for nothing but their own new values. A
-    compiled kernel is made of nothing that may run once only."""
+    """Return whether an operator that reads a value which the step overwrites may run again all the
+    same: batch norm in training mode uses its running statistics only for their new values, and a
+    compiled kernel contains no operator that must run once."""
     if isinstance(node.target, FusedKernel):
         return True
     name = str(node.target)
@@ -336,8 +336,8 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
 
 
 def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
-    """Gradients that the loss hands to parameters and inputs themselves: autograd holds them from
-    the loss boundary to the end."""
+    """Add gradients that the loss hands to parameters and inputs themselves: autograd holds them
+    from the loss boundary to the end."""
     first = len(builder.tensors)
     for position, size_bytes in captured.outputs.beside:
         size = in_blocks(size_bytes, builder.block_bytes)
@@ -348,7 +348,7 @@ def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
 def _with_in_place(
     builder: _Builder, results: set[int], device: torch.device | None
 ) -> list[Operator]:
-    """The operators, with the tensors that they may overwrite."""
+    """Return the operators, with the tensors that they may overwrite."""
     readers = Counter(t for operator in builder.operators for t in operator.reads)
     given = set(held_by((n for n in builder.storages if n.op != "call_function"), builder.storages))
     immutable = _from_zeros_without_memory(builder)
@@ -360,7 +360,7 @@ def _with_in_place(
             if tensor is None or tensor in given or tensor in results:
                 continue
             alone = readers[tensor] == 1
-            # What leaves the step is no view, as the kernel's own result would not be.
+            # An output of the step must be no view, as the kernel's own result would not be.
             plain = builder.bases.get(tensor) is argument
             possible = alone and (plain or call.writes[0] not in results)
             if possible and (device is None or same_bits_in_place(node, argument, device)):
@@ -370,8 +370,8 @@ def _with_in_place(
 
 
 def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
-    """Calls that depend on a gradient of zeros (`sgn`'s), which torch keeps without memory, and so
-    may what is computed from it be: nothing can be written there."""
+    """Return the calls that depend on a gradient of zeros (`sgn`'s). Torch keeps it without memory,
+    and perhaps results computed from it, so that they cannot be overwritten."""
     found: set[Node] = set()
     for node in builder.storages:  # in the graph's order
         zeros = node.target is aten._efficientzerotensor.default
@@ -381,7 +381,7 @@ def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
 
 
 def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) -> int:
-    """Parameters, buffers and inputs that the step never reads still take memory."""
+    """Return the bytes of parameters, buffers and inputs that are resident and never read."""
     seen = {p.name for p in captured.primals if p.kind != "input"}
     named = named_tensors(model)
     touched = {id(tensor) for name, tensor in named if name in seen}

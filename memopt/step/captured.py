@@ -25,17 +25,17 @@ from memopt.torch_private.tensors import SHARD
 
 @dataclass(frozen=True)
 class Primal:
-    """An input of the joint graph: where its value comes from at run time.
+    """An input of the joint graph, and where its value comes from at run time.
 
     Attributes:
         node: the placeholder.
         kind: "parameter", "buffer" or "input".
-        name: fully qualified name of a parameter or buffer of the user's model; "" for a
-            tensor that the model holds without registering it.
+        name: fully qualified name of a parameter or buffer of the user's model; "" for a tensor
+            that the model holds without registering it.
         index: position among the flat call arguments, for inputs.
         constant: the tensor itself, when the model does not register it.
-        reader: reads that tensor where the forward does; None if the forward makes it.
-        part: which part of a DTensor it is ("_local_tensor", "device_mesh"); "": it is no DTensor.
+        reader: reads an unregistered tensor where the forward does; None if the forward makes it.
+        part: which part of a DTensor it is ("_local_tensor", "device_mesh"); "": no DTensor.
     """
 
     node: Node
@@ -48,13 +48,13 @@ class Primal:
 
     @property
     def held(self) -> bool:
-        """Whether the model holds it, and `Captured.compiled` is given its `value`: of the parts of
-        a DTensor the first stands for the whole."""
+        """Return whether the model holds it and `Captured.compiled` takes its `value`. Of a
+        DTensor's parts, the first stands for the whole."""
         return self.kind != "input" and self.part in ("", SHARD)
 
     def value(self, model: nn.Module, leaves: Sequence[Any]) -> Any:
-        """Its value at run time, given the model and the call's flat arguments; of a part of a
-        DTensor the whole."""
+        """Return its value at run time, from the model and the call's flat arguments; for a part of
+        a DTensor, the whole DTensor."""
         if self.index is not None:
             return leaves[self.index]
         if self.reader is not None:
@@ -66,7 +66,7 @@ class Primal:
 
 @dataclass(eq=False)
 class Hooks:
-    """The functions that the compiled callable runs; `owner`, the executor's runtime, sets them."""
+    """The functions that the compiled callable runs. The executor's runtime, `owner`, sets them."""
 
     forward: Boxed | None = None
     backward: Boxed | None = None
@@ -79,24 +79,24 @@ class Captured:
 
     Attributes:
         module: the joint graph, functional ATen operators only.
-        primals: its inputs, in order.
+        primals: the joint graph's inputs, in order.
         tangents: placeholders of the outputs' gradients.
         forward_outputs: results of the forward part (nodes or constants); the first
             `len(mutated)` are new values of mutated inputs.
         gradients: results of the backward part, one per primal (None: no gradient).
-        given: the positions of those that `compiled` takes from the backward, see `Split`.
+        given: positions of the gradients that `compiled` takes from the backward, see `Split`.
         mutated: for each leading forward output, the index of the primal it updates.
         call: the example call that was captured.
-        device: where its kernels run; None: they are not to be computed (an estimate).
-        dependencies: what the trace read beside the inputs, and relied on.
-        trace: names the forward's graph, as it was traced.
+        device: where the kernels run; None: nothing is computed (an estimate).
+        dependencies: what the trace read besides the inputs, and relied on.
+        trace: the digest of the forward's graph, as it was traced.
         compiled: `compiled(*parameters, *buffers, *args, **kwargs) -> output`; runs `hooks`.
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
-        outputs: what is known of the leaves of the output.
-        ends: what the backward half returns beside gradients (whole steps).
-        effects: what the forward leaves behind; with values of the graph's among them `compiled`
-            returns a pair of the model's output and these.
+        outputs: facts about the leaves of the output.
+        ends: results of the backward part besides gradients (whole steps).
+        effects: the forward's side effects. If the graph returns values for them, `compiled`
+            returns a pair of the model's output and these values.
     """
 
     module: GraphModule
@@ -119,7 +119,7 @@ class Captured:
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
-        """For each forward output, which leaf of the model's output it is; None: none."""
+        """Return each forward output's position among the model's output leaves; None: no leaf."""
         mutated = len(self.mutated)
         return tuple(
             i - mutated if mutated <= i < mutated + self.outputs.count else None
@@ -127,13 +127,13 @@ class Captured:
         )
 
     def sets(self, primal: Primal) -> bool:
-        """Whether the forward sets a parameter or buffer to another tensor (`self.mean = ...`)."""
+        """Return whether the forward replaces a parameter or buffer (`self.mean = ...`)."""
         return primal.held and f"model.{primal.name}" in self.effects.shown
 
 
 def registered(model: nn.Module, name: str) -> Any:
-    """A parameter or buffer by its name, as it is registered: an attribute of that name may be
-    something else that is made of it (a sharded parameter, gathered)."""
+    """Return a registered parameter or buffer by its name. An attribute of that name may be
+    something else made of it (a sharded parameter, gathered)."""
     path, _, last = name.rpartition(".")
     owner = attrgetter(path)(model) if path else model
     registry = parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)

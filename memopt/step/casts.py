@@ -1,8 +1,8 @@
-"""Autocast's casts in a trace, as eager makes them.
+"""Traces autocast's casts as eager makes them.
 
-Eager casts a parameter once in a `with torch.autocast`, whatever uses it how often, and so adds up
-its gradients in the lower precision; a trace casts it at each use and adds them in float32. And
-eager's backward comes after the `with`, where nothing is cast; a trace casts there, too.
+In a `with torch.autocast`, eager casts a parameter once, however often it is used, and so adds up
+its gradients in the lower precision; a trace casts it at each use and adds them in float32. Eager's
+backward runs after the `with` and casts nothing; a trace casts there, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memopt.torch_private.aot import leaves_cast_once
 
 _ATEN = torch.ops.aten
 _CAST = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.matmul, _ATEN.linear})
-"""What backwards are made of and autocast casts."""
+"""Operators that backwards consist of and autocast casts."""
 _ONE_AT_A_TIME = ForkedLock()
 
 
@@ -26,8 +26,7 @@ _ONE_AT_A_TIME = ForkedLock()
 def casts_as_eager() -> Iterator[None]:
     """Trace a joint graph with eager's casts.
 
-    Autocast keeps the casts of leaves alone, which the tensors of a trace, that stand for leaves,
-    are not.
+    Autocast caches casts of leaves alone; a trace's tensors stand for leaves without being any.
     """
     with _ONE_AT_A_TIME, leaves_cast_once():
         try:
@@ -37,8 +36,8 @@ def casts_as_eager() -> Iterator[None]:
 
 
 def backward_would_cast(module: GraphModule) -> bool:
-    """Whether a joint graph's backward computes in float32 what autocast would compute in a lower
-    precision, were it on in the backward, too."""
+    """Return whether a joint graph's backward computes in float32 what autocast, if it were on
+    there, would compute in a lower precision."""
     return any(
         node.meta.get("partitioner_tag") == "is_backward"
         and getattr(node.target, "overloadpacket", None) in _CAST

@@ -1,7 +1,7 @@
-"""Dynamo's side effects: what a forward changes in Python objects that were there before it.
+"""Reads Dynamo's side effects: a forward's changes to Python objects that existed before it.
 
-`torch.compile` runs its graph and then makes these changes; an export, which is how memopt
-captures, drops them. So they are read while dynamo still has them, as plain data.
+`torch.compile` runs its graph and then makes these changes; an export, by which memopt captures,
+drops them. So they are read as plain data while dynamo still has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Existing:
-    """An object that was there before, read from a place of its own.
+    """An object that existed before the forward, read from its own place.
 
     Attributes:
         source: the place, as Dynamo's expression.
@@ -43,7 +43,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Array(Traced):
-    """A value that each call makes and that is a NumPy array, or a container with one in it."""
+    """A NumPy array that each call makes, or a container with one in it."""
 
 
 Value = Constant | Existing | Traced
@@ -55,13 +55,13 @@ class Change:
 
     Attributes:
         source: the object, as Dynamo's expression.
-        kind: "attribute" and "item" are set, "deleted attribute" and "deleted item" are gone,
-            "append" adds values at the end of a list, "clear" comes before
-            the items of a dict that are set, "add" and "discard" are a set's; anything else is a
-            kind that memopt does not know, in Dynamo's words.
-        name: the attribute or key; of "append" how many items stay as they are.
-        values: what is set, added or discarded.
-        path: of an argument of the call instead of a source: its position or name, then the indices
+        kind: "attribute" and "item" are set, "deleted attribute" and "deleted item" are removed,
+            "append" adds values at the end of a list, "clear" comes before the items of a dict that
+            are set, "add" and "discard" are a set's; anything else is a kind that memopt does not
+            know, in Dynamo's words.
+        name: the attribute or key; for "append", how many items stay as they are.
+        values: the values that are set, added or discarded.
+        path: replaces the source of an argument of the call: its position or name, then the indices
             and keys of the containers in it.
     """
 
@@ -73,22 +73,22 @@ class Change:
 
     @property
     def known(self) -> bool:
-        """Whether memopt can make this change."""
+        """Return whether memopt can make this change."""
         return self.kind in _KNOWN
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The expressions by which Dynamo's guards read what is changed."""
+        """Return the expressions by which Dynamo's guards read the changed value."""
         if "attribute" not in self.kind:
             return (self.source,)
         return f"{self.source}.{self.name}", f"{self.source}.__dict__[{self.name!r}]"
 
 
 REGISTRIES = ("._parameters", "._buffers", "._modules")
-"""The ends of expressions for a module's own dicts, whose keys people know as its attributes."""
+"""Ends of expressions for a module's own dicts, whose keys users know as its attributes."""
 
 HOOK = "hook"
-"""The kind of a hook that the forward sets on a tensor."""
+"""Kind of the change that sets a hook on a tensor."""
 RETURNS_ARRAY = (
     "the model returns a NumPy array, or puts one into an argument, and planned steps would give a "
     "tensor there: return the tensor (h.detach()), and call .numpy() on it outside of the model"
@@ -107,10 +107,10 @@ _KNOWN = (
 
 @contextlib.contextmanager
 def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str, ...]]]]:
-    """Hear the side effects of the traces made inside; what is yielded gives those of the last one:
-    the changes that last, and the places that it changed and changed back.
+    """Record the side effects of the traces made inside. Yields a function that returns those of
+    the last trace: its lasting changes, and the places that it changed and changed back.
 
-    To be entered by one thread at a time.
+    Only one thread at a time may enter it.
 
     Raises:
         CaptureError: in the trace, if this torch keeps its side effects elsewhere.
@@ -163,9 +163,9 @@ def _attributes(variable: Any, effects: Any) -> dict[str, Any]:
 
 
 def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
-    """The lasting changes of one of Dynamo's variables."""
+    """Yield the lasting changes of one of Dynamo's variables."""
     attributes = _attributes(variable, effects)
-    # Of an object that is a container the items are a variable of their own.
+    # The items of an object that is a container are a variable of their own.
     inner = container_inside(variable)
     if inner is not None and effects.is_modified(inner):
         yield from _of_container(inner, source)
@@ -220,13 +220,13 @@ def _of_dict(variable: Any, source: str) -> Iterator[Change]:
 
 
 def _keys(items: Any) -> dict[Value, Any]:
-    """The items of a dict's or set's variable by their keys."""
+    """Return the items of a dict's or set's variable by their keys."""
     keys = {_unwrapped(getattr(key, "vt", key)): value for key, value in items.items()}
     return {_constant(key) or _value(key): value for key, value in keys.items()}
 
 
 def _one(value: Any, other: Any) -> bool:
-    """Whether two of Dynamo's variables are one."""
+    """Return whether two of Dynamo's variables are the same."""
     return _unwrapped(value) is _unwrapped(other)
 
 
@@ -241,7 +241,7 @@ def _value(variable: Any) -> Value:
 
 
 def _holds_array(variable: Any) -> bool:
-    """Whether one of Dynamo's variables is a NumPy array, or a container with one in it."""
+    """Return whether one of Dynamo's variables is a NumPy array, or a container with one in it."""
     found: list[Any] = []
 
     def look(one: Any) -> None:
@@ -260,7 +260,7 @@ def _constant(variable: Any) -> Constant | None:
 
 
 def _has_place(variable: Any) -> bool:
-    """Whether a value was there before the forward, in a place of its own."""
+    """Return whether a value existed before the forward, in a place of its own."""
     source = variable.source
     return source is not None and type(source).__name__ != "TempLocalSource"
 
@@ -270,18 +270,18 @@ def _read_from(variable: Any, place: str) -> bool:
 
 
 def _unwrapped(variable: Any) -> Any:
-    """What stands for a variable once it is used; one that was not stays, which adds no guards."""
+    """Return the variable that replaces a lazy one that was used; realizing others adds guards."""
     return variable.realize() if getattr(variable, "is_realized", lambda: False)() else variable
 
 
 def _is_a(variable: Any, *names: str) -> bool:
-    """Whether one of Dynamo's variables is of a class with one of these names: in which modules
-    they are is another thing from one torch to the next."""
+    """Return whether one of Dynamo's variables has a class of one of these names; the classes'
+    modules differ between versions of torch."""
     return any(one.__name__ in names for one in type(variable).__mro__)
 
 
 def expression_of(value: Any) -> Any:
-    """The expression of one of Dynamo's sources: a property, or a method; other values as is."""
+    """Return the expression of one of Dynamo's sources (property or method); other values as is."""
     if not hasattr(value, "guard_source"):
         return value
     name = value.name

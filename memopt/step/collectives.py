@@ -1,7 +1,7 @@
-"""Functional collectives (`torch.ops._c10d_functional`) in a captured graph.
+"""Describes functional collectives (`torch.ops._c10d_functional`) in a captured graph.
 
-A collective starts where it is called; `wait_tensor` waits for it and returns the same storage, so
-that it is no operator: whoever reads a collective's result reads it through its wait.
+A collective starts where it is called. `wait_tensor` waits for it and returns the same storage, so
+that it is a view, no operator: a collective's result is always read through its wait.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _KINDS = {
 }
 _NAMESPACE = "_c10d_functional"
 WAIT = collectives().wait_tensor.default
-"""Waits for the collective that writes a tensor, and returns it; at once, if it is over."""
+"""Operator that waits for the collective that writes a tensor, and returns the tensor."""
 _OTHER_END = frozenset({CollectiveKind.ALL_GATHER})
-"""Kinds whose result is the whole; of the others the argument is."""
+"""Kinds whose result is the whole; for the others the argument is the whole."""
 
 
 def is_wait(target: Any) -> bool:
-    """Whether a call's target waits for a collective, whose result it hands on."""
+    """Return whether a call's target waits for a collective, and returns its result."""
     return target is WAIT
 
 
 def is_collective(target: Any) -> bool:
-    """Whether a call's target is a collective: not the wait for one."""
+    """Return whether a call's target is a collective, not the wait for one."""
     known = isinstance(target, OpOverload) and target.namespace == _NAMESPACE
     return known and target is not WAIT
 
 
 def waited(result: Any) -> Any:
-    """The result of a collective, one tensor or several, once it is there."""
+    """Wait for a collective, and return its result, one tensor or several."""
     return pytree.tree_map_only(torch.Tensor, WAIT, result)
 
 
 def collective_of(node: Node) -> Collective | None:
-    """What a call sends over the network; None where it is no collective.
+    """Return what a call sends over the network; None if it is no collective.
 
     Raises:
-        CaptureError: a collective that memopt does not know, or a process group that is gone.
+        CaptureError: memopt does not know the collective, or the process group is gone.
     """
     target: Any = node.target
     if not is_collective(target):
@@ -78,7 +78,7 @@ def _values(argument: Any) -> Any:
 
 
 def _ranks_of(group: str) -> list[int]:
-    """The ranks of a process group, ascending, by its name."""
+    """Return the ranks of a process group, ascending, by the group's name."""
     from torch.distributed import get_process_group_ranks
 
     resolve = private("torch.distributed.distributed_c10d._resolve_process_group")

@@ -1,6 +1,6 @@
-"""Kernels whose time and memory depend on the values that they get: those that need the most.
+"""Chooses the stand-in values for which a kernel needs most time and memory.
 
-A plan is to hold for every step, so these kernels are measured on the dearest values.
+A plan must hold for every step, so kernels whose cost depends on values are measured on these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memopt.step.functions import EAGER_BACKWARD, dearest_values
 from memopt.torch_private.operators import aten as _ATEN
 
 _LARGE_NORM = 10.0
-"""Matrices of norms above 3 (float32) or 6 (float64) are squared in `matrix_exp`."""
+"""A norm above 3 (float32) or 6 (float64), for which `matrix_exp` squares matrices."""
 
 
 def make_dearest(target: Any, arguments: tuple[Any, ...]) -> None:
@@ -25,14 +25,14 @@ def make_dearest(target: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _no_empty_bags(arguments: tuple[Any, ...]) -> None:
-    """By maxima, the gradient copies the rows of all bags that are not empty."""
+    """Leave no bag empty: with mode "max" the gradient copies the rows of all non-empty bags."""
     bag_sizes = arguments[4]
     bag_sizes.fill_(1)
 
 
 def _several_norms(arguments: tuple[Any, ...]) -> None:
-    """The polynomial has a higher degree the larger the norm; a batch of different norms is divided
-    into copies."""
+    """Give the matrices different norms: a larger norm takes a polynomial of a higher degree, and a
+    batch of different norms is divided into copies."""
     matrices = arguments[0]
     if not matrices.numel():
         return

@@ -1,9 +1,9 @@
-"""What a captured graph depends on beside its inputs, looked at again at every call.
+"""Tracks what a captured graph depends on besides its inputs, and checks it at every call.
 
-A graph has the Python values that its trace read as constants: attributes of the model, flags of a
-configuration, globals, default arguments, a closure's variables, the hooks of a module. Dynamo's
-guards name them all; each becomes one look, an expression and what it gave when the graph was
-captured. All looks are one generated function, which reads every object on the way once.
+A graph holds as constants the Python values that its trace read: attributes of the model, flags of
+a configuration, globals, default arguments, a closure's variables, the hooks of a module. Dynamo's
+guards name them all. Each becomes one look: an expression, and its value when the graph was
+captured. One generated function takes all looks, and reads every object on the way once.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from memopt.step.reader import (
 )
 
 EFFECTS = "side_effects"
-"""Under which key a traced graph has what its forward leaves behind."""
+"""Key under which a traced graph's `meta` has its forward's side effects."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dependencies:
-    """All that a captured graph depends on beside its inputs.
+    """All that a captured graph depends on besides its inputs.
 
     Attributes:
-        items: the things, those that others are found through first.
-        names: what their expressions call.
-        tensors: where a tensor was read that the model does not register, and the tensor.
-        late_names: the names that the backward itself may read in eager; None: any.
+        items: the dependencies; those on the way to others come first.
+        names: values of the names in their expressions.
+        tensors: the unregistered tensors, each after the expression that reads it.
+        late_names: names that the backward itself may read in eager; None: any.
     """
 
     items: tuple[Dependency, ...] = ()
@@ -52,12 +52,12 @@ class Dependencies:
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
-        """The things that the guards of a trace are about, as they are now; not what the forward
-        changes and changes back.
+        """Make dependencies of a trace's guards, with their present values. Leaves out what the
+        forward changes and changes back.
 
         Args:
             model: the model that was traced.
-            guards: of its trace.
+            guards: the guards of its trace.
         """
         reader = TraceReader(model, guards)
         dependencies = tuple(reader.dependencies())
@@ -69,14 +69,14 @@ class Dependencies:
         )
 
     def unchanged(self, model: nn.Module) -> bool:
-        """Whether everything is as it was."""
+        """Return whether every dependency has its planned value."""
         try:
             return self._all_as_planned(model)
         except UNREADABLE:
             return False
 
     def changed(self, model: nn.Module) -> tuple[Dependency, Any] | None:
-        """The first thing that is not as it was, and what is there now."""
+        """Return the first dependency that differs, and its present value; None if none does."""
         names = dict(self.names)
         for dependency in self.items:
             try:
@@ -88,30 +88,30 @@ class Dependencies:
         return None
 
     def late(self, recomputes: bool) -> Dependencies:
-        """Those that eager reads in the backward.
+        """Return the dependencies that eager reads in the backward.
 
         Args:
-            recomputes: whether a part of the forward runs again there (checkpoints).
+            recomputes: whether a part of the forward runs again in the backward (checkpoints).
         """
         names = None if recomputes else self.late_names
         items = tuple(one for one in self.items if is_late(one, names))
         return replace(self, items=items, late_names=names)
 
     def may_read(self, source: str) -> bool:
-        """Whether the backward itself may read what an expression names."""
+        """Return whether the backward itself may read what an expression names."""
         return self.late_names is None or last_name(source) in self.late_names
 
     def source_of(self, tensor: torch.Tensor) -> str:
-        """Where a tensor was read that the model does not register; "" if nowhere."""
+        """Return the expression that read a tensor which is not registered; "" if none did."""
         return next((source for source, known in self.tensors if known is tensor), "")
 
     def with_others(self, others: Iterable[Dependency]) -> Dependencies:
-        """These and others; of two looks that are one, these."""
+        """Return the union with other dependencies; of two equal looks, this object's stays."""
         every = {dependency.look: dependency for dependency in (*others, *self.items)}
         return replace(self, items=tuple(every.values()))
 
     def of_copy(self, model: nn.Module, copied: nn.Module) -> Dependencies:
-        """Those of a deep copy of the model: the model's own objects are the copy's."""
+        """Return a deep copy's dependencies: the model's own objects become the copy's."""
         names = dict(self.names)
 
         def moved(dependency: Dependency) -> Dependency:
@@ -125,8 +125,8 @@ class Dependencies:
         return replace(self, items=tuple(map(moved, self.items)))
 
     def reader_of(self, tensor: torch.Tensor) -> Callable[[nn.Module], Any] | None:
-        """Reads a tensor that the model does not register from where the forward does; None if
-        the forward makes it itself."""
+        """Return a function that reads an unregistered tensor where the forward does; None if the
+        forward makes it itself."""
         for source, known in self.tensors:
             if known is tensor:
                 reader: Callable[[nn.Module], Any] = eval(
@@ -141,7 +141,7 @@ class Dependencies:
 
 
 def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) -> str:
-    """Names a traced graph of a model: two with one name compute the same."""
+    """Return the digest of a model's traced graph: equal digests compute the same."""
     found = hashlib.sha256()
     found.update(str(traced.meta.get(EFFECTS, "")).encode())
     for name, module in traced.named_modules():
@@ -156,7 +156,7 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
 
 
 class _Looks:
-    """Source lines that take looks one after the other."""
+    """Source lines that take looks one after another."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.lines: list[str] = []
@@ -164,7 +164,7 @@ class _Looks:
         self._known: dict[str, str] = {}
 
     def take(self, dependency: Dependency) -> None:
-        """Look, and return False if what was planned is not there."""
+        """Add lines that take one look and return False if it does not find the planned value."""
         look = ast.parse(dependency.look, mode="eval").body
         planned = f"planned_{len(self._names)}"
         self._names[planned] = dependency.planned
@@ -200,7 +200,7 @@ class _Looks:
         self.lines.append(f"    if {test}: return False")
 
     def reduced(self, node: ast.expr) -> str:
-        """An expression over variables that hold what it reads."""
+        """Reduce an expression to variables that hold what it reads."""
         match node:
             case ast.Attribute():
                 return self._variable(f"{self.reduced(node.value)}.{node.attr}")
@@ -226,7 +226,7 @@ class _Looks:
 def _generate(
     dependencies: tuple[Dependency, ...], names: dict[str, Any]
 ) -> Callable[[nn.Module], bool]:
-    """One function that takes all looks, reading every object on the way once."""
+    """Generate one function that takes all looks and reads every object on the way once."""
     names["same"] = same
     looks = _Looks(names)
     for dependency in dependencies:

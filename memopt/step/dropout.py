@@ -1,9 +1,9 @@
-"""Dropout on the CPU, as eager computes it, in a captured graph.
+"""Computes dropout on the CPU as eager does, in a captured graph.
 
 Eager multiplies by noise that was divided by 1 - p in the input's dtype. The trace has CUDA's
 `native_dropout`, whose boolean mask takes less memory, but which multiplies by 1 / (1 - p), rounded
-once: another number for some p in float32 (0.15), and in half precision for most in the backward.
-Such dropouts get eager's steps in the forward, and eager's number in the backward.
+once: a different number for some p in float32 (0.15), and in half precision for most p in the
+backward. Such dropouts get eager's steps in the forward, and eager's number in the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATEN = torch.ops.aten
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """A number as a floating-point type holds it, ties to even."""
+    """Round a number to a floating-point type, ties to even."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     mantissa, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
@@ -29,8 +29,8 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 @functools.cache
 def kept_scale(p: float, dtype: torch.dtype) -> float:
-    """The number that eager multiplies kept elements by (`_dropout_impl` in ATen's Dropout.cpp;
-    half precision divides in float32)."""
+    """Return the number that eager multiplies kept elements by (`_dropout_impl` in ATen's
+    Dropout.cpp; half precision divides in float32)."""
     if p == 1:
         return 0.0
     computing = torch.float64 if dtype == torch.float64 else torch.float32
@@ -38,14 +38,15 @@ def kept_scale(p: float, dtype: torch.dtype) -> float:
 
 
 def noise_of(x: torch.Tensor, p: float) -> torch.Tensor:
-    """The noise that eager multiplies `x` by: drawn in the order in which the elements of a tensor
-    laid out as `x` lie in memory; where nothing is kept, no numbers are drawn."""
+    """Draw the noise that eager multiplies `x` by, in the memory order of a tensor laid out as `x`;
+    if nothing is kept, no numbers are drawn."""
     noise = torch.empty_like(x)
     return noise.zero_() if p == 1 else noise.bernoulli_(1 - p).div_(1 - p)
 
 
 def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`native_dropout`, with eager's bits on the CPU: the result and the mask of what is kept."""
+    """Compute `native_dropout` with eager's bits on the CPU: the result and the mask of kept
+    elements."""
     if x.device.type != "cpu" or train is False or x.numel() == 0:
         result: tuple[torch.Tensor, torch.Tensor] = _ATEN.native_dropout(x, p, train)
         return result
@@ -57,7 +58,7 @@ EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, lambda _, *args: dropou
 
 
 def dropout_as_eager(module: GraphModule) -> None:
-    """Give the dropouts of a captured graph eager's number, where they run on the CPU."""
+    """Give the dropouts of a captured graph that run on the CPU eager's numbers."""
     found = [node for node in module.graph.nodes if _drops(node)]
     for node in found:
         for result in node.users:
@@ -79,7 +80,7 @@ def _p_and_dtype(node: Node) -> tuple[float, torch.dtype]:
 
 
 def _differs(p: float, dtype: torch.dtype) -> bool:
-    """Whether the kernel's forward multiplies by another number, or draws more of them."""
+    """Return whether the kernel's forward multiplies by another number, or draws more numbers."""
     return p == 1 or kept_scale(p, dtype) != rounded(1 / (1 - p), dtype)
 
 

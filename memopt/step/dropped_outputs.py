@@ -1,8 +1,8 @@
-"""Outputs that a planned step does not return, because its loss does not read them.
+"""Leaves out outputs that a planned step need not return, because its loss does not read them.
 
 A Hugging Face model that is given `labels` returns its loss and its logits. A loop that trains with
-the loss never looks at the logits; a step that need not return them can free them after their last
-use, and need not have them whole at all. What stands in their place says so when it is used.
+the loss never reads the logits; a step that need not return them can free them after their last
+use, and never needs them whole. Their stand-in raises an error when it is used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from memopt.torch_private import pytree
 
 
 class NotReturned:
-    """Stands for an output that was not returned: whatever is done with it raises
-    NotReturnedError.
+    """Stands for an output that was not returned: any use raises NotReturnedError.
 
     Args:
-        position: which leaf of the output it stands for.
-        on_use: told that position before the error is raised.
+        position: the leaf of the output that it stands for.
+        on_use: called with that position before the error is raised.
     """
 
     def __init__(self, position: int, on_use: Callable[[int], object] | None = None) -> None:
@@ -61,7 +60,7 @@ class NotReturned:
 
 
 def without(output: Any, dropped: Collection[int]) -> Any:
-    """An output whose leaves at these positions are NotReturned."""
+    """Return an output whose leaves at these positions are NotReturned."""
     if not dropped:
         return output
     leaves, spec = pytree.tree_flatten(output)
@@ -83,17 +82,17 @@ def unread(
     useful: Collection[int],
     same: Callable[[Any, Any], bool] | None = None,
 ) -> tuple[int, ...]:
-    """Positions of an output's tensors that a loss does not read.
+    """Return the positions of an output's tensors that a loss does not read.
 
     Args:
         loss: a function of the output; called several times.
         leaves: the leaves of an output.
-        spec: its structure.
-        useful: positions of the leaves that the loss gives gradients.
-        same: whether two values of the loss are the same; None: they are not compared.
+        spec: the output's structure.
+        useful: positions of the leaves that get gradients from the loss.
+        same: says whether two values of the loss are the same; None: they are not compared.
 
     Raises:
-        ValueError: its value depends on the others although it reads none of them.
+        ValueError: the loss's value depends on leaves that it does not read.
     """
     dropped = {
         i for i, one in enumerate(leaves) if isinstance(one, torch.Tensor) and i not in useful
@@ -108,14 +107,14 @@ def unread(
         except NotReturnedError:
             pass
         except (TypeError, RuntimeError, ValueError):
-            # An operator that takes tensors alone.
+            # An operator that takes only tensors.
             if not read:
                 return ()
         if not read:
             if same is not None and not same(before, value):
                 raise ValueError(_OTHER_VALUE)
             break
-        # The same tensor elsewhere in the output is as good as read.
+        # The same tensor elsewhere in the output counts as read.
         names = {id(leaves[i]) for i in read}
         dropped = {i for i in dropped if id(leaves[i]) not in names}
     return tuple(sorted(dropped))

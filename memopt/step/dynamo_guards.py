@@ -1,9 +1,9 @@
-"""Dynamo's guards: what a trace read beside its inputs, and what it changes.
+"""Reads Dynamo's guards: what a trace read besides its inputs, and what it changes.
 
-A guard says where something was read (an expression over the traced frame's locals `L` and
-globals `G`) and what about it the trace relied on: a constant's value, an object's type, the
-length of a list, a dict without hooks. `torch.compile` compiles again when one fails; an export,
-which is how memopt captures, collects them and lets them go.
+A guard names the place that was read (an expression over the traced frame's locals `L` and globals
+`G`) and the property that the trace relied on: a constant's value, an object's type, the length of
+a list, a dict without hooks. `torch.compile` compiles again when one fails; an export, by which
+memopt captures, collects them and drops them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class DynamoGuard:
     """One guard.
 
     Attributes:
-        kind: the name of its kind: "CONSTANT_MATCH", "TYPE_MATCH"...
-        name: the expression that reads what is guarded; "" for torch's global state.
-        detail: what else the kind names: an attribute, a key, another expression.
+        kind: "CONSTANT_MATCH", "TYPE_MATCH"...
+        name: the expression that reads the guarded value; "" for torch's global state.
+        detail: the argument of the kind: an attribute, a key, another expression.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class TraceGuards:
     """The guards of one trace.
 
     Attributes:
-        guards: in no order that means anything.
-        names: what the expressions call beside Python's own functions.
+        guards: in no particular order.
+        names: values of the names in the expressions, besides Python's own functions.
         scope: values of the globals that the expressions read.
         code: the code objects of all Python functions that were traced.
-        changes: what the forward changes in objects that were there before it.
+        changes: the forward's changes to objects that existed before it.
         undone: the places that it changes and changes back.
     """
 
@@ -63,12 +63,12 @@ class TraceGuards:
 
 @contextlib.contextmanager
 def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
-    """Hear the guards of the traces made inside; what is yielded gives those of the last one.
+    """Record the guards of traces made inside; yields a function that returns those of the last.
 
-    Torch compiles them, too, only to see whether they contradict shapes that are declared to vary,
-    and drops them. That takes long, and is done only where a shape varies.
+    Torch also compiles the guards, only to see whether they contradict shapes that are declared to
+    vary, and drops them. That takes long, and happens here only if a shape varies.
 
-    To be entered by one thread at a time.
+    Only one thread at a time may enter it.
     """
     captured = private(_CAPTURE)
     heard, varies = TraceGuards(), True
@@ -99,8 +99,8 @@ _CAPTURE = "torch._dynamo.functional_export.fullgraph_capture"
 
 
 def _has_varying_shapes(traced: Any) -> bool:
-    """Whether a trace has symbols for sizes: of inputs that are declared to vary, or of shapes that
-    depend on values. Without them no declared shape can be contradicted."""
+    """Return whether a trace has symbols for sizes: of inputs that are declared to vary, or of
+    shapes that depend on values. Without them no declared shape can be contradicted."""
     shape_env = getattr(getattr(traced, "fake_mode", None), "shape_env", None)
     return bool(getattr(shape_env, "var_to_range", True))
 
@@ -113,7 +113,7 @@ def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) ->
     guards += [
         DynamoGuard("DICT_KEYS_MATCH", expression_of(source)) for source in graph.guard_on_key_order
     ]
-    # One place is guarded once for each time that it was read.
+    # A place is guarded once for each time that it was read.
     distinct = {(one.kind, one.name, repr(one.detail)): one for one in guards}.values()
     places = (*(one.name for one in distinct), *(one.source for one in changes))
     read = {name for place in places for name in re.findall(r"\bG\['([^']+)'\]", place)}
@@ -124,7 +124,7 @@ def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) ->
 
 
 def _detail(create: Any) -> Any:
-    """The one argument of a guard's kind, if it has any; of a source its expression."""
+    """Return the first argument of a guard's kind, if it has any; for a source, its expression."""
     if not isinstance(create, functools.partial):
         return None
     given = (*create.args, *create.keywords.values())

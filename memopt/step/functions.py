@@ -1,17 +1,17 @@
-"""Functions in dynamo's graph that eager runs in another way than a trace.
+"""Replaces functions in dynamo's graph that eager computes differently from a trace.
 
-The gradient of a product is a quotient where no factor is 0, else it is made of cumulative
-products; eager looks at the data, a trace cannot, and takes the second way always: other last bits.
+The gradient of a product is a quotient if no factor is 0, else it consists of cumulative products.
+Eager looks at the data; a trace cannot, and always takes the second way, with other last bits.
 These calls are traced with a backward that asks eager's own autograd when the step runs: it repeats
-the forward and hands back the gradient.
+the forward and returns the gradient.
 
-`linalg.svdvals` and its kin (norms by singular values, condition numbers, ranks) ask LAPACK for the
-vectors, too, only where a backward will want them; asked for values alone it takes another path,
-with other last bits. A tensor that is traced always looks as if it had a backward.
+`linalg.svdvals` and its kin (norms by singular values, condition numbers, ranks) also ask LAPACK
+for the vectors, but only if a backward will need them; for values alone LAPACK takes another path,
+with other last bits. A traced tensor always looks as if it had a backward.
 
-`torch.bilinear` and `torch.linalg.pinv` are one node each, made of products inside; autocast rounds
-these in eager, while a graph's nodes run without autocast. Under autocast they are traced as
-operators of memopt's, which switch it on.
+`torch.bilinear` and `torch.linalg.pinv` are one node each, made of products inside. Autocast rounds
+these products in eager, but a graph's nodes run without autocast. Under autocast they are traced as
+memopt's operators, which switch it on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memopt.torch_private.operators import aten as _ATEN
 from memopt.torch_private.operators import schema_of
 
 _FUNCTIONS: dict[str, Any] = {"prod": torch.prod, "cumprod": torch.cumprod}
-"""Functions of one tensor whose backward looks at its values."""
+"""Functions of one tensor whose backward looks at the tensor's values."""
 
 _VECTORS: dict[Any, tuple[int, str]] = {
     _ATEN._linalg_svd.default: (2, "compute_uv"),
@@ -51,13 +51,13 @@ _COMPOSED = frozenset(
         "norm",
     }
 )
-"""Names of the functions that ask for vectors if there is a backward."""
+"""Names of functions that ask for vectors if there is a backward."""
 
 _ROUNDED_INSIDE: dict[str, Any] = {
     "bilinear": _ATEN._trilinear.default,
     "linalg_pinv": _ATEN.linalg_pinv.atol_rtol_tensor,
 }
-"""Function → the operator in it that autocast has no rule for, while it has one for its parts."""
+"""Function → its inner operator that has no autocast rule, while the operator's parts have one."""
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides, dtype and device of a tensor."""
@@ -66,7 +66,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
     found = _gradient(function, arguments, gradient, given)
     if found.data_ptr() == gradient.data_ptr():
-        # A gradient that is expanded or handed on would be a view of what another tensor holds.
+        # An expanded or passed-on gradient would be a view of another tensor's memory.
         return found.clone()
     strides = _strides(function, arguments, _layout(gradient), _layout(given))
     if found.stride() == strides:
@@ -75,7 +75,7 @@ def _backward(function: str, arguments: str, gradient: Tensor, given: Tensor) ->
 
 
 def _gradient(function: str, arguments: str, gradient: Tensor, given: Tensor) -> Tensor:
-    """As eager's autograd makes it, in the memory layout that it has there."""
+    """Compute the gradient as eager's autograd does, in the memory layout that it has there."""
     args, kwargs, rounded = json.loads(arguments)
     kind = given.device.type
     dtype = None if rounded is None else getattr(torch, rounded)
@@ -94,8 +94,8 @@ def _layout(tensor: Tensor) -> _Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(function: str, arguments: str, gradient: _Layout, given: _Layout) -> tuple[int, ...]:
-    """The result's strides where no factor is 0, for every call: what reads it is traced once.
-    First asked while tracing, when no memory is counted."""
+    """Return the result's strides as if no factor were 0, for every call, since readers are traced
+    once. First called while tracing, when no memory is counted."""
     gradient_, given_ = (
         torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
         for shape, strides, dtype, device in (gradient, given)
@@ -112,8 +112,8 @@ EAGER_BACKWARD = define(
 
 
 def dearest_values(arguments: tuple[Any, ...]) -> None:
-    """Change the operator's stand-in arguments to those for which it needs most time and memory:
-    where a factor is 0, eager takes the longer way."""
+    """Change the operator's stand-in arguments to those for which it needs most time and memory: if
+    a factor is 0, eager takes the longer way."""
     given = arguments[3]
     if given.numel():
         given[(0,) * given.dim()] = 0
@@ -137,8 +137,8 @@ class _AsEager(torch.autograd.Function):
 def _with_eager_backward(
     function: Callable[..., Tensor], given: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Call one of `_FUNCTIONS` with eager's backward, whose forward autocast rounds as it does
-    here."""
+    """Call one of `_FUNCTIONS` with eager's backward, which rounds its forward as autocast does
+    now."""
     kind = given.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     rounded = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -156,14 +156,14 @@ class _ValuesAlone(CallsThrough):  # type: ignore[no-untyped-call]  # torch's ow
 
 
 def _without_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function so that factorisations in it make no vectors."""
+    """Call a function whose factorisations make no vectors."""
     with _ValuesAlone():
         return function(*args, **kwargs)
 
 
 @functools.cache
 def _under_autocast(overload: Any) -> Any:
-    """memopt's operator that runs another one under autocast; made once in a process."""
+    """Define memopt's operator that runs another one under autocast; once in a process."""
 
     def kernel(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(given.device.type, dtype, cache_enabled=False):
@@ -171,7 +171,7 @@ def _under_autocast(overload: Any) -> Any:
 
     def described(dtype: torch.dtype, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = overload(given, *args, **kwargs)
-        # Of a pinverse the last product is the result.
+        # A pseudo-inverse's result is its last product.
         last = overload is _ROUNDED_INSIDE["linalg_pinv"] and given.numel() > 0
         return result.to(dtype) if last else result
 
@@ -191,7 +191,7 @@ class _RoundedInside(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _as_autocast(function: Callable[..., Any], given: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call one of `_ROUNDED_INSIDE`; autocast, where it is on, rounds inside it."""
+    """Call one of `_ROUNDED_INSIDE`; autocast, if it is on, rounds inside it."""
     kind = given.device.type
     if not torch.is_autocast_enabled(kind):
         return function(given, *args, **kwargs)
@@ -200,8 +200,8 @@ def _as_autocast(function: Callable[..., Any], given: Tensor, *args: Any, **kwar
 
 
 def functions_as_eager(traced: GraphModule) -> None:
-    """Let the calls of a dynamo graph that eager runs in another way be run in that way, those in
-    parts that are checkpointed, too."""
+    """Let a dynamo graph's calls that eager computes differently run eager's way, also inside
+    checkpointed parts."""
     for module in traced.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -214,11 +214,11 @@ def functions_as_eager(traced: GraphModule) -> None:
 
 
 def _eager_call(node: Node) -> Substitute | None:
-    """The call that eager makes in a node's place; None: the node stays as it is."""
+    """Return the call that eager makes in a node's place; None: the node stays as it is."""
     if node.op not in ("call_function", "call_method"):
         return None
     method = node.op == "call_method"
-    # A sub-class's own method, such as a DTensor's to_local(), is none of Tensor's.
+    # A subclass's own method, such as a DTensor's to_local(), is not Tensor's.
     function = getattr(Tensor, str(node.target), None) if method else node.target
     name = getattr(function, "__name__", "")
     if name in _ROUNDED_INSIDE:

@@ -15,9 +15,9 @@ class Fused:
 
     Attributes:
         captured: the step.
-        lowering: of it, unpriced.
-        notes: what a user should know.
-        kernels: what its operators run, as asked for.
+        lowering: the captured step's, unpriced.
+        notes: for the user.
+        kernels: the kind of kernels asked for.
         aten_regions: keys of the regions that stay ATen's, sorted.
         channels_last: whether its images were put in channels-last order.
     """

@@ -1,11 +1,11 @@
-"""Clipping by the global norm, and a GradScaler's unscaling, in a whole step: norms first, then
+"""Clips by the global norm, and unscales for a GradScaler, in a whole step: norms first, then
 scaled updates.
 
-What `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` do to all gradients together, one
-gradient at a time, by the same kernels in the same order: each gradient's norm as soon as it is
-there, the norm of the norms when all are, and each gradient scaled just before its update, over
-itself where nothing else needs it. A list of one tensor takes the same kernel as torch's list of
-all (`torch._foreach_norm`), which treats each tensor on its own.
+`torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` treat all gradients together. Here the
+same kernels run in the same order, one gradient at a time: each gradient's norm as soon as the
+gradient exists, the norm of the norms when all exist, and each scaling just before the update, over
+the gradient itself if nothing else needs it. A list of one tensor takes the same kernel as torch's
+list of all (`torch._foreach_norm`), which treats each tensor on its own.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def with_norms(
     rules: StepRules,
     block_bytes: int,
 ) -> tuple[Captured, Lowering, Node | None]:
-    """A step whose gradients are unscaled and clipped.
+    """Add the unscaling and clipping of gradients to a step.
 
     Args:
         captured, lowering: the step, before its updates.
-        positions: of the primals that are trained, in the order of the model's parameters.
+        positions: positions of the trained primals, in the order of the model's parameters.
         rules: what is done to their gradients.
         block_bytes: the allocator's granularity.
 
     Returns:
-        The step, its gradients replaced; and, if they are scaled, the node of the largest element
-        of all of them, by magnitude, which is finite if all are. If they are clipped, the last of
-        the step's `ends` is their norm; if scaled, the last of its tangents is the inverse of the
+        The step, its gradients replaced; and, if they are scaled, the node of the largest magnitude
+        among all their elements, which is finite if all are. If they are clipped, the last of the
+        step's `ends` is their norm; if scaled, the last of its tangents is the inverse of the
         scale.
     """
     extension = Extension(captured, lowering, block_bytes)
@@ -70,7 +70,7 @@ def with_norms(
 
 
 def _inverse_scale(extension: Extension) -> Node:
-    """What gradients are multiplied by, given with the loss's gradient."""
+    """Add the factor that gradients are multiplied by, an input given with the loss's gradient."""
     like = extension.captured.tangents[-1]
     with extension.fx_graph.inserting_after(like):
         node = extension.fx_graph.placeholder("inverse_scale")
@@ -84,8 +84,8 @@ def _inverse_scale(extension: Extension) -> Node:
 def _unscaled(
     extension: Extension, gradients: list[Node], inverse: Node
 ) -> tuple[list[Node], Node]:
-    """`GradScaler.unscale_`: the gradients unscaled, and their largest element before that. Its
-    check for infinities and NaN is that of the largest element, which needs no memory."""
+    """Add `GradScaler.unscale_`; return the gradients unscaled, and their largest magnitude before.
+    The check for infinities and NaN looks at that magnitude, which needs no memory."""
     found, made = [], []
     for gradient in gradients:
         if gradient.meta["val"].numel():
@@ -98,7 +98,7 @@ def _unscaled(
 def _clipped(
     extension: Extension, gradients: list[Node], most: float, norm_type: float
 ) -> tuple[list[Node], Node]:
-    """`torch.nn.utils.clip_grad_norm_`: the scaled gradients, and their norm before that."""
+    """Add `torch.nn.utils.clip_grad_norm_`; return the scaled gradients, and their norm before."""
     groups = grouped_by_dtype([one.meta["val"] for one in gradients])
     calls = [
         extension.call(_aten._foreach_norm.Scalar, [gradient], float(norm_type))

@@ -1,4 +1,4 @@
-"""Adding calls to a captured step: nodes, and the tensors and operators that they are."""
+"""Adds calls to a captured step: nodes, with their tensors and operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memopt.step.signature import values_of
 
 
 class Extension:
-    """A step that grows by calls, each of which runs as soon as what it reads is there.
+    """A step that grows by calls, each of which runs as soon as its arguments exist.
 
     Args:
         captured, lowering: the step; calls are added to its FX graph.
@@ -39,7 +39,7 @@ class Extension:
         self.views = set(lowering.views)
         self.bases = dict(lowering.bases)
         self._rows: list[tuple[int, int, Operator, Node]] = []
-        """(when, how many before it, operator, its node)"""
+        """(position, how many rows before it, operator, its node)"""
         self._made_at: dict[int, int] = {}
         self._over: dict[Node, tuple[Node | None, frozenset[Node]]] = {}
         for position, (one, node) in enumerate(zip(graph.operators, lowering.nodes, strict=True)):
@@ -48,17 +48,17 @@ class Extension:
 
     @property
     def length(self) -> int:
-        """Where the next operator after all that there are would come."""
+        """Return the position after all operators."""
         return 1 + max((row[0] for row in self._rows), default=-1)
 
     def add_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
-        """A storage that nothing else has."""
+        """Add a tensor with a storage of its own; return its index."""
         size_bytes = in_blocks(value.untyped_storage().nbytes(), self.block_bytes)
         self.tensors.append(Tensor(name, size_bytes, kind))
         return len(self.tensors) - 1
 
     def add_operator(self, one: Operator, node: Node, position: int) -> None:
-        """An operator that runs at a position, after those that were added there before."""
+        """Add an operator at a position, after those added there before."""
         self._rows.append((position, len(self._rows), one, node))
         self._made_at.update(dict.fromkeys(one.writes, position))
 
@@ -70,12 +70,12 @@ class Extension:
         over: Node | None = None,
         before: Iterable[Node] = (),
     ) -> Node:
-        """A call of a functional ATen operator of the backward part.
+        """Add a call of a functional ATen operator to the backward part.
 
         Args:
             target, args: the call.
-            module: the user's module it belongs to.
-            over: an argument that it may overwrite if nothing else reads it but `before`.
+            module: the user's module that it belongs to.
+            over: an argument that the call may overwrite if nothing but `before` also reads it.
             before: calls that were added earlier.
         """
         with self.fx_graph.inserting_before(self.fx_graph.output_node()):
@@ -108,7 +108,7 @@ class Extension:
         return node
 
     def item(self, node: Node, place: int) -> Node:
-        """One of the results of a call that has several."""
+        """Add the item of a call that has several results."""
         with self.fx_graph.inserting_before(self.fx_graph.output_node()):
             found = self.fx_graph.call_function(operator.getitem, (node, place))
         found.meta["val"] = node.meta["val"][place]
@@ -127,13 +127,13 @@ class Extension:
         outputs: Sequence[int] | None = None,
         tangents: Sequence[int] | None = None,
     ) -> Lowering:
-        """The step with all that was added.
+        """Return the step with all additions.
 
         Args:
-            kept: tensors that outlive the step beside the graph's outputs, which nothing may
-                overwrite.
-            more_bytes: resident ones that belong to no tensor.
-            outputs, tangents: the graph's, where they are others than before.
+            kept: tensors that outlive the step, besides the graph's outputs; nothing may overwrite
+                them.
+            more_bytes: resident bytes that belong to no tensor.
+            outputs, tangents: the graph's new ones; None: unchanged.
         """
         graph = self.lowering.graph
         outputs = graph.outputs if outputs is None else outputs
@@ -166,7 +166,7 @@ class Extension:
     def _in_place(
         self, one: Operator, node: Node, fixed: set[int], readers: dict[int, set[Node]]
     ) -> Operator:
-        """The operator, with the tensor that it may overwrite, if that is a storage of its own."""
+        """Return the operator, with the tensor that it may overwrite, if any."""
         over, before = self._over.get(node, (None, frozenset()))
         if over is None or over not in overwritable(node):
             return one
@@ -180,12 +180,11 @@ class Extension:
 
 
 def in_new_storages(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    """A (fake) value that shares no memory with the given one.
+    """Make a (fake) value that shares no memory with the given one.
 
     Args:
         value: a tensor, or a list or tuple of them; anything else stays as it is.
-        made: storage → the memory that stands for it, added to; values that share memory do so
-            again.
+        made: storage → its new memory, extended here; values that share memory share it again.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(in_new_storages(one, made) for one in value)

@@ -1,4 +1,4 @@
-"""Updates that the host can run, as implementations of a whole step's update operators."""
+"""Prices updates on the host, as implementations of a whole step's update operators."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ def host_updates(
     optimizer: torch.optim.Optimizer,
     device: Device,
 ) -> dict[str, Implementation]:
-    """Operator → the update on the host, of those that can run there: parameter and state may live
-    there, the gradient is one tensor that nothing keeps.
+    """Return operator → its update on the host, for the operators that can run there: parameter and
+    state may live on the host, and the gradient is one tensor that nothing keeps.
 
-    It is priced by what it reads and writes, at the host's measured rate; of a device whose host's
-    rate is unknown there are none. What it gives is what the device would give only where that is
-    the host itself.
+    An update is priced by the bytes that it reads and writes, at the host's measured rate; without
+    a rate none is returned. Its bits are the device's only where the device is the host itself.
     """
     rate = device.host_update_bytes_per_s
     if rate is None:
@@ -49,7 +48,7 @@ def host_updates(
             found[operator.name] = Implementation(
                 ON_HOST,
                 (sum(sizes) + sum(held)) / rate,
-                # Temporaries, and state that its first step makes.
+                # Temporaries, and the state that the first step makes.
                 max(operator.workspace_bytes, sum(held)),
                 reads=(),
                 writes=(),
@@ -67,13 +66,13 @@ def _may_run_there(graph: Graph, operator: Operator, movable: frozenset[int]) ->
 
 
 def as_planned(graph: Graph) -> dict[str, Implementation]:
-    """The updates on the host that a planned graph has."""
+    """Return the host's updates in a planned graph, by the names of their operators."""
     pairs = ((o.name, choice) for o in graph.operators for choice in o.implementations)
     return {name: choice for name, choice in pairs if choice.on_host}
 
 
 def with_choices(graph: Graph, choices: dict[str, Implementation]) -> Graph:
-    """The graph with these implementations, by the names of their operators."""
+    """Return the graph with these implementations, by the names of their operators."""
     operators = tuple(
         replace(one, implementations=(*one.implementations, choices[one.name]))
         if one.name in choices
@@ -84,7 +83,7 @@ def with_choices(graph: Graph, choices: dict[str, Implementation]) -> Graph:
 
 
 def lowered(lowering: Lowering, choices: dict[str, Implementation]) -> Lowering:
-    """The lowering with these implementations, which stand for the updates' own calls."""
+    """Return the lowering with these implementations, each with the node of the update itself."""
     if not choices:
         return lowering
     pairs = enumerate(zip(lowering.graph.operators, lowering.nodes, strict=True))

@@ -1,10 +1,10 @@
-"""Which kernels may write their result over one of their tensors, and how.
+"""Finds kernels that may write their result over one of their arguments, and makes such calls.
 
-Elementwise kernels, whose elements are each read before it is written, by the same loop in the same
-order, and softmax's, which have read a row before they write it; so that the result is the same bit
-for bit. Some have a twin that works in place, the others an overload that takes the tensor to write
-to, which may be their first argument.
-A kernel of memopt's own names its twin itself, its attribute `over` (`implementations/kernel.py`).
+These are elementwise kernels, which read each element before they write it, by the same loop in the
+same order, and softmax's, which read a row before they write it: the result is the same bit for
+bit. Some have a twin that works in place, the others an overload that takes the tensor to write to,
+which may be their first argument.
+A kernel of memopt's own names its twin in its attribute `over` (`kernels/kernel.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OVER_FIRST: dict[Any, Any] = {
 """Kernel → its twin that overwrites its first argument."""
 
 _COMMUTE = frozenset({_aten.add.Tensor, _aten.mul.Tensor})
-"""Without a scaling (`alpha`), the second argument may be overwritten as well."""
+"""Kernels whose second argument may be overwritten as well, without a scaling (`alpha`)."""
 
 _INTO: dict[Any, tuple[Any, str]] = {
     _aten.threshold_backward.default: (_aten.threshold_backward.grad_input, "grad_input"),
@@ -69,15 +69,15 @@ _INTO: dict[Any, tuple[Any, str]] = {
 
 
 def _over_first(target: Any) -> Any:
-    """The twin of a kernel that overwrites its first argument; None if it has none."""
+    """Return a kernel's twin that overwrites its first argument; None if it has none."""
     return _OVER_FIRST.get(target) or in_place_twin(target)
 
 
 def overwritable(node: Node) -> tuple[Node, ...]:
-    """The arguments over which a kernel call may write its result, by its kind and the shapes.
+    """Return the arguments that a kernel call may overwrite, by its kind and the shapes.
 
-    Each has the shape, dtype and strides of the result, both without gaps in storages of their
-    own, and stands in the call once.
+    Each has the shape, dtype and strides of the result, has a storage of its own without gaps, as
+    the result does, and occurs in the call once.
     """
     result = node.meta.get("val")
     over = getattr(node.target, "over", None)
@@ -106,7 +106,7 @@ def overwritable(node: Node) -> tuple[Node, ...]:
 def in_place_call(
     node: Node, taken: Node
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call that writes a node's result over its argument `taken`: target, args, kwargs.
+    """Return the call that writes a node's result over its argument `taken`: target, args, kwargs.
 
     Args:
         node: a kernel call.
@@ -127,8 +127,8 @@ def in_place_call(
 
 
 def same_bits_in_place(node: Node, taken: Node, device: torch.device) -> bool:
-    """Whether the call that writes over an argument gives the kernel's bits, tried on stand-in
-    data; see `memopt.step.trial`."""
+    """Return whether the call that writes over an argument gives the kernel's bits, tried on
+    stand-in data; see `memopt.step.trial`."""
     target, args, kwargs = in_place_call(node, taken)
     position = next(i for i, argument in enumerate(node.args) if argument is taken)
 

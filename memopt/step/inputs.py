@@ -1,4 +1,4 @@
-"""The example call of a model, and how later calls are matched to it."""
+"""Describes the example call of a model, and matches later calls to it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Call:
 
     Attributes:
         args, kwargs: the arguments.
-        whole_masks: whether it is one of the calls whose attention masks mask nothing, and to be
-            captured as such (`memopt.capture.as_eager.masks`).
+        whole_masks: whether all its attention masks mask nothing, and it is captured without them
+            (`memopt.capture.as_eager.masks`).
     """
 
     args: tuple[Any, ...]
@@ -31,13 +31,13 @@ class Call:
 
     @cached_property
     def opened(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as torch's containers, from which they are unflattened."""
+        """Return the arguments with objects as torch's containers, which unflatten to objects."""
         args, kwargs = opened((self.args, self.kwargs))
         return args, kwargs
 
     @cached_property
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with tuples in the places of objects: what the captured graph takes."""
+        """Return the arguments as the captured graph takes them: objects as tuples."""
         if self.opened[1] is self.kwargs:
             return self.opened
         args, kwargs = as_tuples(self.opened)
@@ -45,26 +45,26 @@ class Call:
 
     @property
     def objects(self) -> tuple[Any, ...]:
-        """The arguments, and parts of them, that are opened."""
+        """Return the objects among the arguments, and inside them, that are opened."""
         return tuple(objects_in((self.args, self.kwargs)))
 
     @property
     def leaves(self) -> list[Any]:
-        """The flat values, in the order the captured graph takes them."""
+        """Return the flat values, in the order in which the captured graph takes them."""
         return pytree.tree_leaves(self.opened, is_leaf=lambda x: x is None)
 
     @property
     def spec(self) -> pytree.TreeSpec:
-        """The structure of the arguments."""
+        """Return the structure of the arguments."""
         return pytree.tree_structure(self.opened, is_leaf=lambda x: x is None)
 
     def tensors(self) -> list[Tensor]:
-        """The tensor leaves."""
+        """Return the tensor leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def detached(self) -> Call:
-        """The same call, but for tensors that were computed with gradients: they come without
-        their history, which a backward would run, and which belongs to the user."""
+        """Return the same call without the history of tensors that were computed with gradients:
+        the history belongs to the user, and a backward would run it."""
         made: dict[int, Tensor] = {}
 
         def one(leaf: Tensor) -> Tensor:
@@ -78,17 +78,17 @@ class Call:
         return self.with_tensors(one)
 
     def once(self) -> Call:
-        """The same call with lists and dicts of its own: a forward may change what it gets."""
+        """Return the same call with new lists and dicts: a forward may change its arguments."""
         return self.with_tensors(lambda tensor: tensor)
 
     def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
-        """The same call with what `made_of` makes of each of its tensors."""
+        """Return the same call with each tensor replaced by `made_of(tensor)`."""
         args, kwargs = pytree.tree_map_only(Tensor, made_of, self.opened)
         return replace(self, args=args, kwargs=kwargs)
 
 
 class _WithoutHistory(torch.autograd.Function):
-    """The value itself; its gradient goes nowhere."""
+    """Returns the value itself; its gradient goes nowhere."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, _reached: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ class _WithoutHistory(torch.autograd.Function):
 
 
 def asks_for_gradients(model: nn.Module, call: Call) -> bool:
-    """Whether a parameter of the model, or a tensor that it is called with, requires a gradient."""
+    """Return whether a parameter of the model, or a tensor of the call, requires a gradient."""
     return any(p.requires_grad for p in model.parameters()) or any(
         tensor.requires_grad for tensor in call.tensors()
     )
 
 
 def repeated(leaves: Iterable[Any]) -> dict[int, int]:
-    """Position → earlier position, of the flat arguments that are the same tensor as one before."""
+    """Map positions of flat arguments → earlier positions of the same tensor."""
     first: dict[int, int] = {}
     found: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
@@ -119,7 +119,7 @@ def repeated(leaves: Iterable[Any]) -> dict[int, int]:
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
-    """The one device of the model's parameters, buffers and inputs.
+    """Return the one device of the model's parameters, buffers and inputs.
 
     Raises:
         ValueError: they are on several devices.
@@ -134,8 +134,8 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
 
 
 def to_call(inputs: Any) -> Call:
-    """A user's `inputs`: a tensor or an object (a dataclass...), a tuple/list of positional or a
-    mapping of keyword arguments."""
+    """Turn a user's `inputs` into a Call: a tensor or an object (a dataclass...), a tuple/list of
+    positional or a mapping of keyword arguments."""
     if isinstance(inputs, Call):
         return inputs
     if isinstance(inputs, Mapping):
@@ -154,9 +154,9 @@ def to_call(inputs: Any) -> Call:
 
 
 def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call `model(*args, **kwargs)` in the planned call's form, where the two differ only in
-    passing an argument by position or by name, or in spelling out a default; else the call as
-    it is."""
+    """Return the call `model(*args, **kwargs)` in the planned call's form, if the two differ only
+    in passing an argument by position or by name, or in spelling out a default; else the call as it
+    is."""
     call = Call(args, kwargs)
     if len(args) == len(planned.args) and kwargs.keys() == planned.kwargs.keys():
         return Call(args, {name: kwargs[name] for name in planned.kwargs})
@@ -180,8 +180,8 @@ def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _by_name(signature: inspect.Signature, call: Call) -> dict[str, Any] | None:
-    """Every argument by its name, positional ones first; None if some have none, or the call
-    does not fit the signature."""
+    """Return every argument by its name, positional ones first; None if some have no name, or the
+    call does not fit the signature."""
     try:
         named = dict(signature.bind(*call.args, **call.kwargs).arguments)
     except TypeError:
@@ -201,7 +201,7 @@ def _same_value(value: Any, default: Any) -> bool:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A model's parameters and buffers, one that has several names under each of them."""
+    """Return a model's parameters and buffers; a tensor with several names is listed under each."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

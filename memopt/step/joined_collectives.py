@@ -1,9 +1,9 @@
-"""Collectives of single parameters joined into one of several, as FSDP2 has one for each block.
+"""Joins collectives of single parameters into one of several, as FSDP2 has one for each block.
 
-`memopt.shard` gathers each parameter by a call of its own. In the joint graph those of one bucket
-become one: their gathers a coalesced all-gather, which has a result for each, where the first of
-them stood; their scatters a reduce-scatter of the packed gradients (`aten._chunk_cat`, FSDP2's
-layout), where the last stood, of whose result the gradients are views.
+`memopt.shard` gathers each parameter by a call of its own. The joint graph gets one call for each
+bucket. The gathers become a coalesced all-gather, with a result for each, at the place of the first
+of them. The scatters become a reduce-scatter of the packed gradients (`aten._chunk_cat`, FSDP2's
+layout), at the place of the last, and the gradients are views of its result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memopt.torch_private.operators import aten as _ATEN
 from memopt.torch_private.operators import collectives
 
 BUCKETS = "memopt_buckets"
-"""Attribute of the class of a sharded module: parameter's name in the module → its bucket."""
+"""Attribute of a sharded module's class: parameter's name in the module → its bucket."""
 
 _OPS = collectives()
 _GATHER = _OPS.all_gather_into_tensor.default
@@ -42,16 +42,16 @@ _AFTER_SCATTER = frozenset(
         _ATEN.view.default,
     }
 )
-"""What may stand between a scatter and the gradient that is returned."""
+"""Operators that may stand between a scatter and the gradient that is returned."""
 
 
 _Found = dict[Node, tuple[int, int]]
-"""Parameter, or a collective of one → its bucket and its place among the parameters."""
+"""Parameter, or its collective → its bucket and its place among the parameters."""
 
 
 def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each parameter that `memopt.shard` has put in a bucket, by its name in the model, the
-    bucket, and which of the model's parameters it is."""
+    """Map each parameter that `memopt.shard` put in a bucket, by its name in the model, to the
+    bucket and the parameter's number among all such parameters."""
     found: dict[str, tuple[int, int]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buckets: Mapping[str, int] = getattr(type(module), BUCKETS, {})
@@ -63,12 +63,12 @@ def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
 def join_collectives(
     module: GraphModule, buckets: Mapping[str, tuple[int, int]], names: Mapping[str, str]
 ) -> None:
-    """Join the gathers, and the scatters, of each bucket; in place.
+    """Join the gathers, and the scatters, of each bucket, in place.
 
     Args:
         module: a joint graph.
         buckets: see `buckets_of`.
-        names: what the graph calls a parameter → its name in the model.
+        names: parameter's name in the graph → its name in the model.
     """
     bucket_of: _Found = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -96,7 +96,7 @@ def _gathers(module: GraphModule, bucket_of: _Found) -> _Found:
 
 
 def _chain(gather: Node) -> Iterator[Node]:
-    """From a gather's argument back to the first node that has not one argument alone."""
+    """Yield nodes from a gather's argument back to the first without exactly one argument."""
     (node,) = gather.all_input_nodes
     yield node
     while len(node.all_input_nodes) == 1:
@@ -121,9 +121,9 @@ def _scatters(module: GraphModule, bucket_of: _Found) -> _Found:
 
 
 def _groups(found: _Found) -> list[list[Node]]:
-    """The collectives that become one, each group in the order of its parameters, the groups in the
-    order in which they are complete. One bucket's are in the same group until a parameter comes
-    again (a module that is called twice, a tied parameter)."""
+    """Group the collectives that become one: each group in the order of its parameters, the groups
+    in the order in which they are complete. A bucket's collectives share a group until a parameter
+    repeats (a module that is called twice, a tied parameter)."""
     groups: list[list[Node]] = []
     present: dict[Any, tuple[list[Node], set[int]]] = {}
     for node in sorted(found):
@@ -141,8 +141,8 @@ def _groups(found: _Found) -> list[list[Node]]:
 
 
 def _join_gathers(module: GraphModule, members: Sequence[Node]) -> None:
-    """One coalesced gather, where the first of the members is: their arguments are made of
-    parameters alone, so that they can be made there."""
+    """Make one coalesced gather, at the first member: the members' arguments are made of parameters
+    alone, so that they can move there."""
     graph = module.graph
     first = min(members)
     for member in members:
@@ -162,8 +162,8 @@ def _join_gathers(module: GraphModule, members: Sequence[Node]) -> None:
 
 
 def _join_scatters(module: GraphModule, members: Sequence[Node]) -> None:
-    """One scatter of all gradients packed, where the last of the members is. What is made of their
-    results comes after it."""
+    """Make one scatter of all gradients packed, at the last member. Nodes computed from the
+    members' results move after it."""
     graph, last = module.graph, max(members)
     later = _made_of(members)
     if not later.isdisjoint(members):
@@ -202,7 +202,7 @@ def _join_scatters(module: GraphModule, members: Sequence[Node]) -> None:
 
 
 def _made_of(nodes: Iterable[Node]) -> set[Node]:
-    """All calls that read nodes, or what is made of them."""
+    """Return all calls that read nodes, directly or indirectly."""
     found: set[Node] = set()
     stack = [user for node in nodes for user in node.users]
     while stack:
@@ -214,8 +214,8 @@ def _made_of(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _ends(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
-    """Of each scatter, the wait for it; where all are then reduced alike over the replicas (HSDP),
-    the wait for that, and one of the reductions."""
+    """Return each scatter's wait, and None; if all are then reduced alike over the replicas (HSDP),
+    the waits for these reductions, and one of the reductions."""
     waits = [_user(scatter) for scatter in scatters]
     reduced = [_user(wait) for wait in waits if len(wait.users) == 1]
     alike = len(reduced) == len(waits) and all(node.target is _REDUCE for node in reduced)
@@ -229,7 +229,7 @@ def _user(node: Node) -> Node:
 
 
 def _value(node: Node) -> Any:
-    """What a call gives, in fake tensors."""
+    """Return a call's result, in fake tensors."""
     given, named = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     target: Any = node.target
     with torch.no_grad():

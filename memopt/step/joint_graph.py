@@ -1,7 +1,7 @@
-"""AOTAutograd's joint graph: its halves, its gradients, and how programs run in its place.
+"""Splits AOTAutograd's joint graph, shapes its gradients, and runs programs in its place.
 
 Gradients are returned in the memory layout in which autograd keeps them. It keeps a leaf's gradient
-in the leaf's own layout, or row-major where the leaf has gaps; one that comes in another (expanded
+in the leaf's own layout, or row-major if the leaf has gaps. A gradient in another layout (expanded
 by `sum`, transposed, of a sliced input) it copies, after the backward and past any plan. Traced
 here, the copy is planned, and its source freed after it.
 
@@ -26,17 +26,17 @@ from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor, boxed, descriptor_types
 
 Boxed = Callable[[list[Any]], Any]
-"""A callable that takes its arguments as one list, which it may empty."""
+"""Callable that takes its arguments as one list, which it may empty."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which nodes of a joint graph are what.
+    """The nodes of a joint graph by their roles.
 
     Attributes:
-        gradients: one for each of `primals`; None: it has none.
-        given: the positions of those that are outputs of the graph. A frozen DTensor is two
-            inputs, its shard and its mesh, and has one output, None, in place of a gradient.
+        gradients: one for each of `primals`; None: it has no gradient.
+        given: positions of the primals whose gradients are outputs of the graph. A frozen DTensor
+            is two inputs, its shard and its mesh, and has one output, None, in place of a gradient.
     """
 
     primals: tuple[Node, ...]
@@ -49,7 +49,7 @@ class Split:
 
 
 def split_joint(module: GraphModule) -> Split:
-    """Tell the nodes of a joint graph apart by AOTAutograd's descriptors."""
+    """Split the nodes of a joint graph by AOTAutograd's descriptors."""
     descriptors = descriptor_types()
     placeholders = module.graph.find_nodes(op="placeholder")
     tangents = tuple(
@@ -58,7 +58,7 @@ def split_joint(module: GraphModule) -> Split:
     primals = tuple(n for n in placeholders if n not in tangents)
     output: Any = module.graph.output_node()
     results = list(output.args[0])
-    # Without a backward there are none.
+    # Without a backward there are no gradients.
     given = _given(primals, output.meta["desc"]) if tangents else ()
     count = len(results) - len(given)
     gradients: list[Any] = [None] * len(primals)
@@ -76,7 +76,7 @@ def split_joint(module: GraphModule) -> Split:
 
 
 def described(node: Node) -> tuple[Any, str]:
-    """AOTAutograd's descriptor of an input, and which part of a DTensor it is ("": it is none)."""
+    """Return AOTAutograd's descriptor of an input, and its part of a DTensor ("": not one)."""
     descriptor = node.meta["desc"]
     if type(descriptor).__name__ == "SubclassGetAttrAOTInput":
         return descriptor.base, descriptor.attr
@@ -84,7 +84,8 @@ def described(node: Node) -> tuple[Any, str]:
 
 
 def _given(primals: Sequence[Node], descriptors: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of the inputs for which a joint graph has an output in place of a gradient."""
+    """Return positions of the inputs for which a joint graph outputs a gradient, or None for
+    one."""
     bases = [getattr(n.meta.get("desc"), "base", None) for n in primals]
     parts: list[Any] = [getattr(d, "base", None) for d in descriptors]
     whole = {repr(part.grad_of) for part in parts if hasattr(part, "grad_of")}
@@ -97,7 +98,7 @@ def _given(primals: Sequence[Node], descriptors: Sequence[Any]) -> tuple[int, ..
 
 
 def mutations(split: Split) -> tuple[int, ...]:
-    """For each leading forward output, the index of the primal it updates."""
+    """Return for each leading forward output the index of the primal it updates."""
     by_descriptor = {repr(n.meta["desc"]): i for i, n in enumerate(split.primals)}
     mutated = []
     for descriptor in split.descriptors:
@@ -108,7 +109,7 @@ def mutations(split: Split) -> tuple[int, ...]:
 
 
 def compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
-    """A compiler for AOTAutograd whose callable runs what `find` gives at each call."""
+    """Make a compiler for AOTAutograd whose callable runs what `find` returns at each call."""
 
     def compile_(graph_module: GraphModule, inputs: Any) -> Boxed:
         def run(args: list[Any]) -> Any:
@@ -123,10 +124,10 @@ def compiler(find: Callable[[], Boxed | None]) -> Callable[..., Boxed]:
 
 
 def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """A partition whose only saved value is a 0-d token; the real work runs in `hooks`."""
+    """Make a partition whose only saved value is a 0-d token; the real work runs in `hooks`."""
 
     def fill(graph: FxGraph, inputs: Iterable[Node], results: Iterable[Any]) -> list[Any]:
-        """Give a graph these inputs, and empty tensors for what it would compute of them."""
+        """Give a graph these inputs, and empty tensors in place of its results."""
         made = {node: graph.node_copy(node) for node in inputs}
         for node in results:
             if isinstance(node, Node) and node not in made:
@@ -164,18 +165,19 @@ def partitioner(split: Split) -> Callable[..., tuple[GraphModule, GraphModule]]:
 
 
 def _updated_parameter(tangent: Node) -> bool:
-    """Whether a tangent belongs to the new value of a parameter."""
+    """Return whether a tangent belongs to the new value of a parameter."""
     return type(_updated_input(tangent)).__name__ == "ParamAOTInput"
 
 
 def _updated_input(tangent: Node) -> Any:
-    """The descriptor of the input whose new value a tangent belongs to; None: it is an output's."""
+    """Return the descriptor of the input whose new value a tangent belongs to; None: an
+    output's."""
     return getattr(getattr(tangent.meta.get("desc"), "output", None), "mutated_input", None)
 
 
 def without_zero_gradients(module: GraphModule) -> None:
-    """Add nothing to a parameter's gradient for the new value that the forward gives it; where
-    the loss does not use that value there is no gradient, as in eager."""
+    """Add nothing to a parameter's gradient for the new value that the forward gives it. If the
+    loss does not use the new value, there is no gradient, as in eager."""
     output: Any = module.graph.output_node()
     for tangent in filter(_updated_parameter, module.graph.find_nodes(op="placeholder")):
         for user in list(tangent.users):
@@ -189,13 +191,13 @@ def without_zero_gradients(module: GraphModule) -> None:
 
 
 def of_the_loss(tangents: Iterable[Node]) -> tuple[Node, ...]:
-    """The tangents of a whole step without those of updated parameters that nothing reads."""
+    """Return a whole step's tangents without those of updated parameters that nothing reads."""
     return tuple(t for t in tangents if t.users or not _updated_parameter(t))
 
 
 def loss_tangents(tangents: Iterable[Node], gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Where the backward of a whole step begins: at the loss's gradient; that of values which the
-    forward has given to parameters and inputs is 0."""
+    """Return the tangents with which the backward of a whole step begins: the loss's gradient, and
+    0 for values that the forward has given to parameters and inputs."""
     return [
         torch.zeros_like(gradient).expand(tuple(tangent.meta["val"].shape))
         if _updated_input(tangent) is not None
@@ -205,11 +207,11 @@ def loss_tangents(tangents: Iterable[Node], gradient: torch.Tensor) -> list[torc
 
 
 def gradients_as_kept(module: GraphModule, call: Call) -> None:
-    """Let a joint graph return each leaf's gradient as autograd keeps it; in place.
+    """Make a joint graph return each leaf's gradient as autograd keeps it, in place.
 
     Args:
         module: the joint graph.
-        call: says which inputs are leaves. The gradients of the others are passed on as they are.
+        call: tells which inputs are leaves. The gradients of other inputs are passed on unchanged.
     """
     split = split_joint(module)
     if not split.tangents:
@@ -218,7 +220,7 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
     for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
         if isinstance(gradient, Node) and _is_leaf(primal, call):
             like, value = primal.meta["val"], gradient.meta["val"]
-            # A DTensor's mesh is an input and, with its gradient, an output of the graph, too.
+            # A DTensor's mesh is also an input, and with its gradient an output, of the graph.
             if isinstance(like, torch.Tensor) and not _keeps(value, like):
                 kept[position] = _copy(module, split.output, gradient, like)
     if not kept:
@@ -237,7 +239,7 @@ def _is_leaf(primal: Node, call: Call) -> bool:
 
 
 def _keeps(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether autograd keeps a gradient of this layout as it is."""
+    """Return whether autograd keeps a gradient of this layout as it is."""
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         return True
     if not is_dense(leaf.shape, leaf.stride()):
@@ -247,7 +249,7 @@ def _keeps(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def _copy(module: GraphModule, output: Node, gradient: Node, leaf: torch.Tensor) -> Node:
-    """The gradient copied: row-major in the order of the leaf's dimensions in memory."""
+    """Copy the gradient row-major, in the order of the leaf's dimensions in memory."""
     order = list(range(leaf.dim()))
     if is_dense(leaf.shape, leaf.stride()):
         order.sort(key=lambda d: (leaf.stride(d), leaf.shape[d]), reverse=True)

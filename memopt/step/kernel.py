@@ -9,17 +9,17 @@ from typing import Any
 from torch.fx import Graph as FxGraph
 
 PREFIX = "memopt.fused."
-"""Targets of compiled operators begin with it; the key of what they compute follows."""
+"""Prefix of the targets of compiled operators; the key of the region follows."""
 
 
 @dataclass(eq=False)
 class FusedKernel:
-    """What an operator that was compiled calls: `kernel(*inputs) -> results`.
+    """Kernel of a compiled operator: `kernel(*inputs) -> results`.
 
     Attributes:
         key: equal regions have equal keys, in every process and on every machine.
         run: takes the list of its inputs, and empties it; None: not compiled.
-        graph: what it computes, of ATen operators; its placeholders are the inputs.
+        graph: its computation in ATen operators; the placeholders are its inputs.
     """
 
     key: str
@@ -27,7 +27,7 @@ class FusedKernel:
     graph: FxGraph | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run it; the results are new tensors, none of which shares memory with another."""
+        """Run the kernel; the results are new tensors that share no memory with one another."""
         assert self.run is not None
         return self.run(list(inputs))
 

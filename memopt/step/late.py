@@ -1,8 +1,8 @@
-"""What a model reads in its backward: values that may change after its forward.
+"""Finds names that a model's backward reads, whose values may change after its forward.
 
 The backward of a custom autograd function, and a hook that the forward sets on a tensor, are Python
-functions. In eager they read attributes and globals when the backward runs; a traced one has the
-values of the forward. Which names they may read is taken from their code.
+functions. Eager reads their attributes and globals when the backward runs; a traced backward has
+the values of the forward. The names that they may read are taken from their code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 
 
 def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[str] | None:
-    """The names that the traced backwards may read; None: any.
+    """Return the names that the traced backwards may read; None: any.
 
     Args:
         model: the traced model.
@@ -53,7 +53,7 @@ def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[
         if not read.isdisjoint(_COMPUTES_NAMES):
             return None
         names |= read
-        # What it calls, and properties that it reads, were traced, too.
+        # Functions that it calls, and properties that it reads, were traced, too.
         called = read if read.isdisjoint(modules) else {*read, "forward"}
         waiting += [other for other in code if other.co_name in called]
         waiting += [other for other in one.co_consts if isinstance(other, types.CodeType)]
@@ -61,7 +61,7 @@ def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[
 
 
 def is_late(dependency: Dependency, names: frozenset[str] | None) -> bool:
-    """Whether a backward that may read these names may read a thing."""
+    """Return whether a backward that may read these names may read a dependency."""
     if names is not None:
         return last_name(dependency.shown) in names
     value = dependency.look == dependency.source and isinstance(dependency.planned, _PLAIN)
@@ -69,12 +69,12 @@ def is_late(dependency: Dependency, names: frozenset[str] | None) -> bool:
 
 
 def last_name(shown: str) -> str:
-    """The last name in an expression."""
+    """Return the last name in an expression."""
     return next(reversed(re.findall(r"[A-Za-z_]\w*", shown)), "")
 
 
 def _backwards(function: type) -> Iterator[types.CodeType]:
-    """The code of the backwards of all autograd functions."""
+    """Yield the code of the backwards of all autograd functions."""
     subclasses: list[type] = function.__subclasses__()
     for one in subclasses:
         yield from _backwards(one)
@@ -86,13 +86,13 @@ def _backwards(function: type) -> Iterator[types.CodeType]:
 
 
 def _read_by(code: types.CodeType) -> set[str]:
-    """The names of attributes, globals, variables of closures and keys in a function's code."""
+    """Return the names of attributes, globals, closure variables and keys in a function's code."""
     keys = (key for key in code.co_consts if isinstance(key, str))
     return {*code.co_names, *code.co_freevars, *keys}
 
 
 def _kept_by_forward(code: types.CodeType) -> set[str]:
-    """The names that a backward reads of its context alone, where its forward has put them."""
+    """Return the names that a backward reads from its context only, where its forward put them."""
     kept: set[str] = set()
     others: set[str] = set()
     before: Any = None

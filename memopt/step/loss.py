@@ -1,4 +1,4 @@
-"""The loss of a training step, and what of a model's output it can be computed from."""
+"""Computes the loss of a training step, and tells which tensors of an output have a backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.torch_private import pytree
 
 
 def as_targets(given: Any) -> tuple[Any, ...]:
-    """A loss's arguments after the output, as a tuple; a single one may come by itself."""
+    """Return a loss's arguments after the output as a tuple; a single one may come by itself."""
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
@@ -24,8 +24,8 @@ class Loss:
 
     Attributes:
         function: the loss.
-        targets: what it takes beside the output.
-        alone: outputs that it does not read are not returned.
+        targets: the arguments after the output.
+        alone: whether outputs that it does not read are left out.
     """
 
     function: Callable[..., torch.Tensor]
@@ -40,19 +40,19 @@ class Loss:
         object.__setattr__(self, "targets", as_targets(self.targets))
 
     def detached(self) -> Loss:
-        """The same loss, with targets that come without their history; see `Call.detached`."""
+        """Return the same loss, with targets without their history; see `Call.detached`."""
         return replace(self, targets=Call(self.targets, {}).detached().args)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The objects that run or are read with it."""
+        """Return the objects that run or are read with the loss."""
         return self.function, self.targets
 
     def value(self, output: Any) -> torch.Tensor:
-        """The loss of an output.
+        """Return the loss of an output.
 
         Raises:
-            ValueError: it is no scalar tensor with a gradient.
+            ValueError: the loss is no scalar tensor with a gradient.
         """
         with unheard():
             found = self.function(output, *self.targets)
@@ -69,8 +69,8 @@ class Loss:
 
 
 def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
-    """The tensors of an output pytree that have a backward, each once, by the first of their
-    positions among its leaves, but for the leaves at `unused`."""
+    """Return the tensors of an output pytree that have a backward, each once, by their first
+    position among its leaves. The leaves at `unused` are left out."""
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for i, v in enumerate(pytree.tree_leaves(output)):
         if isinstance(v, torch.Tensor) and v.requires_grad and i not in unused:

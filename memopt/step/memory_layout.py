@@ -1,4 +1,4 @@
-"""How tensors lie in memory: gaps, and strides that say the same."""
+"""Compares how tensors lie in memory: gaps, storages, and equivalent strides."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from memopt.torch_private.tensors import storage_key
 
 _FEW = 1 << 16
-"""Elements whose places are looked at one by one."""
+"""Most elements whose places are compared one by one."""
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether elements have a place each, without gaps."""
+    """Return whether each element has its own place, without gaps."""
     sizes = zip(strides, shape, strict=True)
     room = 1
     for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
@@ -25,8 +25,8 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
 
 
 def shares_elements(value: torch.Tensor) -> bool:
-    """Whether some elements of a tensor are the same memory (or it has too many, with unusual
-    strides, to tell)."""
+    """Return whether some elements of a tensor share memory, or it has too many elements, with
+    unusual strides, to tell."""
     pairs = sorted(
         (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
     )
@@ -40,7 +40,7 @@ def shares_elements(value: torch.Tensor) -> bool:
 
 
 def _is_nested(pairs: Iterable[tuple[int, int]]) -> bool:
-    """Whether of (stride, size) in ascending order each steps over all before it."""
+    """Return whether in ascending (stride, size) pairs each stride exceeds the span before it."""
     span = 0
     for stride, size in pairs:
         if stride <= span:
@@ -50,23 +50,23 @@ def _is_nested(pairs: Iterable[tuple[int, int]]) -> bool:
 
 
 def same_strides(value: torch.Tensor, strides: Iterable[int]) -> bool:
-    """Whether a tensor has these strides, where they are more than a name for one element."""
+    """Return whether a tensor has these strides, apart from dimensions of size 1 or less."""
     pairs = zip(value.shape, value.stride(), strides, strict=True)
     return all(size <= 1 or stride == other for size, stride, other in pairs)
 
 
 def storage_of(value: torch.Tensor) -> int:
-    """Names a tensor's storage: tensors that share it have one name."""
+    """Return an id of a tensor's storage: tensors that share it have the same."""
     return int(storage_key(value.untyped_storage()))
 
 
 def fills_storage(value: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, without gaps."""
+    """Return whether a tensor fills its storage, without gaps."""
     return value.storage_offset() == 0 and value.untyped_storage().nbytes() == value.nbytes
 
 
 def spans_storage(value: torch.Tensor) -> bool:
-    """Whether a tensor begins and ends where its storage does, with or without gaps."""
+    """Return whether a tensor begins and ends where its storage does, with or without gaps."""
     steps = zip(value.shape, value.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in steps)
     return value.storage_offset() == 0 and value.untyped_storage().nbytes() == span * value.itemsize

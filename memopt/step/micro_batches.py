@@ -1,9 +1,9 @@
-"""A whole step over several micro-batches: forward and backward once for each, in turn, and their
-gradients added up, as autograd adds to `.grad`.
+"""Makes a whole step over several micro-batches: forward and backward of each in turn. Their
+gradients are added up, as autograd adds to `.grad`.
 
-The graph has every operator once for each micro-batch. Its loss boundary is that of the first;
-everything afterwards counts as backward. A buffer that the forward changes is read by the next
-micro-batch as the one before leaves it. Each micro-batch has inputs of its own; the loss's
+The graph has every operator once for each micro-batch. Its loss boundary is the first
+micro-batch's; everything afterwards counts as backward. A buffer that the forward changes is read
+by the next micro-batch with its new value. Each micro-batch has inputs of its own; the loss's
 gradient, one divided by their number, is the same for all.
 """
 
@@ -29,12 +29,12 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def joined_call(calls: Sequence[Call]) -> Call:
-    """The calls of all micro-batches as one, whose leaves are theirs in turn."""
+    """Join the calls of all micro-batches into one, whose leaves are theirs in turn."""
     return Call(tuple((one.args, one.kwargs) for one in calls), {})
 
 
 class _Copies:
-    """What the nodes and tensors of the first micro-batch are in a later one."""
+    """A later micro-batch: maps nodes and tensors of the first micro-batch to its own."""
 
     def __init__(self, extension: Extension, number: int) -> None:
         self.extension = extension
@@ -44,11 +44,11 @@ class _Copies:
         self._memory: dict[int, torch.Tensor] = {}
 
     def node(self, one: Any) -> Any:
-        """The node, or what is in its place."""
+        """Return the node that replaces one of the first micro-batch's."""
         return map_arg(one, lambda n: self.nodes.get(n, n))
 
     def take_over(self, given: Sequence[Node], values: Sequence[Node]) -> None:
-        """Read buffers as the micro-batch before leaves them."""
+        """Map buffers to their values after the previous micro-batch."""
         for node, value in zip(given, values, strict=True):
             self.nodes[node] = value
             (tensor,), (held,) = self.extension.storages[node], self.extension.storages[value]
@@ -56,7 +56,7 @@ class _Copies:
                 self.tensors[tensor] = held
 
     def primal(self, one: Primal, leaves: int) -> Primal:
-        """An input of the micro-batch's own."""
+        """Add an input of the micro-batch's own."""
         extension, fx_graph = self.extension, self.extension.fx_graph
         last = fx_graph.find_nodes(op="placeholder")[-1]
         with fx_graph.inserting_after(last):
@@ -79,13 +79,13 @@ class _Copies:
         return replace(one, node=node, name=name, index=one.index + self.number * leaves)
 
     def run(self, calls: Sequence[Node], lowering: Lowering) -> None:
-        """All calls of the first micro-batch again, after all that there are."""
+        """Repeat all calls of the first micro-batch, after all operators so far."""
         for one in calls:
             self._call(one, lowering)
         self._operators(lowering)
 
     def _call(self, one: Node, lowering: Lowering) -> None:
-        """A call of the first micro-batch, a view or a kernel's, again."""
+        """Repeat a call of the first micro-batch, a view or a kernel call."""
         extension, fx_graph = self.extension, self.extension.fx_graph
         with fx_graph.inserting_before(fx_graph.output_node()):
             node = fx_graph.node_copy(one, self.node)
@@ -127,16 +127,16 @@ class _Copies:
 def repeated(
     captured: Captured, lowering: Lowering, count: int, block_bytes: int
 ) -> tuple[Captured, Lowering]:
-    """A captured whole step, before its updates, over several micro-batches.
+    """Repeat a captured whole step, before its updates, over several micro-batches.
 
     Args:
-        captured, lowering: forward, loss and backward of one.
-        count: how many.
+        captured, lowering: forward, loss and backward of one micro-batch.
+        count: the number of micro-batches.
         block_bytes: the allocator's granularity.
 
     Returns:
-        The step; its `ends` are the losses of the later micro-batches and, in the order of
-        `captured.mutated`, what buffers are in the end.
+        The step; its `ends` are the losses of the later micro-batches and the buffers' final
+        values, in the order of `captured.mutated`.
 
     Raises:
         ValueError: the forward changes an input in place.
@@ -187,14 +187,14 @@ def repeated(
 
 
 def _module_of(lowering: Lowering, gradient: Node) -> str:
-    """The user's module that a gradient comes from."""
+    """Return the user's module that a gradient comes from."""
     (tensor,) = lowering.storages[gradient]
     producer = lowering.graph.producer.get(-1 if tensor is None else tensor)
     return "" if producer is None else lowering.graph.operators[producer].module
 
 
 def _unread_bytes(captured: Captured, block_bytes: int) -> int:
-    """Bytes of the inputs that a step never reads."""
+    """Return the bytes of the inputs that a step never reads."""
     read = {one.index for one in captured.primals}
     tensors = [
         leaf.untyped_storage()

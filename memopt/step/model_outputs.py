@@ -1,15 +1,15 @@
-"""How a model's outputs are traced: every one with a gradient of its own.
+"""Traces a model's outputs so that each has a gradient of its own.
 
-AOTAutograd makes outputs that are views again after the step, from their bases, and their
-gradients meet outside of the backward, where no plan sees them; it copies the gradient of a view
-into the view's own memory layout, gaps included, which loses all but one part of the gradient where
-the view overlaps itself (`unfold`). So a copy of each output is traced in its place: its gradient
-is a tensor without gaps, and what becomes of the gradients of several views is in the graph, in
-eager's order. After tracing the copies go: the step hands out the views themselves.
+AOTAutograd makes outputs that are views again after the step, from their bases, and their gradients
+meet outside of the backward, where no plan sees them. It copies the gradient of a view into the
+view's own memory layout, gaps included, which loses all but one part of the gradient if the view
+overlaps itself (`unfold`). So a copy of each output is traced in its place: its gradient is a
+tensor without gaps, and the sum of several views' gradients is in the graph, in eager's order.
+After tracing the copies are removed: the step returns the views themselves.
 
-An output that the user's loss does not use is traced, and handed out, without a gradient: a Hugging
+An output that the user's loss does not use is traced, and returned, without a gradient: a Hugging
 Face model given `labels` returns its loss and its logits, and autograd would carry a zero gradient
-as large as these through the backward. It still looks as eager's does, and refuses a gradient.
+as large as the logits through the backward. It still looks like eager's, and refuses a gradient.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.
 
 @dataclass(frozen=True)
 class TracedOutputs:
-    """How the leaves of a model's output were traced. Numbers are positions among them.
+    """How the leaves of a model's output were traced. Numbers are positions among the leaves.
 
     Attributes:
-        count: how many there are.
-        values: the (fake) outputs as eager makes them, and what is no tensor; only until the joint
-            graph is traced.
-        copied: outputs of which copies are traced in their places.
-        repeated: (position, earlier position) of outputs that are the same tensor; only the
-            earlier one is traced.
+        count: the number of leaves.
+        values: the (fake) outputs as eager makes them, and other leaves; only until the joint graph
+            is traced.
+        copied: outputs in whose places copies are traced.
+        repeated: (position, earlier position) of outputs that are the same tensor; only the earlier
+            one is traced.
         beside: (position, bytes) of gradients that autograd takes past the planned backward: of
             differentiable inputs and parameters that are outputs themselves, and of views of an
-            input that the model updates in place; and of what it holds beside all gradients.
-        given: outputs that are an input or a parameter itself, as it came: handed out as such.
-        shared: differentiable outputs that share elements with another one or with an input:
-            autograd could not tell the other of a change in place.
-        gradients: what was known of the loss when they were traced.
+            input that the model updates in place; (`count`, bytes) of memory that it holds besides
+            all gradients.
+        given: outputs that are an unchanged input or parameter: returned as such.
+        shared: differentiable outputs that share elements with another one or with an input: a
+            change in place of one would go unnoticed by autograd for the other.
+        gradients: the facts known of the loss when they were traced.
         makes_zeros: whether the forward calls functions of several results, for whose missing
-            gradients autograd makes zeros: custom ones, and checkpoints that are reentrant.
-        recomputes: whether parts of the forward are checkpoints, which eager runs again.
+            gradients autograd makes zeros: custom functions, and reentrant checkpoints.
+        recomputes: whether parts of the forward are checkpoints, which eager recomputes.
     """
 
     count: int = 0
@@ -73,13 +74,13 @@ NO_OUTPUTS = TracedOutputs()
 
 
 def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedOutputs:
-    """Let the outputs of a dynamo graph be copies, each with a gradient of its own; in place.
+    """Replace the outputs of a dynamo graph by copies, each with a gradient of its own, in place.
 
     Args:
         traced: dynamo's graph.
-        gradients: what the user's loss does with the outputs. Those that it does not use are
-            traced without a gradient, or not returned at all, the others with gradients in the
-            layout that it gives them.
+        gradients: how the user's loss uses the outputs. Unused ones are traced without a gradient,
+            or not returned at all; the others' gradients get the layout in which the loss gives
+            them.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
@@ -104,7 +105,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
                 leaves[position] = None
                 continue
             if position in gradients.dropped:
-                # Not None, which some outputs leave out with its name.
+                # Not None: some outputs drop a None together with its name.
                 leaves[position] = 0
                 continue
             if position in gradients.unused and position not in outputs.given:
@@ -119,7 +120,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """See `TracedOutputs.makes_zeros`."""
+    """Return `TracedOutputs.makes_zeros` of a dynamo graph."""
     for node in _all_nodes(traced):
         if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True
@@ -131,7 +132,7 @@ def _makes_zeros(traced: GraphModule) -> bool:
 
 
 def _all_nodes(traced: GraphModule) -> Iterator[Node]:
-    """The nodes of a graph and of those inside it."""
+    """Yield the nodes of a graph and of the graphs inside it."""
     for module in traced.modules():
         if isinstance(module, GraphModule):
             yield from module.graph.nodes
@@ -144,9 +145,9 @@ def _is_checkpoint(node: Node) -> bool:
 def _copy(
     traced: GraphModule, leaf: Node, value: torch.Tensor, strides: tuple[int, ...] | None
 ) -> Node:
-    """A copy of an output, in the memory layout of its gradient."""
+    """Add a copy of an output, in the memory layout of its gradient."""
     graph = traced.graph
-    # A fake output may have other strides than the real one: what is known is always said.
+    # A fake output may have other strides than the real one, so known strides are always given.
     if strides is None or len(strides) != value.dim() or not is_dense(value.shape, strides):
         return graph.call_function(torch.clone, (leaf,))
     empty = graph.call_method("new_empty_strided", (leaf, tuple(value.shape), strides))
@@ -154,7 +155,7 @@ def _copy(
 
 
 def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """An output's gradient as the planned backward gets it: as it is, or without its gaps."""
+    """Return an output's gradient as the planned backward gets it: as it is, or without gaps."""
     if is_dense(gradient.shape, gradient.stride()):
         return gradient
     strides = dense_strides(value)
@@ -167,11 +168,11 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def gradients_of(
     ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
-    """Which leaves of an output a loss gives gradients, and in which layouts.
+    """Return which leaves of an output get gradients from a loss, and in which layouts.
 
     Args:
         ranks: for each leaf, which differentiable output it is.
-        arrived: the differentiable outputs' gradients, where there are any.
+        arrived: the gradients that arrived, by the ranks of their outputs.
         held_bytes: see `OutputGradients`.
     """
     unused, strides = [], []
@@ -182,14 +183,14 @@ def gradients_of(
             unused.append(position)
             continue
         gradient = arrived[rank]
-        # Also where they are the output's: those of a fake output may be others.
+        # Recorded even if they equal the output's strides: a fake output may have others.
         if is_dense(gradient.shape, gradient.stride()):
             strides.append((position, tuple(gradient.stride())))
     return OutputGradients(tuple(unused), tuple(strides), held_bytes)
 
 
 def in_memory_of_its_own(tangent: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if it would keep more memory alive than is its own: a part of the
+    """Return the tensor, or a copy if it would keep more memory alive than its own: a part of the
     gradient of several outputs' concatenation, say."""
     if tangent.untyped_storage().nbytes() <= tangent.nbytes:
         return tangent
@@ -223,8 +224,8 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
         source = given_storages.get(storage)
         if source is not None:
             own = any(value is one for one in inputs)
-            # Of what is updated in place, and of what has no gradient, AOTAutograd makes views
-            # again from the input itself.
+            # AOTAutograd makes outputs without a gradient, and outputs that are updated in place,
+            # again as views of the input itself.
             if own and not version_of(source):
                 given.add(position)
             if own or version_of(source) or not differentiable:
@@ -256,8 +257,8 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views of one storage are known to have no element in common: two boxes of the
-    same grid, such as slices of one tensor."""
+    """Return whether two views of one storage are known to have no element in common: two boxes of
+    the same grid, such as slices of one tensor."""
     if 0 in (one.numel(), other.numel()):
         return True
     if one.dtype is not other.dtype:
@@ -289,14 +290,14 @@ def _extent(value: torch.Tensor) -> int:
 
 
 def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
-    """Let a joint graph return its outputs themselves where it returns copies of them; in place.
+    """Make a joint graph return its outputs themselves instead of their copies, in place.
 
     Args:
         module: the joint graph.
-        outputs: how its outputs were traced.
+        outputs: how the graph's outputs were traced.
 
     Raises:
-        CaptureError: outputs that share memory would not share it any more.
+        CaptureError: outputs that share memory would no longer share it.
     """
     output: Any = module.graph.output_node()
     results = list(output.args[0])
@@ -329,13 +330,13 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
 
 
 def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Strides of an output's gradient, as traced: the output's own, or without its gaps."""
+    """Return the strides of an output's gradient, as traced: the output's, or without its gaps."""
     return tuple(torch.empty_like(value, device="meta").stride())
 
 
 def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
-    """A traced model's output with the tensors that are in it more than once, and with what stands
-    for those that are not returned."""
+    """Return a traced model's output with repeated tensors in their places, and with stand-ins for
+    the outputs that are not returned."""
     output = without(output, outputs.gradients.dropped)
     if not outputs.repeated:
         return output
@@ -346,7 +347,7 @@ def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
 
 
 class _Refusing(torch.autograd.Function):
-    """The value itself, with a backward that raises."""
+    """Returns the value itself, with a backward that raises."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, _reached: torch.Tensor) -> torch.Tensor:
@@ -363,8 +364,8 @@ class _Refusing(torch.autograd.Function):
 
 
 def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
-    """A planned model's output; its leaves at `positions` raise ExecutionError in a backward, but
-    for those that are inputs themselves, whose gradient is theirs."""
+    """Make a planned model's output raise ExecutionError in a backward of its leaves at
+    `positions`. Leaves that are inputs themselves keep their gradient."""
     if not positions or not torch.is_grad_enabled():
         return output
     leaves, spec = pytree.tree_flatten(output)

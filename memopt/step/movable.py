@@ -1,7 +1,7 @@
-"""Whole steps whose parameters and optimizer state may live on the host: which tensors may.
+"""Makes parameters and optimizer state of whole steps movable: they may live on the host.
 
-The optimizer's state becomes a tensor of the graph, one for each trained parameter (all that the
-optimizer keeps for it moves together), which its update reads.
+The optimizer's state becomes one tensor of the graph for each trained parameter (all its state
+moves together), which the parameter's update reads.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 def parse_movable(movable: str | Collection[str]) -> frozenset[str]:
-    """A user's `movable=`.
+    """Parse a user's `movable=`.
 
     Raises:
-        ValueError: it names something else than `KINDS`.
+        ValueError: it names something other than `KINDS`.
     """
     named = (movable,) if isinstance(movable, str) else tuple(movable)
     found = frozenset(KINDS) if named == ("all",) else frozenset(named)
@@ -45,7 +45,7 @@ def parse_movable(movable: str | Collection[str]) -> frozenset[str]:
 
 
 def state_name(parameter: str) -> str:
-    """The name of the tensor that stands for a parameter's optimizer state."""
+    """Return the name of the tensor that stands for a parameter's optimizer state."""
     return f"state of {parameter}"
 
 
@@ -57,18 +57,18 @@ def with_movable(
     *,
     repeated: bool = False,
 ) -> ProfiledStep:
-    """The step with tensors that its plan may keep on the host between steps. (Gradients are made
-    and freed in a whole step: they may move anyway.)
+    """Make tensors movable, so that a plan may keep them on the host between steps. (Gradients are
+    made and freed in a whole step: they may move anyway.)
 
     Args:
         profiled: the whole step.
-        optimizer: the one that it updates with.
-        movable: the user's.
-        device: whose host may run updates; None: the device runs them all.
-        repeated: whether some may stay on the device from one step to the next (`Graph.repeated`).
+        optimizer: the step's optimizer.
+        movable: the user's `movable=`.
+        device: its host may run updates; None: the device runs them all.
+        repeated: whether some tensors may stay on the device between steps (`Graph.repeated`).
 
     Raises:
-        ValueError: it is no whole step, or one whose state is on the host already.
+        ValueError: it is no whole step, or its state is on the host already.
     """
     kinds = parse_movable(movable)
     parts = profiled.parts if isinstance(profiled, ProfiledStep) else None
@@ -109,12 +109,12 @@ def with_movable(
 def with_host_updates(
     profiled: Profiled | None, optimizer: torch.optim.Optimizer, device: Device
 ) -> ProfiledStep:
-    """Let the host run the updates of what may be there between steps.
+    """Let the host run the updates of tensors that may be on the host between steps.
 
     Args:
         profiled: a whole step, see `with_movable`.
-        optimizer: the one that it updates with.
-        device: whose host it is.
+        optimizer: the step's optimizer.
+        device: the device whose host runs them.
     """
     assert isinstance(profiled, ProfiledStep)
     assert profiled.parts is not None
@@ -130,7 +130,7 @@ def movable_as_planned(
     optimizer: torch.optim.Optimizer,
     block_bytes: int,
 ) -> Lowering:
-    """A step that was captured anew, with the kinds of movable tensors that a planned one has."""
+    """Make tensors of a newly captured step movable, of the same kinds as in a planned one."""
     kinds = {planned.tensors[t].kind for t in planned.movable}
     states, parameters = dict[str, int](), tuple[int, ...]()
     if TensorKind.OPTIMIZER_STATE in kinds:
@@ -144,13 +144,13 @@ def movable_as_planned(
 
 
 def state_bytes(graph: Graph) -> int:
-    """Bytes of optimizer state that is a part of the graph."""
+    """Return the bytes of optimizer state in the graph."""
     return sum(t.size_bytes for t in graph.tensors if t.kind is TensorKind.OPTIMIZER_STATE)
 
 
 def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
-    """The parameters' tensors that can move: each one whole storage, of one parameter, that only
-    its update changes."""
+    """Return the parameters' tensors that can move: each is a whole storage, of one parameter, that
+    only its update changes."""
     named = dict(parts.module.named_parameters(remove_duplicate=False))
     holders = Counter(lowering.storages[one.node][0] for one in parts.captured.primals)
     users = Counter(
@@ -179,7 +179,7 @@ def _given_a_value(parts: StepParts, name: str) -> bool:
 def _state_sizes(
     parts: StepParts, optimizer: torch.optim.Optimizer, block_bytes: int
 ) -> dict[str, int]:
-    """Trained parameter → bytes of its state, where it has any."""
+    """Map trained parameters → bytes of their state, if they have any."""
     named: dict[str, Any] = dict(parts.module.named_parameters(remove_duplicate=False))
     found = {}
     for site in parts.sites:
@@ -199,14 +199,14 @@ def movable_graph(
     repeated: bool = False,
     charged: bool = True,
 ) -> Graph:
-    """The graph with movable parameters, and its updates' states as movable tensors.
+    """Return the graph with movable parameters, and its updates' states as movable tensors.
 
     Args:
-        graph: of a whole step.
+        graph: a whole step's graph.
         parameters: indices of the parameters' tensors.
         states: parameter's name → bytes of its state.
-        repeated: whether some may stay on the device from one step to the next.
-        charged: whether the graph charges the states among its resident bytes now.
+        repeated: whether some tensors may stay on the device between steps.
+        charged: whether the graph charges the states as resident bytes so far.
     """
     tensors, operators = list(graph.tensors), list(graph.operators)
     movable = [*parameters]

@@ -1,4 +1,4 @@
-"""What the nodes of a captured graph call, and which of the user's modules they come from."""
+"""Tells which operators a captured graph's nodes call, and from which of the user's modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
-"""Tagged as random, like its relatives, but without dropout: it refuses any."""
+"""Operators tagged as random, like their relatives, that refuse any dropout."""
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers."""
+    """Return whether the node draws random numbers."""
     target = overload_of(node)
     return (
         node.op == "call_function"
@@ -28,13 +28,13 @@ def is_random(node: Node) -> bool:
 
 
 def overload_of(node: Node) -> Any:
-    """A node's target; the operator that it stands for, if it is memopt's own form of one."""
+    """Return a node's target; for memopt's own form of an operator, the operator."""
     target = node.target
     return target.function if isinstance(target, Substitute) else target
 
 
 def tensors_of(*nodes: Node) -> list[torch.Tensor]:
-    """The (fake) tensors that nodes give."""
+    """Return the (fake) tensors that nodes return."""
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
     return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -45,7 +45,7 @@ _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def _clean(path: str) -> str:
-    """`L['self']._modules['layers'][3]` and its like → `layers.3`."""
+    """Clean a path: `L['self']._modules['layers'][3]` and its like → `layers.3`."""
     path = path.replace("_modules", "")
     path = _ROOT.sub("", path)
     path = _ITEM.sub(r".\1", path)
@@ -53,9 +53,9 @@ def _clean(path: str) -> str:
 
 
 def module_paths(module: GraphModule) -> dict[Node, str]:
-    """Node → dotted path of the module it comes from; a backward node takes the path of the
-    forward node with its sequence number, and autograd's own sums of gradients, whose number is
-    that of the last forward node, the path of the gradient that completes them."""
+    """Map nodes → dotted path of the user's module. A backward node takes the path of the forward
+    node with its sequence number. Autograd's own sums of gradients have the number of the last
+    forward node, and take the path of the gradient that completes them."""
     paths: dict[Node, str] = {}
     order = {node: position for position, node in enumerate(module.graph.nodes)}
     by_sequence: dict[int, str] = {}

@@ -1,8 +1,8 @@
-"""Arguments that are objects: batches as dataclasses, mappings, namespaces and plain classes.
+"""Opens arguments that are objects: batches as dataclasses, mappings, namespaces and plain classes.
 
-A graph takes tensors and numbers. What torch knows as no container (pytree) is opened here, its
-attributes taken one by one; the forward, and its trace, get an object of the same class that is
-made of them without running its `__init__`.
+A graph takes tensors and numbers. An object that is no container to torch (pytree) is opened here
+into its attributes; the forward, and its trace, get an object of the same class that is made of
+them without running its `__init__`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Opened:
 
     Attributes:
         kind: its class.
-        names: of its attributes; of a dict, `_ITEMS` too.
-        values: theirs, objects among them opened, too.
+        names: the attributes' names; for a dict, also `_ITEMS`.
+        values: the attributes' values, in which objects are opened, too.
     """
 
     def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
@@ -41,7 +41,7 @@ def _flatten(opened: Opened) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
 
 
 def _unflatten(values: Any, context: tuple[Any, tuple[str, ...]]) -> Any:
-    """The object. Dynamo traces this."""
+    """Make the object. Dynamo traces this."""
     kind, names = context
     made = kind.__new__(kind)
     for name, value in zip(names, values, strict=True):
@@ -56,14 +56,14 @@ pytree.register_pytree_node(Opened, _flatten, _unflatten)
 
 
 def opened(tree: Any) -> Any:
-    """A tree of arguments with its objects as containers; itself if there are none."""
+    """Return a tree of arguments with its objects as containers; the tree itself if it has none."""
     if not any(map(is_object, pytree.tree_leaves(tree))):
         return tree
     return _opened(tree, ())
 
 
 def as_tuples(tree: Any) -> Any:
-    """A tree that `opened` made, with tuples in the places of objects: the same leaves."""
+    """Return a tree that `opened` made, with tuples in place of objects: the same leaves."""
 
     def one(node: Any) -> Any:
         return tuple(map(as_tuples, node.values)) if isinstance(node, Opened) else node
@@ -72,11 +72,11 @@ def as_tuples(tree: Any) -> Any:
 
 
 def objects_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """The objects in a tree that are opened, and those in them.
+    """Yield the objects in a tree that are opened, and those inside them.
 
     Args:
         tree: the tree.
-        around: ids of the objects that it is in: one that holds itself is not opened again.
+        around: ids of the objects around the tree: an object that holds itself is not opened again.
     """
     for leaf in filter(is_object, pytree.tree_leaves(tree)):
         if id(leaf) not in around:
@@ -86,7 +86,7 @@ def objects_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
 
 def _opened(tree: Any, around: tuple[int, ...]) -> Any:
     def one(leaf: Any) -> Any:
-        # What holds itself stays closed, and is refused as what it is.
+        # An object that holds itself stays closed, and is refused as an object.
         if not is_object(leaf) or id(leaf) in around:
             return leaf
         held = attributes(leaf)
@@ -97,7 +97,7 @@ def _opened(tree: Any, around: tuple[int, ...]) -> Any:
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether a leaf is of a class written in Python, all of it in its attributes (and items)."""
+    """Return whether a leaf's class is written in Python, with all state in attributes or items."""
     if isinstance(leaf, (*_PLAIN, *_NEVER)):
         return False
     kind = type(leaf)
@@ -106,7 +106,7 @@ def is_object(leaf: Any) -> bool:
 
 
 def attributes(one: Any) -> dict[str, Any]:
-    """The attributes of an object by name, sorted; of a dict, its items, too."""
+    """Return the attributes of an object by name, sorted; for a dict, its items, too."""
     held = dict(getattr(one, "__dict__", {}))
     for kind in type(one).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -114,7 +114,7 @@ def attributes(one: Any) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(one, name):
                 held[name] = getattr(one, name)
     if isinstance(one, UserDict):
-        # A mapping is its items: what a tokenizer keeps beside them is not for a forward.
+        # A mapping is its items: a tokenizer's other attributes do not concern a forward.
         held = {n: v for n, v in held.items() if n == "data" or isinstance(v, _PLAIN)}
     if isinstance(one, dict):
         held[_ITEMS] = dict(one)

@@ -1,4 +1,4 @@
-"""Operators and calls of memopt's own, which stand in a traced graph for what eager runs."""
+"""Defines operators and calls of memopt's own, which replace what eager runs in a traced graph."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def define(
     described: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
-    """Make an operator of memopt's own; once in a process for each schema.
+    """Define an operator of memopt's own, once in a process for each schema.
 
     Args:
         schema: "name.form(arguments) -> results", or without a form.
-        kernel: computes it; no autograd.
-        described: its fake kernel: the results without their values.
-        tags: torch's tags of it.
+        kernel: computes the operator; no autograd.
+        described: the fake kernel: makes the results without their values.
+        tags: torch's tags of the operator.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)
@@ -37,7 +37,7 @@ def define(
 
 
 def functional_name(overload: Any) -> str:
-    """The name, and form, of an operator that does on a copy what `overload` does in place:
+    """Return the name, and form, of the out-of-place operator for an in-place `overload`:
     "masked_fill.Scalar"."""
     schema = schema_of(overload)
     name = schema.name.removeprefix("aten::").rstrip("_")
@@ -46,18 +46,18 @@ def functional_name(overload: Any) -> str:
 
 @dataclass(frozen=True)
 class Substitute:
-    """A function called in another way, under its own name.
+    """Calls a function in another way, under the function's own name.
 
     Attributes:
         function: an operator overload or a function of torch.
-        way: runs it: `way(function, *args, **kwargs)`.
+        way: runs the function: `way(function, *args, **kwargs)`.
     """
 
     function: Any
     way: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the function that way."""
         return self.way(self.function, *args, **kwargs)
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Substitute:
 
 
 class CallsThrough(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """A mode in which every operator is called by `call(operator, args, kwargs)`."""
+    """A dispatch mode that calls every operator by `call(operator, args, kwargs)`."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state, from an optimizer's instance or its name.
+"""Counts bytes of optimizer state, from an optimizer's instance or its name.
 
 Per parameter of n elements (p: bytes of the parameter's own element):
 
@@ -37,7 +37,7 @@ class OptimizerState:
     Attributes:
         name: the optimizer, for people.
         bytes_total: over all trainable parameters, in the allocator's blocks.
-        parts: (what, bytes), for the sum that is printed.
+        parts: (description, bytes), whose sum is printed.
     """
 
     name: str
@@ -52,8 +52,8 @@ PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]
     torch.optim.RMSprop: lambda group: 1 + int(bool(group["momentum"])) + int(group["centered"]),
     torch.optim.Adagrad: lambda _group: 1,
 }
-"""Optimizers that treat every parameter on its own, and how many tensors of its size they keep for
-one, by its group's options."""
+"""Optimizers that treat every parameter on its own → how many tensors of its size they keep for it,
+by its group's options."""
 
 
 def optimizer_state(
@@ -61,10 +61,10 @@ def optimizer_state(
     parameters: Iterable[torch.Tensor],
     block_bytes: int = 1,
 ) -> OptimizerState:
-    """The state that an optimizer keeps for a model's trainable parameters.
+    """Return the state that an optimizer keeps for a model's trainable parameters.
 
     Args:
-        optimizer: a name (see the module), a `torch.optim` instance, or None (nothing).
+        optimizer: a name (see the module), a `torch.optim` instance, or None (no state).
         parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
         block_bytes: the allocator's granularity.
 
@@ -101,8 +101,8 @@ def optimizer_state(
 def smaller_states(
     state: OptimizerState, parameters: Iterable[torch.Tensor], block_bytes: int = 1
 ) -> tuple[tuple[str, int], ...]:
-    """(name, bytes saved) of the same optimizer with smaller state, most saved first: "adamw-8bit"
-    for "adamw". Nothing for an optimizer that has no name here. Arguments as of `optimizer_state`.
+    """Return (name, bytes saved) of the same optimizer with smaller state, most saved first:
+    "adamw-8bit" for "adamw". Empty for an unnamed optimizer. Arguments as of `optimizer_state`.
     """
     own = state.name.lower()
     if own not in OPTIMIZERS:
@@ -133,7 +133,7 @@ def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]
 
 
 def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> OptimizerState:
-    """State that is there already, else what the class will make at its first step."""
+    """Return the present state, or else the state that the class will make at its first step."""
     name = type(optimizer).__name__
     total = 0
     for group in optimizer.param_groups:
@@ -147,7 +147,7 @@ def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> Optimize
 def state_sizes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> list[int]:
-    """Bytes of each state tensor of one parameter; step counts, on the CPU, do not count."""
+    """Return bytes of each state tensor of a parameter; step counts, on the CPU, do not count."""
     held = optimizer.state.get(parameter)
     if held:
         tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]

@@ -25,11 +25,11 @@ class Profiled:
         lowering: the graph's map to FX nodes (unpriced).
         captured: the joint graph and its compiled wrapper.
         baseline: the unplanned step.
-        torch_device: where it runs.
-        record: what it was captured for, as plan files store it.
-        notes: what a user should know about the figures.
+        torch_device: where the step runs.
+        record: the model and example call that it was captured for, as plan files store them.
+        notes: for the user, about the figures.
         optimizer: the optimizer's state, resident in the graph; None: not asked for.
-        stages: what was done to the step since it was captured, see `memopt.stages`.
+        stages: the stages that the step has passed since its capture, see `memopt.stages`.
     """
 
     graph: Graph
@@ -51,8 +51,8 @@ class Baseline:
         peak_bytes: total device memory, resident included.
         step_time_s: seconds, median.
         measured: whether it was measured (else replayed from the graph).
-        library_bytes: what libraries keep on the device from step to step (`library_bytes`);
-            not in the peak of `measure_baseline`, which counts from where a step begins.
+        library_bytes: memory that libraries keep on the device from step to step (`library_bytes`);
+            not in the peak of `measure_baseline`, which counts from the step's beginning.
     """
 
     peak_bytes: int
@@ -68,9 +68,9 @@ class ProfiledStep(Profiled):
     Attributes:
         parts: the captured step and its updates.
         user_call: the user's own example call of the model.
-        host_state_bytes: of the optimizer's state that is on the host between updates, and not
-            resident; 0: it stays on the device.
-        movable_state_bytes: of the optimizer's state that is a part of the graph, and may move.
+        host_state_bytes: optimizer state that is on the host between updates, and not resident; 0:
+            it stays on the device.
+        movable_state_bytes: optimizer state that is a part of the graph, and may move.
     """
 
     parts: StepParts | None = None

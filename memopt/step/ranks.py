@@ -1,7 +1,7 @@
-"""The processes that plan and run one step together: what each says to the others.
+"""Lets the processes that plan and run one step together exchange messages.
 
-Collectives of the step itself run on the user's process groups; what is said here goes over a
-gloo group of its own, which has the default group's timeout.
+The step's own collectives run on the user's process groups; the messages here go over a separate
+gloo group, which has the default group's timeout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ranks:
 
     Attributes:
         members: their ranks in the world, ascending.
-        group: a gloo group of them.
+        group: their gloo group.
     """
 
     members: tuple[int, ...]
@@ -45,15 +45,15 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that plans."""
+        """Return whether this process is the one that plans."""
         return torch.distributed.get_rank() == self.members[0]
 
     def exchanged(self, value: T, doing: str) -> list[T]:
-        """What each rank gives, in their order.
+        """Exchange values; return each rank's, in the order of ranks.
 
         Args:
-            value: to be pickled.
-            doing: what happens here, for messages.
+            value: this rank's, picklable.
+            doing: the present activity, for messages.
 
         Raises:
             RankError: a rank is gone, or does not answer within the group's timeout.
@@ -61,7 +61,7 @@ class Ranks:
         return [value for _, value in self._told((doing, value), doing)]
 
     def _told(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
-        """What each rank says: (what it does, a value), or (FAILED, how)."""
+        """Exchange messages: (activity, value), or (FAILED, reason)."""
         found: list[Any] = [None] * len(self.members)
         with lost_ranks(doing):
             torch.distributed.all_gather_object(found, word, group=self.group)
@@ -76,7 +76,7 @@ class Ranks:
         return found
 
     def from_first(self, make: Callable[[], T], doing: str) -> T:
-        """What the first rank makes, or the error that it meets, on all of them.
+        """Run `make` on the first rank; return its result, or raise its error, on all ranks.
 
         Raises:
             RankError: a rank is gone. And whatever `make` raises, on every rank.
@@ -96,13 +96,13 @@ class Ranks:
         return made_there
 
     def tell(self, how: str) -> None:
-        """Leave word for the other ranks of how a step failed here."""
+        """Leave a message for the other ranks on how a step failed here."""
         with suppress(RuntimeError, ValueError):
             rank = torch.distributed.get_rank()
             self._store().set(_WORD, f"rank {rank} failed {how}")
 
     def told(self) -> str | None:
-        """How a step failed on another rank, if it has left word."""
+        """Return how a step failed on another rank, if it has left a message."""
         with suppress(RuntimeError, ValueError):
             store = self._store()
             if store.check([_WORD]):
@@ -114,11 +114,11 @@ class Ranks:
         return private("torch.distributed.distributed_c10d._get_default_store")()
 
     def check_same(self, facts: dict[str, str], doing: str) -> None:
-        """Raise RankError on every rank where one of the facts is not the same on all of them.
+        """Raise RankError on every rank unless each fact is the same on all of them.
 
         Args:
-            facts: what → its value, for people.
-            doing: what happens here, for messages.
+            facts: name → value, for people.
+            doing: the present activity, for messages.
         """
         everyone = self.exchanged(facts, doing)
         for what, expected in everyone[0].items():
@@ -132,12 +132,12 @@ class Ranks:
 
     @contextmanager
     def failing_together(self, doing: str) -> Iterator[None]:
-        """What fails on one rank in the block fails on all: there with its own error, on the others
-        with a RankError that tells it."""
+        """Make an error on one rank in the block fail all: there with its own error, on the others
+        with a RankError that quotes it."""
         try:
             yield
         except RankError:
-            raise  # The others have it, too.
+            raise  # the other ranks have it, too
         except Exception as error:
             with suppress(RankError):
                 self._told((_FAILED, f"{type(error).__name__}: {error}"), doing)
@@ -149,13 +149,13 @@ _SAME = "Every rank must run the same script with the same model, arguments and 
 
 _NOW: ContextVar[Ranks | None] = ContextVar("memopt_ranks", default=None)
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Default group → ranks → their gloo group. A default group that has been destroyed takes them with
-it: another one may come to the same address."""
+"""Default group → ranks → their gloo group. They end with a default group that is destroyed, since
+another one may get the same address."""
 
 
 @contextmanager
 def together(ranks: Ranks | None) -> Iterator[None]:
-    """Context in which measurements are made by all ranks, in step with one another."""
+    """Make all ranks measure in step with one another inside."""
     token = _NOW.set(ranks)
     try:
         yield
@@ -164,15 +164,15 @@ def together(ranks: Ranks | None) -> Iterator[None]:
 
 
 def alone() -> bool:
-    """Whether no other rank measures with this one."""
+    """Return whether no other rank measures together with this one."""
     return _NOW.get() is None
 
 
 def check_together(model: nn.Module) -> None:
-    """Refuse to measure, on one rank's own account, what ranks run together.
+    """Refuse to measure on one rank alone a model that several ranks run together.
 
     Raises:
-        ValueError: ranks hold parts of the model, and do not measure together now.
+        ValueError: several ranks hold parts of the model, and do not measure together now.
     """
     if alone() and ranks_of(model) is not None:
         raise ValueError(
@@ -182,7 +182,7 @@ def check_together(model: nn.Module) -> None:
 
 
 def largest(values: Sequence[float]) -> list[float]:
-    """The values, each the largest of all ranks that measure together."""
+    """Return the values, each the largest over all ranks that measure together."""
     ranks = _NOW.get()
     if ranks is None:
         return list(values)
@@ -191,17 +191,17 @@ def largest(values: Sequence[float]) -> list[float]:
 
 
 def meet() -> None:
-    """Where ranks measure together: go on when all have come this far.
+    """Wait, if ranks measure together, until all have come this far.
 
     Raises:
-        RankError: one has failed, and does not come.
+        RankError: a rank has failed, and does not come.
     """
     largest([])
 
 
 @contextmanager
 def lost_ranks(doing: str) -> Iterator[None]:
-    """Context in which the error of a process group is told as what it means.
+    """Turn a process group's error inside into one that says what it means.
 
     Raises:
         RankError: another rank is gone, or does not answer.
@@ -215,7 +215,7 @@ def lost_ranks(doing: str) -> Iterator[None]:
 
 
 def lost(error: Exception, doing: str) -> RankError:
-    """What the error of a process group means."""
+    """Return the RankError that says what a process group's error means."""
     reason = str(error).strip().partition("\n")[0]
     return RankError(
         f"another rank is gone, or did not answer in time, while {doing}: {reason}. Look at the "
@@ -224,8 +224,8 @@ def lost(error: Exception, doing: str) -> RankError:
 
 
 def members_of(model: nn.Module) -> tuple[int, ...]:
-    """The ranks that hold parts of a model's parameters or buffers, ascending; none: it has no
-    DTensors."""
+    """Return the ranks that hold parts of a model's parameters or buffers, ascending; none if it
+    has no DTensors."""
     members: set[int] = set()
     for tensor in (*model.parameters(), *model.buffers()):
         mesh: Any = getattr(tensor, "device_mesh", None)
@@ -235,13 +235,13 @@ def members_of(model: nn.Module) -> tuple[int, ...]:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that hold parts of a model's parameters; None: this one has all of it, or
-    there is no other (the `fake` process group's ranks are not there)."""
+    """Return the processes that hold parts of a model's parameters; None: this one has all of it,
+    or is alone (the `fake` process group's ranks do not exist)."""
     return _ranks(members_of(model))
 
 
 def ranks_in(mesh: DeviceMesh) -> Ranks | None:
-    """The processes of a mesh; None as for `ranks_of`."""
+    """Return the processes of a mesh; None as for `ranks_of`."""
     return _ranks(tuple(sorted(mesh.mesh.flatten().tolist())))
 
 
@@ -253,7 +253,7 @@ def _ranks(members: tuple[int, ...]) -> Ranks | None:
 
 
 def _group(members: tuple[int, ...]) -> Any:
-    """The gloo group of some ranks, made once by all of them."""
+    """Return the gloo group of some ranks, made once by all of them."""
     groups = _GROUPS.setdefault(torch.distributed.group.WORLD, {})
     if members not in groups:
         groups[members] = torch.distributed.new_group(
@@ -263,12 +263,12 @@ def _group(members: tuple[int, ...]) -> Any:
 
 
 def timeout() -> timedelta | None:
-    """How long the default group's collectives wait for a rank; None: torch's own default."""
+    """Return how long the default group's collectives wait for a rank; None: torch's default."""
     return timeout_of(torch.distributed.group.WORLD)
 
 
 def is_of_group(error: Exception) -> bool:
-    """Whether an error says that a process group's collective failed."""
+    """Return whether an error says that a process group's collective failed."""
     if not isinstance(error, RuntimeError):
         return False
     text = f"{type(error).__name__} {error}"
@@ -277,7 +277,7 @@ def is_of_group(error: Exception) -> bool:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as it can be sent to another process."""
+    """Return the error in a form that can be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except (TypeError, pickle.PicklingError, AttributeError):
@@ -286,7 +286,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _apart(one: str, other: str) -> tuple[str, str]:
-    """Two texts, from a little before where they differ."""
+    """Cut two texts to begin a little before their first difference."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other
     pairs = enumerate(zip(one, other, strict=False))

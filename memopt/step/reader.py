@@ -1,4 +1,4 @@
-"""The objects that a trace read, as expressions over the model, with their values of that time."""
+"""Turns what a trace read into expressions over the model, with their values at capture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt.step.dynamo_guards import DynamoGuard, TraceGuards
 from memopt.torch_private.expressions import DEFAULT_DEVICE, GLOBAL_HOOKS, ROOT
 
 HOOKS = re.compile(r"\._(?:global_)?((?:forward|backward)(?:_pre)?)_hooks$")
-"""An expression that reads the hooks of a module, or of all."""
+"""Expression that reads the hooks of a module, or of all modules."""
 
 _DYNAMOS_OWN = ("__init__", "__setstate__")
 """Functions of nn.Module that dynamo replaces by its own when torch.compile is first used."""
@@ -32,13 +32,13 @@ class Gone:
 GONE = Gone()
 
 UNREADABLE = (AttributeError, KeyError, IndexError, TypeError, ValueError, NameError)
-"""Errors of reading an expression where an object on the way is gone or another."""
+"""Errors of reading an expression if an object on the way is gone or replaced."""
 
 _LONGEST = 80
 
 
 def same(found: Any, planned: Any) -> bool:
-    """Whether two values are one to a trace. Signed zeros are two; NaN is NaN."""
+    """Return whether two values are the same to a trace. Signed zeros differ; NaN equals NaN."""
     if found is planned:
         return True
     if type(found) is not type(planned):
@@ -52,16 +52,16 @@ def same(found: Any, planned: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Dependency:
-    """One thing that the trace read.
+    """One value that the trace read and relied on.
 
     Attributes:
-        shown: where, for people.
-        source: where, as an expression over `model`.
-        look: what about it counts, as an expression over `model`.
-        planned: what the look gave when the graph was captured.
-        identity: whether it must be the same object, not just an equal one.
-        shared: whether it is a global thing, which others change for reasons of their own, or one
-            that the forward changes.
+        shown: the place, for people.
+        source: the place, as an expression over `model`.
+        look: the property that counts, as an expression over `model`.
+        planned: the look's value when the graph was captured.
+        identity: whether the value must be the same object, not just an equal one.
+        shared: whether the value is global, so that others may change it, or changed by the
+            forward.
     """
 
     shown: str
@@ -72,11 +72,11 @@ class Dependency:
     shared: bool = False
 
     def differs(self, found: Any) -> bool:
-        """Whether what the look gives now is not what was planned."""
+        """Return whether the look's present value is not the planned one."""
         return found is not self.planned if self.identity else not same(found, self.planned)
 
     def difference(self, found: Any) -> str:
-        """For people: where, what was planned, and what is there now."""
+        """Return a text for people: the place, the planned value, and the present one."""
         hooks = HOOKS.search(self.source)
         if hooks is not None and isinstance(found, tuple):
             return self._other_hooks(hooks[1].replace("_", "-"), found)
@@ -116,7 +116,7 @@ class Dependency:
 
 
 def _name(value: Any) -> str:
-    """A function or class by its name, and its place if it is written in Python."""
+    """Return the name of a function or class, and its place if it is written in Python."""
     code = getattr(value, "__code__", value)
     if isinstance(code, types.CodeType):
         name = getattr(value, "__qualname__", code.co_qualname)
@@ -125,7 +125,7 @@ def _name(value: Any) -> str:
 
 
 def described(value: Any) -> tuple[Any, ...]:
-    """The properties in which two values must agree to be the same to a captured graph."""
+    """Return the properties in which two values must agree to be the same to a captured graph."""
     if isinstance(value, torch.Tensor):
         return (
             "tensor",
@@ -135,12 +135,12 @@ def described(value: Any) -> tuple[Any, ...]:
             value.device,
             value.requires_grad,
         )
-    # NaN is no reason to refuse: it is compared by its text.
+    # NaN is compared by its text, so that it equals itself.
     return ("value", type(value), value if value == value else repr(value))
 
 
 def described_text(description: tuple[Any, ...]) -> str:
-    """A description for people."""
+    """Return a description as a text for people."""
     if description[0] == "tensor":
         _, shape, stride, dtype, device, grad = description
         suffix = ", requires_grad" if grad else ""
@@ -154,15 +154,15 @@ _ITSELF = "{x}"
 # Kinds of guards that ask for the same object.
 _IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH")
 
-# Kind of guard → what is compared; {x} is the guarded thing, {a} the guard's detail. The type, for
-# kinds that are not here.
+# Kind of guard → what is compared; {x} is the guarded value, {a} the guard's detail. Other kinds
+# compare the type.
 _LOOKS = {
     **dict.fromkeys(_IDENTITY, _ITSELF),
     **dict.fromkeys(
         ("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "CONSTANT_SUBCLASS_MATCH"),
         _ITSELF,
     ),
-    # Closures are made anew all the time; what they close over has guards of its own.
+    # Closures are made anew all the time; the variables that they capture have guards of their own.
     "CLOSURE_MATCH": "getattr({x}, '__code__', {x})",
     "NOT_NONE_MATCH": "{x} is None",
     "SEQUENCE_LENGTH": "len({x})",
@@ -177,8 +177,8 @@ _LOOKS = {
     "TENSOR_MATCH": "described({x})",
 }
 
-# Not looked at: what the call gives (the guard compares it), Dynamo's own wrapper around the
-# model, how torch takes trees of arguments apart, and memopt's own code.
+# Not looked at: the call's arguments (memopt's own guard compares them), Dynamo's own wrapper
+# around the model, torch's flattening of arguments, and memopt's own code.
 _ELSEWHERE = re.compile(
     r"L\['flat_args'\]|L\['self'\](?!\._modules\['_export_root'\])|G\['ExportTracerOutput'\]|"
     r"G\['pytree'\]|G\['__builtins_dict|__import_torch_dot__dynamo|__pytree|_pytree\.|^__import__|"
@@ -187,7 +187,7 @@ _ELSEWHERE = re.compile(
 _REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 _CELL = re.compile(r"^(.*)\.__closure__\[(\d+)\]\.cell_contents")
 
-# How torch itself is set, where that decides what a trace consists of.
+# Settings of torch that decide what a trace consists of.
 _SETTINGS = (
     *GLOBAL_HOOKS,
     "torch.get_default_dtype()",
@@ -204,16 +204,16 @@ def _words(expression: str) -> list[str]:
 
 
 def read(expression: str, model: nn.Module, names: dict[str, Any]) -> Any:
-    """The value of an expression over the model."""
+    """Evaluate an expression over the model."""
     return eval(expression, {**names, "model": model})
 
 
 class TraceReader:
-    """Reads what the guards of one trace are about, as it is now.
+    """Reads the present values that one trace's guards are about.
 
     Attributes:
-        names: what the expressions of the dependencies call.
-        tensors: expression → tensor that was read there.
+        names: values of the names in the dependencies' expressions.
+        tensors: expression → the tensor that it read.
     """
 
     def __init__(self, model: nn.Module, guards: TraceGuards) -> None:
@@ -228,8 +228,8 @@ class TraceReader:
         self._changed = (*places, "\0")
 
     def dependencies(self) -> list[Dependency]:
-        """Everything that was read but what the forward changes and changes back; what other things
-        are found through comes first."""
+        """Return everything that was read, except what the forward changes and changes back. A
+        dependency comes after those on the way to it."""
         undone = self._guards.undone or ("\0",)
         told = [
             guard
@@ -244,27 +244,29 @@ class TraceReader:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """What the forward changes in objects that were there before it."""
+        """Return the forward's changes to objects that existed before it."""
         return self._guards.changes
 
     def read_later(self, source: str) -> Callable[..., Any]:
-        """What reads one of Dynamo's expressions, given the model (and whatever else)."""
+        """Return a function that reads one of Dynamo's expressions, given the model (and
+        others)."""
         look = f"lambda model, *_: {self._expression(source)}"
         reads: Callable[..., Any] = eval(look, dict(self.names))
         return reads
 
     def shown(self, source: str) -> str:
-        """One of Dynamo's expressions, for people."""
+        """Return one of Dynamo's expressions as a text for people."""
         text = self._shown(self._expression(source).removesuffix(".cell_contents"))
         return text or self._root
 
     def unregistered(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """The tensors that the model does not register, and where they were read."""
+        """Return the tensors that the model does not register, and the expressions that read
+        them."""
         found = self.tensors.items()
         return tuple((s, t) for s, t in found if id(t) not in self._registered)
 
     def _watch(self, guard: DynamoGuard) -> Dependency | None:
-        """The dependency of a guard; None if there is nothing to look at, or others do."""
+        """Return the dependency of a guard; None if it needs no look, or others cover it."""
         source = self._expression(guard.name)
         template = _LOOKS.get(guard.kind, "type({x})")
         if HOOKS.search(source):
@@ -285,7 +287,7 @@ class TraceReader:
                 if id(value) in self._registered:
                     return None
             if identity and self._read(source) is not value:
-                # Made by every look, such as a bound method.
+                # Each look makes a new object, such as a bound method.
                 identity, look = False, f"type({source})"
             planned = self._seen(look, source, value)
         except UNREADABLE:
@@ -304,7 +306,7 @@ class TraceReader:
             yield Dependency(source, source, setting, self._read(setting))
 
     def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
-        """The traced functions in the classes of what was read: a class may get another one."""
+        """Yield dependencies on traced functions in the read values' classes, which may change."""
         classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):
@@ -318,7 +320,7 @@ class TraceReader:
                     yield Dependency(shown, source, source, value, identity=True)
 
     def _aliased(self) -> Iterator[Dependency]:
-        """Tensors that were read in several places and were one."""
+        """Yield a dependency for each further place of a tensor that was read in several."""
         first: dict[int, str] = {}
         for source, tensor in self.tensors.items():
             other = first.setdefault(id(tensor), source)
@@ -327,7 +329,7 @@ class TraceReader:
                 yield Dependency(shown, source, f"{source} is {other}", True)
 
     def _seen(self, look: str, source: str, value: Any) -> Any:
-        """What a look at a value shows; the commonest without reading the value again."""
+        """Return the value of a look; the commonest looks do not read the value again."""
         if look == source:
             return value
         return type(value) if look == f"type({source})" else self._read(look)
@@ -343,7 +345,7 @@ class TraceReader:
     def _expression(self, name: str) -> str:
         text = name.replace(ROOT, "model")
         text = re.sub(r"\bG\['([^']+)'\]", lambda m: self._aliases.get(m[1], "absent"), text)
-        # Dynamo copies the dictionaries of classes before it looks into them.
+        # Dynamo copies the dictionaries of classes before it reads them.
         return re.sub(r"\bdict\(((?:[^()]|\([^()]*\))*\.__dict__)\)", r"\1", text)
 
     def _shown(self, source: str) -> str:

@@ -1,4 +1,4 @@
-"""The record of a model and its example call that plans keep, and a call made from a record."""
+"""Makes the record of a model and its example call that plans keep, and a call from a record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memopt.step.ranks import members_of
 from memopt.torch_private import pytree
 
 _LARGEST_EXAMPLE_BYTES = 2**44
-"""The most that one tensor of an example call may take; larger ones are not even reserved."""
+"""Most bytes of one tensor of an example call; larger ones are not even reserved."""
 
 
 def record_of(
@@ -40,15 +40,15 @@ def record_of(
     rules: StepRules = PLAIN,
     channels_last: bool = False,
 ) -> ModelRecord:
-    """The record of a model in its present mode, and of its example call.
+    """Record a model in its present mode, and its example call.
 
     Args:
         model: the model.
         call: its example call.
-        device: where both are.
+        device: the device of both.
         block_bytes: the allocator's granularity in the captured graph.
-        graphs: as captured and as priced, if it was captured.
-        output_gradients: what the captured loss does with the model's output.
+        graphs: the captured graph and the priced one, if it was captured.
+        output_gradients: how the captured loss uses the model's output.
         loss_bytes, library_bytes, kernels, aten_regions, rules, channels_last: see
             `ModelRecord`.
     """
@@ -79,7 +79,7 @@ def record_of(
 
 
 def example_call(record: ModelRecord) -> Call:
-    """A call with the recorded arguments; tensors hold zeros.
+    """Return a call with the recorded arguments; tensors hold zeros.
 
     Raises:
         PlanFileError: a tensor cannot be made here; the message says why.

@@ -1,4 +1,4 @@
-"""A region as a graph of its own: what goes in, what comes out, and what it computes."""
+"""A region as a graph of its own: its inputs, its outputs and its computation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 _ALIGNED = 64
-"""Bytes: kernels may ask where in them a tensor begins."""
+"""Bytes: kernels may depend on a tensor's beginning within a block of so many."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor that goes into a region or comes out of it: all that its kernel depends on."""
+    """TensorLayout of a region's input or output: all that the region's kernel depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,7 +24,7 @@ class TensorLayout:
 
     @staticmethod
     def of(value: torch.Tensor) -> TensorLayout:
-        """The layout of a tensor; of its offset what matters to alignment."""
+        """Return the layout of a tensor; its offset only as far as it matters to alignment."""
         offset = int(value.storage_offset()) % max(1, _ALIGNED // value.dtype.itemsize)
         return TensorLayout(
             tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset
@@ -43,11 +43,11 @@ class Subgraph:
     Attributes:
         graph: of ATen operators; its placeholders are the inputs, then the dropouts' seeds.
         inputs: nodes of the step that the region reads.
-        outputs: nodes of the step whose values it writes, each in memory of its own.
-        again: those of them whose values the forward wrote, too: it writes them for what reads
-            them in the backward.
-        values: of the outputs, as the region writes them (fake).
-        layouts: of the placeholders.
+        outputs: nodes of the step whose values the region writes, each in memory of its own.
+        again: the outputs whose values the forward wrote, too: the region writes them again for
+            readers in the backward.
+        values: the outputs' (fake) values, as the region writes them.
+        layouts: the placeholders' layouts.
         results: the outputs' layouts.
         dropouts: the dropouts of the step whose masks the region makes, in the order of their
             seeds: its own, and those whose masks it reads.

@@ -1,4 +1,4 @@
-"""Tensors of which the present rank has a part (torch's DTensor)."""
+"""Reads and replaces the present rank's parts of tensors (torch's DTensor)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from memopt.torch_private.tensors import SHARD, shard_of, spec_of
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What the present rank holds of a tensor: of a DTensor its shard, else the tensor."""
+    """Return the present rank's part of a tensor: a DTensor's shard, else the tensor."""
     return shard_of(tensor) if hasattr(tensor, SHARD) else tensor
 
 
 def with_local_part(
     tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """A DTensor of the same mesh, placements and shape over another local part."""
+    """Make a DTensor of the same mesh, placements and shape over another local part."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)

@@ -1,12 +1,12 @@
-"""What a forward leaves behind in Python objects beside its outputs, and how planned steps do, too.
+"""Repeats a forward's side effects on Python objects in planned steps.
 
-A list of auxiliary losses, a dict of features that a hook fills, `self.last_attention = ...`: a
-graph computes such tensors and returns none of them. So the model is traced once more, with the
-values that it leaves behind as outputs; after each planned forward they are put where the model
-puts them, in its order. They have gradients as all outputs do.
+A forward may leave tensors in a list of losses, a dict of features or `self.last_attention`; its
+graph computes them and returns none. So the model is traced once more with these values as outputs.
+After each planned forward they are put where the model puts them, in its order. They have gradients
+as all outputs do.
 
-What a trace sees as a constant (a flag that is set) is set anew at each call. A value that is
-another one at each call (a counter) cannot be: such a model is refused, the object named.
+A value that the trace sees as a constant (a flag that is set) is set anew at each call. A value
+that differs at each call (a counter) cannot be: such a model is refused, and the object named.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memopt.step.reader import GONE, TraceReader, same
 from memopt.step.traced_arguments import Place, with_arguments
 
 Read: TypeAlias = Callable[[nn.Module, Call], Any]
-"""Reads an object, given the model and the call."""
+"""Function that reads an object, given the model and the call."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Effect:
     """One change that each call makes to one object.
 
     Attributes:
-        change: what it is. Its kind "replace" gives a list other items from one position on.
-        owner: reads the object from where the forward has it.
+        change: the change. Its kind "replace" gives a list other items from one position on.
+        owner: reads the object where the forward finds it.
         shown: the object, for people.
-        path: of an argument of the call, the way to the object: a position or name, then indices
-            and keys; of others empty.
-        values: what is set or added: a constant, what reads an object that exists, or None for
-            a value that the call makes.
+        path: for an argument of the call, the way to the object: a position or name, then indices
+            and keys; else empty.
+        values: the values set or added: a constant, a function that reads an existing object, or
+            None for a value that the call makes.
     """
 
     change: Change
@@ -61,18 +61,18 @@ class Effect:
 
     @property
     def is_made_by_call(self) -> bool:
-        """Whether values of it come from the graph: then all of them do."""
+        """Return whether its values come from the graph: if one does, all do."""
         return None in self.values
 
     @property
     def text(self) -> str:
-        """Tells it from other effects."""
+        """Return a text that identifies the effect."""
         values = [repr(v) if isinstance(v, Constant) else v is None for v in self.values]
         name = "" if self.change.kind == "append" else repr(self.change.name)
         return f"{self.shown} {self.change.kind} {name} {values}"
 
     def resolved(self, model: nn.Module, call: Call) -> list[Any]:
-        """The values that are known without the graph."""
+        """Return the values that are known without the graph."""
         return [
             copy.deepcopy(v.value) if isinstance(v, Constant) else v and v(model, call)
             for v in self.values
@@ -81,7 +81,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class SideEffects:
-    """All that a forward leaves behind.
+    """All side effects of a forward.
 
     Attributes:
         effects: the changes, in their order.
@@ -93,21 +93,21 @@ class SideEffects:
         return bool(self.effects)
 
     def __str__(self) -> str:
-        """Tells them from others."""
+        """Return a text that identifies the effects."""
         return "\n".join(one.text for one in self.effects)
 
     @property
     def shown(self) -> list[str]:
-        """The changed objects, for people."""
+        """Return the changed objects, for people."""
         return list(dict.fromkeys(one.shown for one in self.effects))
 
     @property
     def made_by_call(self) -> tuple[Effect, ...]:
-        """Those for which the graph returns values."""
+        """Return the effects for which the graph returns values."""
         return tuple(one for one in self.effects if one.is_made_by_call)
 
     def places(self, model: nn.Module, call: Call) -> list[Place]:
-        """Where the values are left for which the graph returns some."""
+        """Return the places that get values from the graph."""
         return [
             (
                 one.path,
@@ -140,8 +140,7 @@ class SideEffects:
 
     @contextmanager
     def constants_set(self, model: nn.Module, call: Call) -> Iterator[None]:
-        """Context in which attributes and items that the forward sets to constants have these
-        values."""
+        """Set attributes and items inside to the constants that the forward sets them to."""
         steps = [
             (one.change, one.owner(model, call), one.resolved(model, call))
             for one in self.effects
@@ -157,7 +156,7 @@ class SideEffects:
                 one()
 
     def set_other_constants(self, model: nn.Module, call: Call) -> bool:
-        """Whether attributes or items get constants that they do not have now."""
+        """Return whether attributes or items get constants other than their present values."""
         for one in self.effects:
             name, owner = one.change.name, one.owner(model, call)
             if one.is_made_by_call or one.change.kind not in ("attribute", "item"):
@@ -172,18 +171,18 @@ NO_EFFECTS = SideEffects()
 
 
 def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffects:
-    """The side effects of a trace.
+    """Return the side effects of a trace.
 
     Args:
-        model, call: what was traced.
-        reader: reads what the trace read.
+        model, call: the traced model, and its call.
+        reader: reads the values that the trace read.
 
     Raises:
-        CaptureError: a planned step could not do the same; the message names the object.
+        CaptureError: a planned step could not repeat one; the message names the object.
     """
     exchanged = [c for c in reader.changes if c.source.endswith(("._parameters", "._modules"))]
     if exchanged:
-        # Optimizers know parameters by what they are, not by their names.
+        # Optimizers know parameters by identity, not by name.
         raise CaptureError(why_not_left_behind([_of_object(c, reader).shown for c in exchanged]))
     effects = []
     for change in with_arguments(reader.changes):
@@ -212,13 +211,13 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
             if len(effect.owner(model, call)) != change.name:
                 effect = replace(effect, change=replace(change, kind="replace"))
             elif not change.values:
-                continue  # as long as it was
+                continue  # it keeps its length
         effects.append(effect)
     return SideEffects(tuple(effects))
 
 
 def why_not_set(setting: str) -> str:
-    """The message on a setting of torch's that the forward changes."""
+    """Return the message on a setting of torch's that the forward changes."""
     return (
         f"the forward sets {setting}, which decides how torch computes from then on, and planned "
         "steps would not: set it before planning, or pass what it decides to the operators "
@@ -227,7 +226,7 @@ def why_not_set(setting: str) -> str:
 
 
 def _is_a_setting(change: Change, owner: Read, model: nn.Module, call: Call) -> bool:
-    """Whether a change is one of torch's settings (`torch.backends.cudnn.benchmark`)."""
+    """Return whether a change is to one of torch's settings (`torch.backends.cudnn.benchmark`)."""
     if change.kind != "attribute" or change.path:
         return False
     kind = type(owner(model, call))
@@ -237,7 +236,7 @@ def _is_a_setting(change: Change, owner: Read, model: nn.Module, call: Call) -> 
 
 
 def why_not_left_behind(shown: Sequence[str]) -> str:
-    """The message on objects that the forward changes and a planned step could not."""
+    """Return the message on objects that the forward changes and a planned step could not."""
     return (
         f"the forward changes Python state of {', '.join(shown)} in a way that a planned step "
         "cannot repeat: a count, an iterator, an object of a class of its own. Return such values "
@@ -280,7 +279,7 @@ def _of_argument(change: Change) -> Effect:
 
 
 def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
-    """Make a change."""
+    """Make a change to its owner, with these values."""
     match change.kind:
         case "attribute":
             _setter(owner)(owner, change.name, values[0])
@@ -305,7 +304,7 @@ def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
 
 
 def _as_it_is(change: Change, owner: Any) -> Callable[[], None]:
-    """What puts an attribute or item back to what it is now."""
+    """Return a function that restores an attribute's or item's present value."""
     name = change.name
     if change.kind == "item":
         value, setter, gone = _item(owner, name), _dict(owner).__setitem__, _dict(owner).__delitem__
@@ -319,17 +318,17 @@ def _item(owner: Any, name: Any) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """An object's own attribute; GONE if it has none, whatever its class has."""
+    """Return an object's own attribute; GONE if it has none, even if its class has one."""
     return getattr(owner, name, GONE) if name in getattr(owner, "__dict__", (name,)) else GONE
 
 
 def _dict(owner: Any) -> Any:
-    """Whose methods change a dict: those of its own class may do more, which was traced."""
+    """Return the class whose methods change a dict: its own may do more, which was traced."""
     return OrderedDict if isinstance(owner, OrderedDict) else dict
 
 
 def _setter(owner: Any) -> Callable[[Any, str, Any], None]:
-    """What sets an attribute: the `__setattr__` of a class may do more, which was traced."""
+    """Return what sets an attribute: a class's `__setattr__` may do more, which was traced."""
     if isinstance(owner, nn.Module):
         return nn.Module.__setattr__
     is_pythons = inspect.isfunction(type(owner).__setattr__)

@@ -1,4 +1,4 @@
-"""Signatures, by which two kernel calls are one measurement, and stand-in arguments to run one."""
+"""Describes kernel calls by signatures, one for each measurement, and makes stand-in arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.tensors import conjugated, negated
 
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
-"""Kernels that end the process on data that does not fit."""
+"""Kernels that end the process on arguments that do not fit each other."""
 
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
 """Errors of kernels whose arguments do not fit."""
@@ -27,7 +27,7 @@ _MOST_ANSWERS = 20_000
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor argument by everything that decides its kernel."""
+    """A tensor argument, with everything that decides its kernel."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,9 +35,9 @@ class TensorArgument:
     dtype: torch.dtype
     storage_bytes: int
     conjugated: bool = False
-    """Whether it is read as the conjugate of what is in memory: many kernels copy it first."""
+    """Whether it is read as the conjugate of its memory: many kernels copy it first."""
     negated: bool = False
-    """The same of its negative."""
+    """Whether it is read as the negative of its memory."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -45,7 +45,7 @@ class TensorArgument:
         return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}{read}"
 
     def over(self, flat: torch.Tensor) -> torch.Tensor:
-        """A tensor like it over the elements of a storage."""
+        """Make a tensor of this layout over the elements of a storage."""
         found = flat.as_strided(self.shape, self.stride, self.offset)
         found = conjugated(found) if self.conjugated else found
         return negated(found) if self.negated else found
@@ -70,8 +70,8 @@ def _describe(value: Any) -> Any:
 
 
 def describe_value(value: Any) -> Any:
-    """A call's arguments or a node's results: tensors and nodes become TensorArguments, in any
-    nest of lists, tuples and dicts."""
+    """Describe a call's arguments or a node's results: tensors and nodes become TensorArguments, in
+    any nest of lists, tuples and dicts."""
     return pytree.tree_map(_describe, value)
 
 
@@ -86,12 +86,12 @@ class Signature:
 
 
 def signature(node: Node) -> Signature:
-    """The signature of a kernel-call node of a joint graph."""
+    """Return the signature of a kernel-call node of a joint graph."""
     return call_signature(node.target, node.args, node.kwargs)
 
 
 def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
-    """The signature of a call, of tensors or of nodes that have them as values."""
+    """Return the signature of a call, whose arguments are tensors or nodes."""
     args, kwargs = each(_describe, tuple(args)), each(_describe, dict(kwargs))
     texts = each(_text, args), each(_text, kwargs)
     return Signature(target, args, kwargs, f"{target}{texts}")
@@ -101,20 +101,20 @@ _LEAVES = (Node, torch.Tensor, TensorArgument, str, int, float, NoneType, torch.
 
 
 def each(change: Callable[[Any], Any], arguments: Any) -> Any:
-    """A tuple or dict of arguments with each leaf changed, in any nest. Most are not nested, and
-    done without pytree, which takes ten times as long."""
+    """Change each leaf of a tuple or dict of arguments, in any nest. Most are not nested, and need
+    no pytree, which takes ten times as long."""
     if type(arguments) is tuple and all(isinstance(one, _LEAVES) for one in arguments):
         return tuple(map(change, arguments))
     return pytree.tree_map(change, arguments) if arguments else arguments
 
 
 def _text(described: Any) -> Any:
-    # What is described may itself be several: a node of several results.
+    # A description may itself be several: a node of several results.
     return str(described) if isinstance(described, _LEAVES) else pytree.tree_map(str, described)
 
 
 def values_of(node: Node) -> tuple[Any, ...]:
-    """The (fake) values of a node: one for a tensor, one per element for a list or tuple."""
+    """Return the (fake) values of a node: one for a tensor, one per element for a list or tuple."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return tuple(value)
@@ -124,7 +124,7 @@ def values_of(node: Node) -> tuple[Any, ...]:
 def output_mask(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[bool] | None:
-    """Which results a call's `output_mask` asks for; None: it has none, and all count."""
+    """Return a call's `output_mask`, which tells the results asked for; None: all are."""
     known = isinstance(target, OpOverload)
     names = [argument.name for argument in schema_of(target).arguments] if known else []
     if "output_mask" not in names:
@@ -137,10 +137,10 @@ def output_mask(
 
 
 class Answers(dict[Any, Any]):
-    """Answers about calls, found once each; all are forgotten when there are too many."""
+    """A cache of answers about calls; it is emptied when it holds too many."""
 
     def find(self, key: Any, find: Callable[[], Any]) -> Any:
-        """The answer for a key, found now if it is not known."""
+        """Return the answer for a key, which `find` finds if it is unknown."""
         if key not in self:
             if len(self) >= _MOST_ANSWERS:
                 self.clear()
@@ -153,8 +153,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def copied(arguments: Arguments) -> Arguments:
-    """The arguments with their tensors copied as they are laid out: `clone` leaves out gaps between
-    elements, and some kernels copy a tensor that has any."""
+    """Copy the arguments with their tensors' layouts: `clone` leaves out gaps between elements, and
+    some kernels copy a tensor that has any."""
     made: Arguments = pytree.tree_map_only(torch.Tensor, _whole_copy, arguments)
     return made
 
@@ -168,11 +168,11 @@ def _whole_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 class StandIns:
-    """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step
-    (some kernels clone the whole storage of what they get).
+    """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step (some
+    kernels clone an argument's whole storage).
 
-    Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True. They
-    are drawn by a generator of their own: training goes on with the numbers that it would have.
+    Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True. A
+    separate generator draws them, so that training's random numbers stay the same.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class StandIns:
         return wanted.over(flat)
 
     def arguments(self, one: Signature) -> Arguments:
-        """Fresh real arguments for a call."""
+        """Make real arguments for a call."""
         if one.text in self._given:
             return copied(self._given[one.text])
         args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))

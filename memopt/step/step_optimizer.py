@@ -1,12 +1,12 @@
-"""One optimizer step, cut into one update per parameter; with its state on the device or the host.
+"""Cuts an optimizer step into one update per parameter, with its state on the device or the host.
 
-An update narrows the optimizer's `param_groups` to one parameter, with that group's options as
-they are at that moment (so learning-rate schedulers work), and calls `step()`. This is the
-ordinary step, bit for bit, for optimizers that treat every parameter on its own.
+An update narrows the optimizer's `param_groups` to one parameter, with its group's present options
+(so that learning-rate schedulers work), and calls `step()`. This is the ordinary step, bit for bit,
+for optimizers that treat every parameter on its own.
 
 State on the host is not from a paper: ZeRO-Offload (arXiv:2101.06840) keeps state there, too, but
-updates there. Here the update is the optimizer's own, on the device. Nothing overlaps: an update
-brings its parameter's state, runs, and writes it back; its time and memory are measured as such.
+also updates there. Here the optimizer's own update runs on the device. Nothing overlaps: an update
+fetches its parameter's state, runs, and writes it back; its time and memory are measured so.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor 
 
 
 class Update:
-    """The target of update operators: `update(name, gradient)` updates one parameter;
-    `update(name, gradient, value)` one that the forward has given a value, which it takes first;
-    with `largest`, it is not updated unless that is finite.
+    """Target of update operators. `update(name, gradient)` updates one parameter; `update(name,
+    gradient, value)` first gives the parameter the forward's value; with `largest`, it updates only
+    if that is finite.
     """
 
     __name__ = "update"
@@ -40,16 +40,16 @@ class Update:
         self._run: weakref.ref[Run] | None = None
 
     def begin(self, run: Run) -> None:
-        """A train step begins, which updates by `run`. That is held weakly, so that a step that was
-        interrupted wherever is not thought to be running still."""
+        """Begin a train step, which updates by `run`. It is held weakly, so that an interrupted
+        step does not seem to be running still."""
         self._run = weakref.ref(run)
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self._run = None
 
     def run(self) -> Run | None:
-        """What it does; None: no train step is running."""
+        """Return the function that updates; None: no train step is running."""
         return None if self._run is None else self._run()
 
     def __call__(
@@ -70,17 +70,18 @@ class Update:
 
 
 def _is_memopts(hook: Any) -> bool:
-    """Whether a hook is memopt's own, which may see each parameter's step (`memopt.wrap`'s)."""
+    """Return whether a hook is memopt's own, which may see each parameter's step
+    (`memopt.wrap`'s)."""
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).startswith("memopt.")
 
 
 def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse what cannot be cut into one update per parameter.
+    """Refuse an optimizer that cannot be cut into one update per parameter.
 
     Raises:
-        ValueError: another optimizer class, hooks on the optimizer or on a gradient, parameters
-            of another model; the message names it and the remedy.
+        ValueError: the optimizer's class is unknown, it or a gradient has hooks, or it trains
+            another model's parameters; the message names the cause and the remedy.
     """
     kind = type(optimizer)
     if kind not in PER_PARAMETER:
@@ -116,17 +117,17 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
 
 
 def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """The group of options that a parameter is in."""
+    """Return a parameter's group of options."""
     return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
 
 
 def update_one(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """Step one parameter, leaving the optimizer's groups as they were."""
+    """Step one parameter, and restore the optimizer's groups."""
     groups = optimizer.param_groups
     group = group_of(optimizer, parameter)
-    # What is changed in place keeps the layout of the parameter, as autograd's own .grad would.
+    # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
     if gradient.stride() != parameter.stride():
         gradient = torch.empty_like(parameter).copy_(gradient)
     state = optimizer.state.get(parameter)
@@ -137,7 +138,7 @@ def update_one(
         optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.step()
     except BaseException:
-        # State made in part would never be completed.
+        # Incomplete state would never be completed.
         if before is None and not touch.changed():
             optimizer.state.pop(parameter, None)
         elif state is not None and before is not None:
@@ -150,8 +151,7 @@ def update_one(
 
 
 class Touch:
-    """Tells whether an update that failed has changed its parameter, or state that was there
-    before, in place."""
+    """Tells whether a failed update has changed its parameter, or its earlier state, in place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         state = optimizer.state.get(parameter) or {}
@@ -161,15 +161,15 @@ class Touch:
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
     def changed(self) -> bool:
-        """Whether it has, or could have without a trace."""
+        """Return whether the update has changed them, or could have unnoticed."""
         return self._fused or any(version_of(tensor) != seen for tensor, seen in self._versions)
 
 
 class HostState:
     """The state of one optimizer, on the host between updates.
 
-    `optimizer.state` holds host tensors meanwhile (pinned for CUDA; for a model on CPU, memory
-    that is not torch's), so `state_dict()` works. Counters without dimensions stay as they are.
+    `optimizer.state` holds host tensors between updates (pinned for CUDA; for a model on CPU, not
+    of torch's allocator), so `state_dict()` works. Counters without dimensions stay as they are.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,16 +178,16 @@ class HostState:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of state on the host now."""
+        """Return the bytes of state on the host now."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._hosted.values())
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Step one parameter as `update_one` does, its state away before and afterwards."""
+        """Step one parameter as `update_one` does; before and after, its state is on the host."""
         self.step(parameter, gradient)
         self.put_away(parameter)
 
     def step(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Bring a parameter's state and step it. If that fails, its state is as before."""
+        """Fetch a parameter's state and step the parameter. A failure restores the state."""
         states = self._optimizer.state
         before = states.get(parameter)
         try:
@@ -197,7 +197,7 @@ class HostState:
                 }
             update_one(self._optimizer, parameter, gradient)
         except BaseException:
-            # The host's copies have not been touched.
+            # The host's copies are unchanged.
             if before is None:
                 states.pop(parameter, None)
             else:
@@ -205,26 +205,26 @@ class HostState:
             raise
 
     def leave(self) -> None:
-        """Move what is on the device to the host: state from before, or just loaded."""
+        """Move state on the device to the host: earlier state, or state just loaded."""
         for parameter in list(self._optimizer.state):
             self.put_away(parameter)
 
     def settle(self) -> None:
-        """Wait until what has been written back can be read."""
+        """Wait until the state written back can be read."""
         for device in {parameter.device for parameter, _ in self._hosted}:
             runtime = backend_of(device).runtime
             if runtime is not None:
                 runtime.current_stream(device).synchronize()
 
     def come_back(self) -> None:
-        """Put all state on its parameter's device again, for `optimizer.step()`."""
+        """Move all state back to its parameter's device, for `optimizer.step()`."""
         for parameter, state in self._optimizer.state.items():
             for key in self._movable(state):
                 state[key] = self._brought(parameter, key, state[key])
         self._hosted.clear()
 
     def _brought(self, parameter: torch.Tensor, key: str, value: Any) -> Any:
-        """A copy on the device of what is on the host; everything else as it is."""
+        """Return a device copy of state on the host; everything else as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         away = value.dim() > 0 and value.device != parameter.device
@@ -233,11 +233,11 @@ class HostState:
                 value.size(), value.stride(), dtype=value.dtype, device=parameter.device
             )
             return there.copy_(value, non_blocking=True)
-        # A counter, which an update changes in place: a copy, so that a failure changes nothing.
+        # An update changes a counter in place: copy it, so that a failure changes nothing.
         return value.clone() if value.dim() == 0 else value
 
     def put_away(self, parameter: torch.Tensor) -> None:
-        """Move a parameter's state to the host. What cannot be moved stays on the device."""
+        """Move a parameter's state to the host. Counters stay as they are."""
         state = self._optimizer.state[parameter]
         for key in self._movable(state):
             value = state[key]
@@ -247,7 +247,7 @@ class HostState:
             if host is None or (host.size(), host.dtype) != (value.size(), value.dtype):
                 host = host_like(value, parameter.device)
                 self._hosted[parameter, key] = host
-            # In the compute stream's order, as is the copy that brings it for the next update.
+            # In the compute stream's order, like the copy that fetches it for the next update.
             host.copy_(value, non_blocking=True)
             state[key] = host
 
@@ -256,7 +256,7 @@ class HostState:
 
 
 def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host memory for a tensor of a device: pinned, or for CPU not of torch's allocator."""
+    """Return host memory for a device's tensor: pinned, or for CPU outside torch's allocator."""
     if not backend_of(device).on_host:
         return torch.empty_strided(
             value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True

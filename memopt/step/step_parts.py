@@ -1,4 +1,4 @@
-"""The parts of a captured whole step: its module, its updates and where they belong."""
+"""The parts of a captured whole step: its module, its updates and their places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepModule(nn.Module):
     """A model and its loss as one module: `forward(targets, *args, **kwargs)` is the loss.
 
     Attributes:
-        in_messages: what it is called there: its parts are the user's `model` and `loss_fn`.
+        in_messages: its name in messages, empty: the user knows its parts, `model` and `loss_fn`.
     """
 
     in_messages = ""
@@ -33,7 +33,7 @@ class StepModule(nn.Module):
         self.training = model.training
 
     def forward(self, targets: tuple[Any, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         loss: torch.Tensor = self.loss_fn(self.model(*args, **kwargs), *targets)
         return loss
 
@@ -45,9 +45,9 @@ class UpdateSite:
     Attributes:
         name: the parameter's name in the StepModule.
         gradient: the node whose value is its gradient.
-        reads: tensors of the graph: the storages of the gradient, the parameter and `value`.
-        value: the node whose value the forward gives the parameter before it is updated
-            (`nn.Embedding(max_norm=...)`); None: the parameter stays as it is until then.
+        reads: the graph's tensors that the update reads: gradient, parameter and `value`.
+        value: the node whose value the forward gives the parameter before its update
+            (`nn.Embedding(max_norm=...)`); None: the forward does not change the parameter.
     """
 
     name: str
@@ -57,7 +57,7 @@ class UpdateSite:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the update's call."""
+        """Return the arguments of the update's call."""
         given = (self.name, self.gradient)
         return given if self.value is None else (*given, self.value)
 
@@ -69,15 +69,15 @@ class StepParts:
     Attributes:
         module: model and loss; kept alive, the capture refers to it weakly.
         call: the example call of `module`.
-        captured: its joint graph; all gradients are results.
-        lowering: of that joint graph.
+        captured: the joint graph; all gradients are results.
+        lowering: the joint graph's lowering.
         update: the target that all update operators call.
         sites: the updates, in the optimizer's order.
-        fused: how it got its kernels.
+        fused: the record of how it got its kernels.
         rules: what happens to gradients before the updates.
         once: the capture of one micro-batch.
         mutated: positions of the primals (buffers, inputs) that the step changes.
-        largest: the node that is finite if all gradients are; None: they are not scaled.
+        largest: the node that is finite if all gradients are; None: they are not unscaled.
     """
 
     module: StepModule
@@ -94,5 +94,5 @@ class StepParts:
 
 
 def update_name(site: UpdateSite) -> str:
-    """The name of a site's operator."""
+    """Return the name of a site's operator."""
     return f"update.{site.name.removeprefix('model.')}"

@@ -1,4 +1,4 @@
-"""The time of a step: a median of a few, as many as it takes."""
+"""Measures the time of a step: a median of a few runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _MINIMUM_STEPS = 3
 _MOST_STEPS = 10
 _ENOUGH_S = 2.0
 _ALIKE = 1.1
-"""Two steps that take so long together are enough if one takes at most so many times the other:
+"""Two steps that take long enough together suffice if one takes at most so many times the other:
 their mean is within 5% of both."""
 
 
 def median_step_s(
     step: Callable[[], object], clear: Callable[[], None], device: torch.device
 ) -> float:
-    """Median seconds of a step that has run before: of a few, `clear` called before each."""
+    """Return the median seconds of a step that has run before; `clear` is called before each
+    run."""
     times: list[float] = []
     with full_collections_put_off():
         while not _are_enough(times):
             clear()
-            # The slowest rank's, where several measure together: all make as many steps.
+            # The slowest rank's time if several measure together: all make equally many steps.
             times += largest([timed(step, device)])
     return statistics.median(times)
 

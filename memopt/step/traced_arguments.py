@@ -1,8 +1,8 @@
-"""The frame that Dynamo traces around a model: it takes the flat arguments, calls the model, and
-also returns what the model leaves behind in Python objects.
+"""Replaces the frame that Dynamo traces around a model: it takes the flat arguments, calls the
+model, and also returns values that the model leaves in Python objects.
 
-Lists and dicts among the arguments are made anew inside of it, so that Dynamo takes no notice of
-what the model does to them: the frame compares them with what they were.
+Dynamo does not notice changes to lists and dicts among the arguments, since they are made anew
+inside the frame: the frame compares them before and after.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
 Place = tuple[tuple[Any, ...], Any, str, Any]
 """Where values are left: an argument's path or else the object, kind and name of the change."""
 Found = tuple[tuple[Any, ...], str, Any, int]
-"""A change of an argument: path, kind, name, how many values."""
+"""A change of an argument: path, kind, name, number of values."""
 
 
 @contextlib.contextmanager
 def arguments_compared(call: Call) -> Iterator[None]:
-    """Trace so that changes of the lists and dicts among the arguments are heard."""
+    """Record changes to lists and dicts among the arguments in the traces made inside."""
     if not any(isinstance(one, (list, dict)) for one in _containers((call.args, call.kwargs))):
         yield
         return
@@ -39,9 +39,8 @@ def arguments_compared(call: Call) -> Iterator[None]:
 
 @contextlib.contextmanager
 def values_returned(places: Sequence[Place]) -> Iterator[None]:
-    """Trace so that what the forward leaves in these places is returned, beside the model's own
-    outputs."""
-    # Dynamo takes an empty list inside of a tuple for a constant: each owner is an attribute.
+    """Make the traces inside also return the values that the forward leaves in these places."""
+    # Dynamo takes an empty list inside a tuple for a constant: so each owner is an attribute.
     owners = {f"owner_{i}": owner for i, (_, owner, _, _) in enumerate(places)}
     steps = tuple((path, kind, name) for path, _, kind, name in places)
     with _frame(_returning, {**owners, "steps": steps, "values": _values}):
@@ -49,7 +48,7 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
 
 
 def with_arguments(changes: Iterable[Change]) -> Iterator[Change]:
-    """The changes of a trace, with those of arguments as such."""
+    """Yield the changes of a trace, with those of arguments as changes by path."""
     for change in changes:
         if change.source != _FRAME:
             yield change
@@ -59,7 +58,7 @@ def with_arguments(changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """The containers inside of a container."""
+    """Yield the containers inside a container."""
     for one in value.values() if isinstance(value, dict) else value:
         if isinstance(one, (list, tuple, dict)):
             yield one
@@ -68,7 +67,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[None]:
-    """Let Dynamo trace another frame around the model, as one of the module's own."""
+    """Make Dynamo trace another frame around the model, in place of torch's own."""
 
     def replaced(usual: Any, scope: dict[str, Any]) -> Callable[..., Any]:
         own = types.FunctionType(forward.__code__, scope, "forward")
@@ -84,7 +83,7 @@ def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[
         yield
 
 
-# The frames themselves, which run with the globals of torch's own.
+# The frames' functions, which run with the globals of torch's own.
 
 
 def _returning(self: Any, *flat_args: Any) -> Any:
@@ -106,7 +105,7 @@ def _comparing(self: Any, *flat_args: Any) -> Any:
 
 
 def _contents(args: Any, kwargs: Any) -> list[Contents]:
-    """What the containers among the arguments hold."""
+    """Return the contents of the containers among the arguments."""
     found: list[Contents] = []
     for i, value in enumerate(args):
         _look_into(value, (i,), found)
@@ -130,7 +129,7 @@ def _look_into(value: Any, path: tuple[Any, ...], found: list[Contents]) -> None
 
 
 def _changed(before: list[Contents]) -> tuple[Found, ...]:
-    """How the containers are not as they were."""
+    """Return how the containers differ from their earlier contents."""
     found: list[Found] = []
     for path, value, keys, items in before:
         new: list[Any] = []
@@ -154,13 +153,13 @@ def _changed(before: list[Contents]) -> tuple[Found, ...]:
                     found.append((path, "item", key, 1))
         for one in new:
             for _, other, _, _ in before:
-                if one is other:  # it would be another one
+                if one is other:  # a planned step would put another object there
                     return ((path, "move of a container", None, 0),)
     return tuple(found)
 
 
 def _values(frame: Any, args: Any, kwargs: Any) -> list[list[Any]]:
-    """What the objects that the forward has changed hold now."""
+    """Return the present values in the objects that the forward has changed."""
     found = []
     for i in range(len(frame.steps)):
         path, kind, name = frame.steps[i]

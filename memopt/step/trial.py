@@ -1,10 +1,9 @@
-"""Whether another way to run a kernel call gives its bits: tried out, on data of the same layout.
+"""Tries whether another way to run a kernel call gives its bits, on data of the same layout.
 
 An `out=` overload, a kernel that works in place, a form written by hand: any of them may lay its
-result out otherwise, go through it in another order, or resize what it is given, and which of them
-do depends on layouts and dtypes (ATen's loops over vectors round otherwise than those over single
-elements). So none is believed: both ways run once on stand-in data, and one that differs in a bit
-is not used.
+result out differently, compute it in another order, or resize its argument, depending on layouts
+and dtypes (ATen's loops over vectors round otherwise than those over single elements). So none is
+trusted: both ways run once on stand-in data, and a way that differs in a bit is not used.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from memopt.torch_private import pytree
 from memopt.torch_private.tensors import storage_at
 
 POISON = 0xFF
-"""Every byte of memory that nobody has written: NaN as a float, −1 as an integer."""
+"""Byte that fills unwritten memory: NaN as a float, −1 as an integer."""
 
 Other = Callable[[Arguments], Any]
-"""Runs a call another way, with these arguments; it may write over them."""
+"""Function that runs a call another way, with these arguments; it may overwrite them."""
 
 _known = Answers()
 
 
 class TrialData(StandIns):
-    """Stand-in arguments that tell kernels apart: floats of either sign, masks of both kinds."""
+    """Stand-in arguments that tell kernels apart: floats of either sign, masks of both values."""
 
     def _tensor(self, wanted: TensorArgument) -> Tensor:
         dtype = wanted.dtype
@@ -56,13 +55,13 @@ class TrialData(StandIns):
 def same_bits(
     call: Signature, likes: Sequence[Tensor], device: torch.device, way: Any, other: Other
 ) -> bool:
-    """Whether `other` gives the results of a call, bit for bit, laid out as planned.
+    """Return whether `other` gives the results of a call, bit for bit, laid out as planned.
 
     Args:
         call: the kernel call.
         likes: its (fake) results as the plan has them.
-        device: where to try.
-        way: what `other` is, for remembering the answer.
+        device: where to run both.
+        way: identifies `other`, for the cached answer.
         other: the other way.
     """
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in likes)
@@ -74,7 +73,7 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
     if call.target in ENDS_PROCESS:
         return False
     with torch.no_grad(), autocast_off():
-        # Values of either sign tell more, but not every kernel takes them.
+        # Values of either sign tell more, but some kernels refuse them.
         for data in (TrialData(device), StandIns(device)):
             arguments = data.arguments(call)
             try:
@@ -90,7 +89,7 @@ def _tried(call: Signature, likes: Sequence[Tensor], device: torch.device, other
                 return False
             if not _as_planned(found, likes):
                 return False
-            # Kernels that sum in any order (CUDA's atomics) do not even give their own bits again.
+            # Kernels that sum in any order (CUDA's atomics) do not even repeat their own bits.
             return all(map(equal_bytes, found, expected)) or not all(
                 map(equal_bytes, _results(call, arguments, device), expected)
             )
@@ -103,8 +102,7 @@ def _results(call: Signature, arguments: Arguments, device: torch.device) -> lis
 
 
 def poisoned(likes: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors for results that nobody has written, in memory that nothing can resize, like an
-    arena's."""
+    """Make unwritten tensors for results, in memory that cannot be resized, like an arena's."""
     made = []
     for like in likes:
         size_bytes = like.untyped_storage().nbytes()
@@ -122,7 +120,7 @@ def _as_planned(values: Sequence[Any], likes: Sequence[Tensor]) -> bool:
 
 
 def _laid_out_like(value: Any, like: Tensor) -> bool:
-    """Whether a result has the shape, dtype and strides of a fake one, and its memory alone."""
+    """Return whether a result has a fake one's shape, dtype and strides, and its own storage."""
     return (
         isinstance(value, Tensor)
         and value.shape == like.shape
@@ -134,10 +132,10 @@ def _laid_out_like(value: Any, like: Tensor) -> bool:
 
 
 def equal_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes, element for element, however they are laid out."""
+    """Return whether two tensors hold the same bytes, element for element, in any layout."""
     return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(value: Tensor) -> Tensor:
-    # A tensor of one element is contiguous with any stride, but only 1 can be viewed.
+    # A tensor of one element is contiguous with any stride, but only stride 1 allows a view.
     return value.contiguous().as_strided((value.numel(),), (1,)).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Runs of a user's model and loss for planning, which nobody hears: a forward that prints would
-print a dozen times.
+"""Silences runs of a user's model and loss for planning: a forward that prints would print a dozen
+times.
 
-Withheld is what the thread says that is inside: what it writes to standard output and standard
-error, log records, and warnings that the user's code gives. Other threads are heard, and so are
-torch's warnings and memopt's own.
+Inside, one thread's writes to standard output and standard error, its log records, and its warnings
+from the user's code are dropped. Other threads stay audible, and so do torch's warnings and
+memopt's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN = ("torch", "memopt")
 
 
 class _Thread(threading.local):
-    """Whether what this thread says is withheld."""
+    """Whether this thread is silenced."""
 
     unheard = False
 
@@ -37,7 +37,7 @@ _put_back: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Inside, what the user's code says in this thread is withheld."""
+    """Silence the user's code in this thread inside."""
     global _inside
     with _CHANGING:
         if not _inside:
@@ -64,8 +64,7 @@ def _heard() -> Iterator[None]:
 
 
 class _Stream:
-    """A stream that drops what is written by threads which are not to be heard. Who keeps it finds
-    the stream that it stands for."""
+    """A stream that drops what silenced threads write; all else goes to the stream behind it."""
 
     def __init__(self, stream: Any) -> None:
         self.__dict__["_stream"] = stream
@@ -85,7 +84,7 @@ class _Stream:
 
 
 def _listen() -> Iterator[Callable[[], None]]:
-    """Take the places where words go; gives what puts each back."""
+    """Replace streams, log handling and warnings; yields functions that restore them."""
     for name in _STREAMS:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Stream):
@@ -110,7 +109,7 @@ def _listen() -> Iterator[Callable[[], None]]:
 
 
 def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute; gives what puts it back, unless another has taken the place by then."""
+    """Set an attribute; return a function that restores it, if it is still set."""
     before = getattr(owner, name)
     setattr(owner, name, value)
 
@@ -122,7 +121,7 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _is_the_users(frame: types.FrameType | None) -> bool:
-    """Whether a warning comes from a call of `warnings.warn` in code that is not torch's; the
+    """Return whether a warning comes from a call of `warnings.warn` in code that is not torch's;
     warnings of torch's kernels come from lines that call none."""
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
@@ -132,7 +131,7 @@ def _is_the_users(frame: types.FrameType | None) -> bool:
 
 
 def _forget(text: str, category: Any, lineno: int) -> None:
-    """Let a warning that was withheld be shown when it comes again."""
+    """Forget a withheld warning, so that it is shown when it comes again."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         frame.f_globals.get("__warningregistry__", {}).pop((text, category, lineno), None)

@@ -1,20 +1,20 @@
-"""Draws (`normal_`...) and updates (`masked_fill_`...) in place, traced as eager runs them.
+"""Traces draws (`normal_`...) and updates (`masked_fill_`...) in place as eager runs them.
 
 A kernel draws in the order in which a tensor's elements lie in memory, and some (`normal_`) draw
-other numbers where there are gaps. The functional forms that AOTAutograd traces draw into a
-row-major or a gapless copy: other elements get the numbers. A tensor that is not row-major is
-therefore drawn by an operator of memopt's own, `memopt::bernoulli` and so on, which makes a tensor
-with eager's strides and runs eager's kernel on it.
+other numbers if there are gaps. The functional forms that AOTAutograd traces draw into a row-major
+or a gapless copy: other elements get the numbers. A tensor that is not row-major is therefore drawn
+by an operator of memopt's own, `memopt::bernoulli` and so on, which makes a tensor with eager's
+strides and runs eager's kernel on it.
 
 The backwards of dropout and RReLU are torch's, but torch describes their results with other strides
 than its CPU kernels give them. They are traced under a name of memopt's with the right description,
 and get their own name back afterwards.
 
-An update in place leaves a tensor's strides as they are; the functional form of some operators
-makes a row-major result, whatever it is given: every later kernel would add in another order than
-eager's. Where that happens, the update is traced as `memopt::masked_fill` and so on, which copies
-the tensor with its strides and runs eager's kernel in place on the copy. The functional form stays
-where the user calls it: eager's result is row-major there, too.
+An update in place keeps a tensor's strides; the functional form of some operators makes a row-major
+result from any argument: every later kernel would add in another order than eager's. Such an update
+is traced as `memopt::masked_fill` and so on, which copies the tensor with its strides and runs
+eager's kernel in place on the copy. The functional form stays where the user calls it: eager's
+result is row-major there, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _drawn(
     device: torch.device,
     *args: Any,
 ) -> Tensor:
-    """A new tensor that `draw` has filled; gaps are left out of the result."""
+    """Make a tensor and let `draw` fill it; gaps are left out of the result."""
     tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
     draw(tensor, *args)
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -70,7 +70,7 @@ def _drawn(
 
 @functools.cache
 def _functional_draw(overload: Any) -> Any:
-    """memopt's operator in place of one that draws in place; made once in a process."""
+    """Define memopt's operator in place of one that draws in place; once in a process."""
     given = [f"{a.type} {a.name}" for a in _options(overload)]
     schema = f"{functional_name(overload)}({', '.join([_LAYOUT, *given])}) -> Tensor"
     kernel, described = partial(_drawn, overload), partial(_drawn, lambda *_: None)
@@ -78,7 +78,7 @@ def _functional_draw(overload: Any) -> Any:
 
 
 def _options(overload: Any) -> list[Any]:
-    """The arguments of a draw, after the tensor and without the generator."""
+    """Return a draw's arguments after the tensor, without the generator."""
     return [a for a in schema_of(overload).arguments[1:] if a.name != "generator"]
 
 
@@ -98,13 +98,13 @@ _MISDESCRIBED: dict[Any, Callable[..., Tensor]] = {
     _ATEN.native_dropout_backward.default: _dropout_backward,
     _ATEN.rrelu_with_noise_backward.default: _rrelu_backward,
 }
-"""Operator → a computation whose result is laid out as the CPU kernel's is."""
+"""Operator → a function whose result has the layout of the CPU kernel's."""
 
 
 @functools.cache
 def described_rightly() -> dict[Any, Any]:
-    """Operator → the one of memopt's that is traced in its place, since torch describes its result
-    wrongly; made once in a process."""
+    """Map operators whose results torch describes wrongly to memopt's, which are traced instead;
+    made once in a process."""
     return {
         overload: define(str(schema_of(overload)).removeprefix("aten::"), overload, described)
         for overload, described in _MISDESCRIBED.items()
@@ -124,14 +124,14 @@ _in_place: dict[Any, Any] = {}
 
 
 def in_place_twin(target: Any) -> Any:
-    """The overload that does in place what an operator of this module does on a copy; None for
-    other operators."""
+    """Return the overload that does in place what an operator of this module does on a copy; None
+    for other operators."""
     return _in_place.get(target)
 
 
 @functools.cache
 def written_into(overload: Any) -> Callable[..., Tensor]:
-    """An operator of this module, by its overload in place, that writes to a given tensor `out`."""
+    """Return an in-place overload's operator that writes to a given tensor `out`."""
 
     def update(given: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
         overload(out.copy_(given), *args, **kwargs)
@@ -144,13 +144,13 @@ def written_into(overload: Any) -> Callable[..., Tensor]:
 
 
 def _empty_like(given: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A new tensor with the given one's strides, gaps included."""
+    """Make a tensor with the given one's strides, gaps included."""
     return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
 
 
 @functools.cache
 def _functional_update(overload: Any) -> Any:
-    """memopt's operator in place of one that updates a tensor; made once in a process."""
+    """Define memopt's operator in place of one that updates a tensor; once in a process."""
 
     def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return written_into(overload)(given, *args, out=_empty_like(given), **kwargs)
@@ -163,7 +163,8 @@ def _functional_update(overload: Any) -> Any:
 
 @functools.cache
 def _updates(func: Any) -> bool:
-    """Whether an operator changes its first argument's values, only these, by what it is given."""
+    """Return whether an operator changes its first argument's values only, by its arguments
+    alone."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     schema = schema_of(func)
@@ -179,8 +180,8 @@ def _updates(func: Any) -> bool:
 
 
 def _keeps_layout(tensor: Any) -> bool:
-    """Whether a traced tensor is row-major in eager, and the trace's value of it as well: an update
-    in place from before may have given that another layout. Or it is none that is updated."""
+    """Return whether a traced tensor is row-major in eager and in the trace, where an earlier
+    update in place may have changed the layout; or it is not functional, and so not updated."""
     if not is_functional(tensor):
         return True
     return bool(tensor.is_contiguous() and tensor.from_functional().is_contiguous())
@@ -197,18 +198,18 @@ _FILLS_ITS_OWN = frozenset(
     }
 )
 """Autograd's nodes that fill a part of the `where` that they have just made: in place in eager, and
-since torch 2.14 on a copy of another layout where a mode looks on."""
+since torch 2.14 on a copy of another layout if a dispatch mode is active."""
 
 
 class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
-    """While a model is traced: draws in place into tensors that are not row-major, and updates in
-    place whose functional form would change the tensor's strides, become memopt's operators;
-    backwards of random operators get eager's strides (`with_own_names` afterwards)."""
+    """While a model is traced, replaces by memopt's operators the draws in place into tensors that
+    are not row-major, and the updates in place whose functional form would change strides.
+    Backwards of random operators get eager's strides (`with_own_names` afterwards)."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: tuple[Any, int | None] = None, None
-        """The last `where` that a node of `_FILLS_ITS_OWN` has made, and the node's number."""
+        """The last `where` that a node of `_FILLS_ITS_OWN` made, and the node's number."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ATEN.masked_fill.Scalar:
@@ -226,14 +227,14 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
             return described_rightly()[func](*args, **kwargs)
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
-            # Its functional form keeps the input's layout; eager's result is row-major.
+            # The functional form keeps the input's layout; eager's result is row-major.
             return func(args[0].contiguous(), *args[1:], **kwargs)
         if func in _IN_PLACE and kwargs.get("generator") is None and not _keeps_layout(args[0]):
             return self._drawn(func, args, kwargs)
         if not _updates(func) or _keeps_layout(args[0]):
             return func(*args, **kwargs)
         tensor = args[0]
-        # The arguments as they are before the update: some may share the tensor's memory.
+        # The arguments before the update, since some may share the tensor's memory.
         before, kept = tree_map(_value_now, (args, kwargs))
         result = func(*args, **kwargs)
         if same_strides(tensor, tensor.from_functional().stride()):
@@ -251,14 +252,14 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _filling_node() -> int | None:
-    """The number of autograd's node that runs now, if it is one of `_FILLS_ITS_OWN`."""
+    """Return the number of autograd's running node, if it is one of `_FILLS_ITS_OWN`."""
     node = running_node()
     return node_number(node) if node is not None and node.name() in _FILLS_ITS_OWN else None
 
 
 def _refuse_shared(func: Any, tensor: Tensor) -> None:
-    """Refuse an update of elements that share memory: what it gives is the kernel's own affair, and
-    a trace gives something else. torch refuses those that it sees (`expand`, `unfold`).
+    """Refuse an update of elements that share memory: its result depends on the kernel, and a
+    trace's differs. torch refuses the cases that it sees (`expand`, `unfold`).
 
     Raises:
         RuntimeError: as torch's own refusals.

@@ -1,4 +1,4 @@
-"""Whether a strategy keeps the laws of `Strategy.solve`, checked on tiny instances.
+"""Checks on tiny instances whether a strategy keeps the laws of `Strategy.solve`.
 
 Needs no test framework: `check_strategy(Mine())` raises an AssertionError that names the law.
 """
@@ -23,11 +23,11 @@ from memopt.testing.plans import check_plans
 from memopt.testing.solutions import check_solutions
 
 SLOW_LINK = Device(to_host_bytes_per_s=5.0)
-"""Moving a tensor of a tiny instance takes as long as its operators do."""
+"""A link so slow that moving a tensor of a tiny instance takes as long as its operators."""
 
 
 def tiny_instances() -> dict[str, CostModel]:
-    """Name → instance: chains, graphs with random operators and alternatives, a whole step."""
+    """Map names to instances: chains, random graphs, some with alternatives, and a whole step."""
     return {
         "three layers": three_layers(),
         "graph": random_graph(Random(1), 4),
@@ -55,18 +55,18 @@ def check_strategy(
         models: the instances by their names; None: `tiny_instances()`. Those that the strategy
             refuses (`why_not`) are left out.
         device: link rates.
-        exact_smallest: whether nothing below the smallest budget that it names is feasible; not
-            so for a heuristic, whose next search may find a smaller one.
-        monotone: whether it promises that a larger budget never gives a slower plan.
-        fastest: fastest(cost model, budget in bytes) in seconds: the fastest schedule there is of
-            the strategy's class, infinity if there is none, as an exhaustive search finds it.
+        exact_smallest: whether the smallest budget that the strategy names is exact: nothing below
+            it is feasible. A heuristic's next search may find a smaller one.
+        monotone: whether the strategy promises that a larger budget never gives a slower plan.
+        fastest: fastest(cost model, budget in bytes) returns the seconds of the fastest schedule in
+            the strategy's class, by exhaustive search; infinity if no schedule fits.
         also: also(cost model, plan), a further check of every plan.
 
     Returns:
-        What was checked, an entry for each instance.
+        A case for each instance that was checked.
 
     Raises:
-        StrategyLawError: names the law that is broken, the instance and the budget.
+        StrategyLawError: a law is broken; names the law, the instance and the budget.
     """
     found = []
     for name, model in (tiny_instances() if models is None else models).items():

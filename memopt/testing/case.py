@@ -1,4 +1,4 @@
-"""One strategy at one instance, and the error that says which law it breaks there."""
+"""One strategy on one instance, and the error that names the law it breaks there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Also: TypeAlias = Callable[[CostModel, PlanRecord], None]
 
 
 class Law(StrEnum):
-    """What every strategy promises; see `Strategy.solve`."""
+    """The laws that every strategy keeps; see `Strategy.solve`."""
 
     PLANS = "it plans: something at least, and everything without a budget"
     VALID = "a plan is valid: it is a schedule of its cost model, and replays"
@@ -39,10 +39,10 @@ class StrategyLawError(AssertionError):
     """A strategy breaks a law.
 
     Attributes:
-        law: which.
+        law: the law that is broken.
         strategy: its name.
-        instance: the name of what it planned.
-        budget_bytes: for which budget; None: no limit, or none in particular.
+        instance: the name of the instance that it planned.
+        budget_bytes: the budget; None: no limit, or the law is about no single budget.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class StrategyLawError(AssertionError):
 
 @dataclass
 class Case:
-    """A strategy at an instance: what is checked, and how much was.
+    """A strategy on an instance: which checks to make, and how many plans were checked.
 
     Attributes:
-        strategy: who plans.
-        instance: the name of what it plans.
-        model: what it plans.
+        strategy: the strategy under test.
+        instance: the name of the instance.
+        model: its cost model.
         device: link rates.
         exact_smallest: whether one byte below its smallest budget must be refused.
-        monotone: whether it promises not to be slower with more memory.
-        fastest: an exhaustive search; None: there is none.
-        also: a further check of every plan; None: there is none.
+        monotone: whether the strategy promises not to be slower with more memory.
+        fastest: an exhaustive search; None: not checked.
+        also: a further check of every plan; None: no such check.
         plans: how many plans were checked.
-        host_peak_bytes: the most that any of them had on the host.
+        host_peak_bytes: the largest host peak of these plans.
     """
 
     strategy: Strategy
@@ -85,6 +85,6 @@ class Case:
     host_peak_bytes: int = 0
 
     def require(self, law: Law, holds: object, budget_bytes: int | None, found: str) -> None:
-        """Raise StrategyLawError unless the law holds; `found` says what is there instead."""
+        """Raise StrategyLawError unless the law holds; `found` says what was found instead."""
         if not holds:
             raise StrategyLawError(law, self.strategy.name, self.instance, budget_bytes, found)

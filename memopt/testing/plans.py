@@ -1,4 +1,4 @@
-"""The laws of plans: what `memopt.plan` makes of a strategy's solutions."""
+"""Checks of the laws of plans, which `memopt.plan` makes from a strategy's solutions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memopt.testing.case import Case, Law
 from memopt.testing.solutions import budgets_between, store_all_peak
 
 _WORDS = ("smallest budget", "no proof")
-"""One of them is in an error that says why a budget has no plan."""
+"""An error that refuses a budget for a good reason contains one of these."""
 
 
 def check_plans(case: Case) -> None:
-    """Check plans for the smallest budget, budgets above it and none; ordered and placed; within
-    budgets of the host."""
+    """Check plans for the smallest budget, for budgets above it and for none; ordered and placed
+    ones; and plans within host budgets."""
     least = plan_or_refusal(case, "min")
     enough = store_all_peak(case.model)
     low = enough // 2 if least is None or least.budget is None else least.budget
@@ -58,7 +58,7 @@ def plan_or_refusal(
     strategy: Strategy | None = None,
     **passes: bool,
 ) -> Plan | None:
-    """A plan; None where the strategy refuses the budget, which it does with words."""
+    """Plan; return None if the strategy refuses the budget, after checking its message."""
     known = budget if isinstance(budget, int) else None
     try:
         return solve(
@@ -77,14 +77,14 @@ def plan_or_refusal(
             found = f"refused, but {smallest} bytes are named"
             case.require(Law.SMALLEST, smallest > known, known, found)
     else:
-        # An invalid plan, for one, is a defect.
+        # Any other error, such as an invalid plan, is a defect.
         proper = any(words in str(refusal) for words in _WORDS)
         case.require(Law.REFUSAL, proper, known, f"{type(refusal).__name__}: {refusal}")
     return None
 
 
 def check_plan(case: Case, plan: Plan) -> None:
-    """Check a plan by itself: valid within both budgets, its figures, and a file of it."""
+    """Check one plan: it is valid within both budgets, its figures agree, and it can be saved."""
     budget, peak = plan.budget, plan.peak_bytes
     case.require(Law.BUDGETS, budget is None or peak <= budget, budget, f"peak {peak} bytes")
     host, host_peak = plan.host_budget, plan.host_peak_bytes
@@ -100,7 +100,7 @@ def check_plan(case: Case, plan: Plan) -> None:
 
 
 def _check_validity(case: Case, plan: Plan) -> None:
-    """The validator's verdict, and its figures, which it finds without the replay."""
+    """Check that the validator accepts the plan, and that its own peaks are those of the replay."""
     graph, program, budget = plan.graph, plan.program, plan.budget
     violation = validate(graph, program, Budget(budget, plan.host_peak_bytes))
     case.require(Law.VALID, violation is None, budget, str(violation))
@@ -125,7 +125,7 @@ def _check_file(case: Case, plan: Plan) -> None:
 
 
 def _same(one: Plan | None, other: Plan | None) -> bool:
-    """Whether two plans are the same, byte for byte."""
+    """Whether two plans have the same program, chain steps and status."""
     if one is None or other is None:
         return one is other
     return (one.program, one.chain_steps, one.status) == (
@@ -136,7 +136,7 @@ def _same(one: Plan | None, other: Plan | None) -> bool:
 
 
 def _check_host_budgets(case: Case, least: Plan) -> None:
-    """Never more on the host than is allowed, for strategies that take a host budget."""
+    """Check that plans keep host budgets, for strategies that take one."""
     if not (case.strategy.features.offload and hasattr(case.strategy, FIELD)):
         return
     peak = least.host_peak_bytes

@@ -1,4 +1,4 @@
-"""The laws of `Strategy.solve`, checked on the solutions themselves."""
+"""Checks of the laws of `Strategy.solve` on the solutions themselves."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from memopt.strategies.target import Target
 from memopt.testing.case import Case, Law, StrategyLawError
 
 SHARES = (0.3, 1.0)
-"""Of the way from the smallest budget to what the unplanned step needs."""
+"""Budgets to check, as shares of the way from the smallest budget to the unplanned step's peak."""
 AT_ONCE_S = 1e-6
 SAME = 1e-6
-"""Relative difference of times that are the same: solvers round costs to whole numbers."""
+"""Relative tolerance of equal times, since solvers round costs to whole numbers."""
 _OVER = (ViolationCode.OVER_BUDGET, ViolationCode.OVER_HOST_BUDGET)
 
 
 def store_all_peak(cost_model: CostModel) -> int:
-    """Peak of the step in its own order with nothing recomputed, total bytes."""
+    """Return the peak of the step in its own order with nothing recomputed, total bytes."""
     if isinstance(cost_model, Chain):
         return replay_chain(cost_model, chain_steps(cost_model)).peak_bytes
     return replay(cost_model, store_all(cost_model)).peak_bytes
 
 
 def budgets_between(least_bytes: int, most_bytes: int) -> list[int | None]:
-    """Budgets from the smallest to what is enough, and none."""
+    """Return budgets from the smallest to the largest useful one, and None (no limit)."""
     above = (least_bytes + round(share * max(0, most_bytes - least_bytes)) for share in SHARES)
     return [*dict.fromkeys((least_bytes, *above)), None]
 
 
 def check_solutions(case: Case) -> None:
-    """Check what `solve` returns for the cost model that it gets: a graph's chain, for strategies
-    that plan chains."""
+    """Check the solutions of `solve` for the case's cost model; strategies that plan chains get a
+    graph's chain."""
     cost_model = Target.of(case.strategy, case.model).solved
     check = SolutionCheck(case, Target.of(case.strategy, cost_model))
     answer = check.solved(1)
@@ -63,12 +63,12 @@ def check_solutions(case: Case) -> None:
 
 
 def plan_of(solution: Solution) -> tuple[object, ...]:
-    """What two solves of one question must have in common."""
+    """Return the parts of a solution that a repeated solve must return again."""
     return solution.steps, solution.program, solution.status
 
 
 class SolutionCheck:
-    """The solutions of a case's strategy for what its `solve` gets."""
+    """Solves a case's cost model, and checks each solution."""
 
     def __init__(self, case: Case, target: Target) -> None:
         self.case, self.target = case, target
@@ -79,7 +79,7 @@ class SolutionCheck:
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        """The strategy's solution, checked."""
+        """Solve, and check the solution."""
         try:
             solution = self.case.strategy.solve(
                 self.target.solved,
@@ -89,14 +89,14 @@ class SolutionCheck:
                 progress=progress,
             )
         except MemoptError as error:
-            # Not a solution without a plan, as planning expects where none fits.
+            # If no plan fits, `solve` must return a solution without a plan, not raise.
             self.case.require(Law.REFUSAL, False, budget, f"{type(error).__name__}: {error}")
             raise
         self._check(solution, budget)
         return solution
 
     def time_s(self, solution: Solution, budget: int | None) -> float:
-        """Replayed time of a valid plan within the budgets, seconds; infinity without one."""
+        """Check that a plan is valid and keeps the budgets; return its seconds, or infinity."""
         if not solution.plans:
             return math.inf
         case, target = self.case, self.target
@@ -139,7 +139,7 @@ class SolutionCheck:
         self._check_stats(solution.stats, budget)
 
     def _check_smallest(self, solution: Solution, budget: int) -> None:
-        """The budget named by a solution without a plan is larger and has one."""
+        """Check that the budget named by a solution without a plan is larger, and has a plan."""
         named, plan = solution.smallest_budget_bytes, solution.smallest
         case = self.case
         case.require(Law.SMALLEST, named is not None, budget, "no plan, and no budget named")
@@ -161,7 +161,7 @@ class SolutionCheck:
             self.case.require(Law.STATS, False, budget, str(error))
 
     def stops(self, budget: int | None) -> None:
-        """A solve that is stopped at once returns a checked solution."""
+        """Check that a solve returns a valid solution if it is stopped at once."""
 
         def interrupt(_fraction: float, _what: str) -> None:
             raise KeyboardInterrupt
@@ -174,7 +174,7 @@ class SolutionCheck:
 
 
 def check_order(case: Case, found: Mapping[float, tuple[Solution, float]]) -> None:
-    """What fits a smaller budget fits a larger one, whose bound and proofs hold for it, too."""
+    """Check that no bound or proof for a budget is contradicted by a plan for a smaller one."""
     for larger, (solution, time_s) in found.items():
         budget = None if math.isinf(larger) else int(larger)
         best_s = min(time for other, (_, time) in found.items() if other <= larger)

@@ -1,4 +1,4 @@
-"""Finding what a row names: the only way to torch's private names."""
+"""Look-up of the names in the table: the only way to torch's private names."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _DEGRADED = (
 )
 
 DECLARED = object()
-"""In the place of an attribute that a class declares, and only its instances have."""
+"""Stands for an attribute that a class only declares, and that its instances have."""
 DEGRADED: Counter[str] = Counter()
-"""How often memopt went on without which name."""
+"""Name → how often memopt went on without it."""
 
 
 def private(name: str) -> Any:
-    """What a row names.
+    """Return the object that a row names.
 
     Raises:
         CaptureError: this torch does not have it.
@@ -50,7 +50,7 @@ private_once = functools.cache(private)
 
 
 def optional(name: str) -> Any | None:
-    """What a row names; None, warned of once and counted, if this torch does not have it."""
+    """Return the object that a row names; None, with a warning once and counted, without it."""
     row = TABLE[name]
     assert row.instead, name
     try:
@@ -65,10 +65,10 @@ def optional(name: str) -> Any | None:
 
 @functools.cache
 def known(name: str) -> bool:
-    """Whether this torch has what a row names, of versions that differ in it.
+    """Whether this torch has a name that only some versions have.
 
     Raises:
-        CaptureError: it does not, and its version should.
+        CaptureError: it does not, although its version should.
     """
     row = TABLE[name]
     try:
@@ -81,7 +81,7 @@ def known(name: str) -> bool:
 
 
 def attribute(name: str) -> Callable[[Any], Any]:
-    """What gets a private attribute from an object, as fast as Python does.
+    """Return the getter of a private attribute, as fast as Python's own access.
 
     Raises:
         CaptureError: this torch's objects do not have it.
@@ -92,7 +92,7 @@ def attribute(name: str) -> Callable[[Any], Any]:
 
 @functools.cache
 def attribute_name(name: str) -> str:
-    """The name of a private attribute, for getattr and setattr.
+    """Return the name of a private attribute, for getattr and setattr.
 
     Raises:
         CaptureError: this torch's objects do not have it.
@@ -103,7 +103,7 @@ def attribute_name(name: str) -> str:
 
 @contextlib.contextmanager
 def required(name: str) -> Iterator[None]:
-    """Import what a row names inside, by its own import statement, which type checkers read.
+    """Check a name that the code inside imports by a statement of its own, for type checkers.
 
     Raises:
         CaptureError: this torch does not have it.
@@ -114,7 +114,7 @@ def required(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(name: str, value: Any) -> Iterator[None]:
-    """Put `value` in the place of what a row names, and that back afterwards.
+    """Replace the object that a row names by `value`, and restore it afterwards.
 
     Raises:
         CaptureError: this torch does not have it.
@@ -126,7 +126,7 @@ def patched(name: str, value: Any) -> Iterator[None]:
 
 
 def replace(name: str, value: Any) -> None:
-    """Put `value` in the place of what a row names, for good.
+    """Replace the object that a row names by `value` for good.
 
     Raises:
         CaptureError: this torch does not have it.
@@ -137,7 +137,7 @@ def replace(name: str, value: Any) -> None:
 
 
 def found(row: Row) -> Any:
-    """What a row names; DECLARED of an attribute that only instances have.
+    """Return the object that a row names; DECLARED for an attribute that only instances have.
 
     Raises:
         ImportError, AttributeError: this torch does not have it.
@@ -147,8 +147,8 @@ def found(row: Row) -> Any:
 
 
 def expected(row: Row) -> bool:
-    """Whether the torch that is installed should have what a row names: its version is one of the
-    row's, or one that nobody has looked at, and it is built with what the row needs."""
+    """Whether the installed torch should have a row's name: its version is one of the row's or not
+    yet compared with the table, and it is built with what the row needs."""
     import torch
 
     if row.needs == "cuda" and torch.version.cuda is None:
@@ -160,7 +160,7 @@ def expected(row: Row) -> bool:
 
 
 def missing(row: Row) -> CaptureError:
-    """The error of a name that this torch does not have."""
+    """Make the error for a name that this torch does not have."""
     return CaptureError(_said(_MOVED, row))
 
 
@@ -173,7 +173,7 @@ def _said(text: str, row: Row) -> str:
 
 
 def _owner(row: Row) -> tuple[Any, str]:
-    """What has the attribute that is the last part of a row's name, and that part."""
+    """Return the owner of the attribute that a row names, and the attribute's name."""
     home, _, last = row.name.rpartition(".")
     if row.of is not None:
         try:
@@ -187,7 +187,7 @@ def _owner(row: Row) -> tuple[Any, str]:
 
 
 def _part(owner: Any, name: str) -> Any:
-    """An attribute of an object, a module's submodule, or one that a class declares."""
+    """Get an attribute of an object, a submodule of a package, or DECLARED."""
     try:
         return getattr(owner, name)
     except AttributeError:

@@ -35,10 +35,10 @@ FAKE_LOGGER = "torch._subclasses.fake_tensor"
 def export_joint(
     stack: contextlib.ExitStack, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The joint forward+backward ATen graph with descriptors, without decompositions.
+    """Trace the joint forward+backward ATen graph with descriptors, without decompositions.
 
-    What torch remembers of fake results says nothing of one tensor that is returned twice (an
-    LSTM's gradients of its biases): a graph would depend on what was traced before it.
+    torch's cache of fake results forgets that one tensor is returned twice (an LSTM's gradients of
+    its biases), so that a graph would depend on earlier traces: the cache is cleared before.
     """
     private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear")()
     export = private("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
@@ -55,11 +55,11 @@ def compile_joint(
     """Wrap our own forward and backward callables in AOTAutograd's runtime."""
     compile_ = private("torch._functorch.aot_autograd.aot_compile_joint_with_descriptors")
     if optional(f"{_AOT}.schemas.AOTConfig.enable_log") is not None:
-        # It would write the joint graph down for its log, whether or not anyone keeps one.
+        # Else torch formats the joint graph for its log, even if nobody keeps that log.
         state = joint._aot_state
         state.aot_config = dataclasses.replace(state.aot_config, enable_log=False)
     # AOTAutograd writes one long expression over all parameters, and Python's compiler recurses
-    # into it: the default limit stops models of about a thousand layers (ResNet-1001).
+    # into it: the default limit fails for about a thousand layers (ResNet-1001).
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 30_000))
     try:
@@ -75,20 +75,20 @@ def compile_joint(
 
 
 def descriptor_types() -> Any:
-    """The module of AOTAutograd's input and output descriptors."""
+    """Return the module of AOTAutograd's input and output descriptors."""
     return private(f"{_AOT}.descriptors")
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The function, which AOTAutograd calls with a list of its arguments that it may empty."""
+    """Mark a function as one that AOTAutograd calls with a list of arguments; it may empty it."""
     setattr(function, attribute_name(f"{_AOT}.utils._boxed_call"), True)
     return function
 
 
 @contextlib.contextmanager
 def no_donated_buffers(joint: Any) -> Iterator[None]:
-    """Compile so that retain_graph=True keeps working: AOTAutograd looks for an empty list of
-    donated buffers at run time, and leaves it None if told not to look for any."""
+    """Compile without donated buffers, so that retain_graph=True works. AOTAutograd then leaves
+    their list None, but needs an empty one at run time."""
     metadata = getattr(joint._aot_state, attribute_name(f"{_AOT}.schemas.AOTState.fw_metadata"))
     donated = attribute_name(f"{_AOT}.schemas.ViewAndMutationMeta.bw_donated_idxs")
     setattr(metadata, donated, [])
@@ -97,7 +97,7 @@ def no_donated_buffers(joint: Any) -> Iterator[None]:
 
 
 def functorch_set(**settings: Any) -> contextlib.AbstractContextManager[None]:
-    """Context in which AOTAutograd is set so."""
+    """Return a context with these settings of AOTAutograd."""
     for name in settings:
         private(f"torch._functorch.config.{name}")
     config: Any = importlib.import_module("torch._functorch.config")
@@ -112,12 +112,12 @@ def is_functional(value: Any) -> bool:
 
 
 def as_functional(value: Any) -> Any:
-    """While AOTAutograd traces: a tensor of its own that has a value which is in the trace."""
+    """While AOTAutograd traces, make a functional tensor of a traced value."""
     return private_once(f"{_FUNCTIONAL}.to_functional")(value)
 
 
 def replace_functional(tensor: Any, value: Any) -> None:
-    """While AOTAutograd traces: what an update in place makes of `tensor` is `value`."""
+    """While AOTAutograd traces, make `value` the result of an update in place of `tensor`."""
     tensor.replace_(value.from_functional())
     tensor.commit_update()
     tensor.sync()
@@ -125,8 +125,8 @@ def replace_functional(tensor: Any, value: Any) -> None:
 
 @contextlib.contextmanager
 def leaves_cast_once() -> Iterator[None]:
-    """Trace a joint graph in which autocast keeps the casts of what stands for leaves, and nothing
-    is cast in the backward."""
+    """Trace a joint graph in which autocast casts each leaf once, and casts nothing in the
+    backward."""
     mirrored, thread = private("torch._mirror_autograd_meta_to"), threading.get_ident()
 
     def as_leaf(source: Any, made: Any) -> Any:
@@ -146,8 +146,8 @@ def leaves_cast_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def values_described_once() -> Iterator[None]:
-    """A traced node's `val` says all that its `tensor_meta` would. Other threads' traces, which
-    Inductor may compile, have both."""
+    """Trace without `tensor_meta`, since a node's `val` holds the same. Traces of other threads,
+    which Inductor may compile, have both."""
     describe, thread = optional(_METADATA), threading.get_ident()
     if describe is None:
         yield
@@ -161,7 +161,7 @@ def values_described_once() -> Iterator[None]:
 
 
 def code_written_late() -> contextlib.AbstractContextManager[Any]:
-    """Context in which the Python code of graphs is written when they run."""
+    """Return a context in which the Python code of graphs is written only when they run."""
     lazy: contextlib.AbstractContextManager[Any] = private(
         "torch.fx._lazy_graph_module._use_lazy_graph_module"
     )(True)

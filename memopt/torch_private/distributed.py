@@ -16,13 +16,13 @@ _NAMES = (
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long a group's collectives wait for a rank; None: torch's own default."""
+    """Return how long a group's collectives wait for a rank; None: torch's own default."""
     if group is None or any(optional(name) is None for name in _NAMES):
         return None
     try:
         backends = [group._get_backend(kind) for kind in group._device_types]
-    except RuntimeError:  # it has none for a device, as the fake one
+    except RuntimeError:  # a group such as the fake one has no backend for a device
         return None
-    options = (getattr(one, "options", None) for one in backends)  # not every backend has some
+    options = (getattr(one, "options", None) for one in backends)  # not every backend has options
     known = (getattr(one, "_timeout", None) for one in options)
     return next((found for found in known if found is not None), None)

@@ -1,4 +1,4 @@
-"""Dynamo: one graph of a whole model, and what is patched in it for that."""
+"""Dynamo: tracing a whole model as one graph, and the patches for that."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _in_capture = False
 
 
 def captured_around() -> bool:
-    """True in what memopt's capture traces, and False in everything that runs, meanwhile in other
-    threads, too: dynamo answers the first question itself."""
+    """Whether the caller is traced by memopt's capture; False in everything that runs, also in
+    other threads meanwhile, since Dynamo answers `is_dynamo_compiling` while it traces."""
     return torch.compiler.is_dynamo_compiling() and _in_capture
 
 
 def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One FX graph of the whole model by Dynamo, sharing the model's parameters."""
+    """Trace the whole model as one FX graph, which shares the model's parameters."""
     global _in_capture
     capture = private(f"{_EXPORT}._dynamo_graph_capture_for_export")
     wanted = {
         "allow_rnn": True,
         "side_effect_replay_policy": "silent",
-        # addcmul_ and the like would be traced as a product and a fused multiply-add: other bits.
+        # Else addcmul_ and the like become a product and a fused multiply-add: other bits.
         "enable_dynamo_decompositions": False,
     }
     for name in wanted:
@@ -66,8 +66,8 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         config.patch(wanted),
         kernels_kept_whole(),
         _not_exporting(),
-        # Without what Dynamo itself takes apart whatever it is told: addcdiv with a factor becomes
-        # a quotient, a product and a sum, which round otherwise.
+        # Dynamo decomposes addcdiv with a factor whatever its settings: the quotient, product and
+        # sum round otherwise.
         handlers_replaced({torch.addcdiv: None}),
     ):
         _in_capture = True
@@ -82,10 +82,10 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def handlers_replaced(
     handlers: Mapping[Any, Callable[..., Any] | None], must_be_there: bool = False
 ) -> Iterator[None]:
-    """Trace with other handlers of functions; None: with none.
+    """Trace with other handlers of functions; None removes a handler.
 
     Raises:
-        CaptureError: one that must be there is not.
+        CaptureError: Dynamo lacks one of these handlers, and `must_be_there`.
     """
     known_handlers: dict[Any, Any] = private(_HANDLERS)()
     with ONE_TRACE_AT_A_TIME:
@@ -104,10 +104,10 @@ def handlers_replaced(
 
 
 def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
-    """The functions by which code asks whether it is compiled, and Dynamo's handlers of them.
+    """Return the functions that tell code whether it is compiled, and Dynamo's handlers of them.
 
     Raises:
-        CaptureError: Dynamo has none of one of them.
+        CaptureError: Dynamo has no handler of one of them.
     """
     handlers: dict[Any, Callable[..., Any]] = private(_HANDLERS)()
     asked = (
@@ -123,7 +123,7 @@ def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _not_exporting() -> Iterator[None]:
-    """`torch.compiler.is_exporting()` is False in what dynamo traces: the step is run, not shipped.
+    """Make `torch.compiler.is_exporting()` False while Dynamo traces, since the step is only run.
     Models ask for it: Hugging Face's exported attention has a mask in place of `is_causal`, and
     keys and values repeated for every head."""
     name = f"{_EXPORT}._compiling_state_context"
@@ -135,7 +135,7 @@ def _not_exporting() -> Iterator[None]:
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
-        with entered():  # which puts the flag back
+        with entered():  # restores the flag
             torch.compiler._is_exporting_flag = False
             yield
 
@@ -150,27 +150,27 @@ def _not_exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_code_kept() -> Iterator[None]:
-    """Capture without dynamo forgetting all that it has compiled, of which the caller is a part."""
+    """Capture without resetting Dynamo, whose compiled code the caller is a part of."""
     with ONE_TRACE_AT_A_TIME, patched("torch._dynamo.reset", lambda: None):
         yield
 
 
 def _forget_compiled() -> None:
-    """Dynamo leaves the compiled function, and with it the model's parameters, in the globals of
-    the module that it traced from; memopt never runs it."""
+    """Delete Dynamo's compiled functions, which would keep the model's parameters alive in the
+    globals of torch's export module; memopt never runs them."""
     namespace = vars(importlib.import_module(_EXPORT))
     for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
         del namespace[name]
 
 
 def comptime() -> Any:
-    """Dynamo's function of that name: called in what is traced, it calls its argument with the
-    context of the trace."""
+    """Return Dynamo's function `comptime`. In traced code it calls its argument, during the trace,
+    with the context of the trace."""
     return private("torch._dynamo.comptime.comptime")
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """Dynamo's errors, and that where it loses track of a shape that depends on values."""
+    """Return the classes of Dynamo's errors, and of the one about a lost data-dependent shape."""
     return (
         private("torch._dynamo.exc.TorchDynamoException"),
         private("torch.fx.experimental.symbolic_shapes.PendingUnbackedSymbolNotFound"),
@@ -178,12 +178,12 @@ def capture_errors() -> tuple[type[Exception], ...]:
 
 
 def constant(value: object) -> Any:
-    """A constant in what Dynamo traces."""
+    """Make a constant for Dynamo's trace."""
     return private(f"{_VARIABLES}.constant.ConstantVariable").create(value)
 
 
 def functions_ignored(functions: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """Context in which Dynamo leaves out calls of these functions, too."""
+    """Return a context in which Dynamo leaves out calls of these functions, too."""
     ignored = {*functions, *private("torch._dynamo.config.ignore_logging_functions")}
     config: Any = importlib.import_module("torch._dynamo.config")
     patch: contextlib.AbstractContextManager[None] = config.patch(ignore_logging_functions=ignored)
@@ -191,26 +191,26 @@ def functions_ignored(functions: Iterable[Any]) -> contextlib.AbstractContextMan
 
 
 def constant_in_traces(function: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context in which Dynamo calls a function while it traces, and takes its result."""
+    """Return a context in which Dynamo calls a function while tracing, and inlines its result."""
     name = attribute_name("torch._dynamo._dynamo_marked_constant")
     return mock.patch.object(function, name, True, create=True)
 
 
 def variables(*names: str) -> tuple[Any, ...]:
-    """Classes of Dynamo's variables, by their names."""
+    """Return classes of Dynamo's variables by their names."""
     return tuple(private(f"{_VARIABLES}.{name}") for name in names)
 
 
 def guard_helpers() -> Mapping[str, Any]:
-    """What the expressions of guards call beside Python's own functions."""
+    """Return the helper functions that guard expressions call."""
     helpers: Mapping[str, Any] = private("torch._dynamo.guards._get_closure_vars")()
     return helpers
 
 
 @contextlib.contextmanager
 def shapes_compared_if(varies: Callable[[], bool]) -> Iterator[None]:
-    """Trace with guards compiled, to see whether they contradict declared shapes, only where
-    that is so."""
+    """Trace so that guards are compared with the declared shapes, for which they are compiled, only
+    if `varies()`."""
     name = f"{_EXPORT}._suggest_or_raise_constraint_violation"
     compare = optional(name)
     if compare is None:
@@ -227,10 +227,10 @@ def shapes_compared_if(varies: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def updates_heard(hear: Callable[[Any], None]) -> Iterator[None]:
-    """Trace with `hear(side effects)` called before Dynamo writes code that makes them.
+    """Trace, and call `hear(side effects)` before Dynamo writes the code that replays them.
 
     Raises:
-        CaptureError: this torch has no variables of some kinds that are told by their names.
+        CaptureError: this torch lacks a class of variables that memopt knows by name.
     """
     name = "torch._dynamo.side_effects.SideEffects.codegen_update_mutated"
     for kind in _CHANGED:
@@ -246,18 +246,18 @@ def updates_heard(hear: Callable[[Any], None]) -> Iterator[None]:
 
 
 def modified(effects: Any) -> Any:
-    """Dynamo's variables that a trace modifies."""
+    """Return Dynamo's variables that a trace modifies."""
     private("torch._dynamo.side_effects.SideEffects._get_modified_vars")
     return effects._get_modified_vars()
 
 
 def container_inside(variable: Any) -> Any:
-    """Dynamo's variable of the items of an object that is a container; None: it is none."""
+    """Return Dynamo's variable of the items in a container object; None for other objects."""
     return getattr(variable, "_base_vt", None) if known(_INSIDE) else None
 
 
 def visit(look: Callable[[Any], None], variable: Any) -> None:
-    """Call `look` with one of Dynamo's variables and all those that it consists of."""
+    """Call `look` with one of Dynamo's variables and with all its parts."""
     private(f"{_VARIABLES}.base.VariableTracker.visit")(look, variable)
 
 
@@ -265,7 +265,7 @@ def visit(look: Callable[[Any], None], variable: Any) -> None:
 def frame_replaced(
     make: Callable[[Any, dict[str, Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Trace another frame around a model: `make(its class, its module's globals)`."""
+    """Trace another frame around a model: `make(the frame's class, its module's globals)`."""
     attribute_name(f"{_EXPORT}.ModuleToTrace.in_spec")
     for name in ("ExportTracerOutput", "pytree"):  # read by the frames
         private(f"{_EXPORT}.{name}")

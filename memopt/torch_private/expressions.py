@@ -1,4 +1,4 @@
-"""Private names in the expressions by which a trace says what it read."""
+"""Private names in the expressions that name what a trace has read."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ with required("torch._inductor.custom_graph_pass.CustomPartitionerFn"):
 
 
 def inductor_set(**settings: Any) -> contextlib.AbstractContextManager[None]:
-    """Context in which Inductor is set so."""
+    """Return a context with these settings of Inductor."""
     for name in settings:
         private(f"torch._inductor.config.{name}")
     config: Any = importlib.import_module("torch._inductor.config")
@@ -23,21 +23,21 @@ def inductor_set(**settings: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def traced_with(fake_mode: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context in which Inductor finds the fake mode of what it compiles."""
+    """Return a context in which Inductor compiles with this fake mode."""
     context = private("torch._guards.TracingContext")(fake_mode)
     tracing: contextlib.AbstractContextManager[Any] = private("torch._guards.tracing")(context)
     return tracing
 
 
 def inside_of(run: Any) -> Any | None:
-    """What a compiled region's calls come to once it has run; None: it has not."""
+    """Return the inner function that a compiled region calls once it has run; None before."""
     if optional("torch._inductor.output_code.CompiledFxGraph.current_callable") is None:
         return None
     return getattr(run, "current_callable", None)
 
 
 def divided_by_torch() -> Callable[..., Any]:
-    """Torch's own division of a joint graph, by a minimum cut."""
+    """Return torch's own partitioner of joint graphs, by a minimum cut."""
     divide: Callable[..., Any] = private(
         "torch._functorch.partitioners.min_cut_rematerialization_partition"
     )

@@ -1,4 +1,4 @@
-"""What surrounds a call: modes, hooks on saved tensors, profilers; and where autograd is."""
+"""The context of a call: modes, hooks on saved tensors, profilers and autograd's state."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _number = attribute("torch.autograd.graph.Node._sequence_nr")
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes around this, the outermost first."""
+    """Return the active dispatch modes, the outermost first."""
     if not private_once("torch._C._len_torch_dispatch_stack")():
         return []
     return list(private_once("torch.utils._python_dispatch._get_current_dispatch_mode_stack")())
 
 
 def dispatch_modes_off() -> contextlib.AbstractContextManager[Any]:
-    """Context without the dispatch modes around it."""
+    """Return a context without the active dispatch modes."""
     off: contextlib.AbstractContextManager[Any] = private(
         "torch.utils._python_dispatch._disable_current_modes"
     )()
@@ -52,7 +52,7 @@ def dispatch_modes_off() -> contextlib.AbstractContextManager[Any]:
 
 
 def function_modes() -> list[Any]:
-    """The function modes around this, the outermost first."""
+    """Return the active function modes, the outermost first."""
     if not private_once("torch._C._len_torch_function_stack")():
         return []
     return list(private_once("torch.overrides._get_current_function_mode_stack")())
@@ -60,7 +60,7 @@ def function_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def function_modes_off() -> Iterator[None]:
-    """Without the caller's function modes, whose work is in Dynamo's graph already."""
+    """Disable the caller's function modes inside: Dynamo's graph has their effects already."""
     pop, push = private("torch.overrides._pop_mode"), private("torch.overrides._push_mode")
     count = private("torch._C._len_torch_function_stack")
     taken: list[object] = []
@@ -74,13 +74,13 @@ def function_modes_off() -> Iterator[None]:
 
 
 def saved_tensor_hooks() -> Any:
-    """The innermost hooks on saved tensors, (pack, unpack); None: there are none."""
+    """Return the innermost hooks on saved tensors, (pack, unpack); None: there are none."""
     return private_once("torch._C._autograd._top_saved_tensors_default_hooks")(True)
 
 
 @contextlib.contextmanager
 def saved_tensor_hooks_off() -> Iterator[None]:
-    """Without the caller's hooks on saved tensors."""
+    """Disable the caller's hooks on saved tensors inside."""
     pop = private("torch._C._autograd._pop_saved_tensors_default_hooks")
     push = private("torch._C._autograd._push_saved_tensors_default_hooks")
     taken = []
@@ -101,7 +101,7 @@ def profiler_looks_on() -> bool:
 
 @contextlib.contextmanager
 def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
-    """Call something before somebody else starts torch's profiler, of which there is one."""
+    """Call a function before somebody else starts torch's profiler: only one can run at a time."""
     prepare = private("torch.autograd.profiler._prepare_profiler")
 
     def after_it(*args: Any, **kwargs: Any) -> Any:
@@ -113,23 +113,23 @@ def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
 
 
 def allocation_tag() -> Any:
-    """What a profile's events of allocations are tagged with."""
+    """Return the tag of allocation events in a profile."""
     return private("torch._C._profiler._EventType").Allocation
 
 
 def backward_number() -> int:
-    """Tells the backward that this thread is inside of from others; -1: it is in none."""
+    """Return the number of the backward that this thread runs; -1: it runs none."""
     return int(private_once("torch._C._current_graph_task_id")())
 
 
 def when_backward_is_over(call: Callable[[], None]) -> None:
-    """Call something once the backward that this is inside of has returned or failed, autograd's
-    state of the thread put back."""
+    """Call a function once the running backward has returned or failed, and autograd has restored
+    the thread's state."""
 
     def over() -> None:
         pass
 
-    # Autograd holds what it calls at the end for as long as it holds the backward.
+    # Autograd holds its final callbacks as long as the backward.
     weakref.finalize(over, call).atexit = False
     private("torch.autograd.Variable._execution_engine").queue_callback(over)
 
@@ -140,23 +140,23 @@ def keeps_graph() -> bool:
 
 
 def running_node() -> Any:
-    """Autograd's node that this thread runs; None: it runs none."""
+    """Return the autograd node that this thread runs; None: it runs none."""
     return private("torch._C._current_autograd_node")()
 
 
 def node_number(node: Any) -> int:
-    """When a node of autograd's was made, among others."""
+    """Return the sequence number of an autograd node: nodes made later have larger ones."""
     return int(_number(node)())
 
 
 def function_of(node: Any) -> Any:
-    """The `torch.autograd.Function` that a node of autograd's is of; None: of none."""
+    """Return the `torch.autograd.Function` of an autograd node; None: it has none."""
     return getattr(type(node), attribute_name(_FORWARD_CLASS), None)
 
 
 def differentiate_twice(function: Any, compute: Callable[..., Any]) -> bool:
-    """Have a second derivative of AOTAutograd's function computed by `compute(context, backward,
-    arguments)`; it refuses one, and torch 2.11 forgets to.
+    """Let `compute(context, backward, arguments)` compute second derivatives of AOTAutograd's
+    function, which it refuses itself (torch 2.11 forgets to refuse).
 
     Returns:
         Whether the function is AOTAutograd's.
@@ -173,8 +173,8 @@ def backward_owns_tangents() -> bool:
 
 
 def autograd_in_kernels() -> contextlib.AbstractContextManager[None]:
-    """Context in which operators called from a kernel have autograd, also where a dispatch mode
-    has switched it off below itself."""
+    """Return a context in which operators that a kernel calls are recorded by autograd, even if a
+    dispatch mode has switched it off below itself."""
     excluded = private("torch._C._dispatch_tls_local_exclude_set")()
     for name, key in vars(torch._C.DispatchKey).items():
         if (name.startswith("Autograd") or name == "ADInplaceOrView") and excluded.has(key):

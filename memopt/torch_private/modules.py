@@ -19,7 +19,7 @@ from memopt.torch_private.access import (
 )
 
 BatchNorm: Any = private("torch.nn.modules.batchnorm._BatchNorm")
-"""What batch norms are."""
+"""The base class of batch norms."""
 parameters_of = attribute("torch.nn.Module._parameters")
 """The parameters that a module registers, by name."""
 buffers_of = attribute("torch.nn.Module._buffers")
@@ -36,15 +36,15 @@ TENSOR_REGISTRIES = (
     attribute_name("torch.nn.Module._parameters"),
     attribute_name("torch.nn.Module._buffers"),
 )
-"""The attributes that hold what tensors a module registers."""
+"""The attributes that hold the tensors that a module registers."""
 REGISTRIES = (
     *TENSOR_REGISTRIES,
     attribute_name("torch.nn.Module._modules"),
     attribute_name("torch.nn.Module._non_persistent_buffers_set"),
 )
-"""The attributes that hold what a module registers."""
+"""The attributes that hold everything that a module registers."""
 COMPILED_CALL = attribute_name("torch.nn.Module._compiled_call_impl")
-"""The attribute that holds what a module's call goes to, if it is not its forward."""
+"""The attribute that holds the function that a module's call runs in place of its own code."""
 private("torch.nn.Module._call_impl")
 private("torch.nn.utils.parametrize._cache_enabled")
 private("torch.nn.Module._load_from_state_dict")
@@ -63,12 +63,12 @@ _ON_ALL_FORWARDS = (
 
 
 def registered_parameter(module: Any, name: str) -> Any:
-    """A parameter as a module registers it; traced by Dynamo."""
+    """Return a parameter as a module registers it; traced by Dynamo."""
     return module._parameters[name]
 
 
 def plain_call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a module, its hooks included, past what its calls were sent to; traced by Dynamo."""
+    """Call a module's own code, with its hooks, even if its calls go elsewhere; for Dynamo."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -78,7 +78,7 @@ def load_own_state(module: Any, *args: Any) -> None:
 
 
 def call_goes_elsewhere(module: nn.Module) -> bool:
-    """Whether a module's call runs something that it was given in place of its own code."""
+    """Whether a module's call runs another function in place of its own code."""
     return getattr(module, COMPILED_CALL) is not None
 
 
@@ -88,7 +88,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def hooks_on_all_forwards() -> list[Any]:
-    """The hooks on the forwards of all modules."""
+    """Return the hooks on the forwards of all modules."""
     return [hook for name in _ON_ALL_FORWARDS for hook in private(name).values()]
 
 
@@ -98,37 +98,37 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def hooks_on_all_optimizers() -> list[Any]:
-    """The hooks on the steps of all optimizers."""
+    """Return the hooks on the steps of all optimizers."""
     return [hook for name in _ON_ALL_OPTIMIZERS for hook in private(name).values()]
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers, which warn otherwise, that an optimizer has made a step."""
+    """Mark an optimizer as having made a step; learning-rate schedulers warn otherwise."""
     if optional("torch.optim.Optimizer._opt_called") is not None:
         vars(optimizer)["_opt_called"] = True
 
 
 def forget_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """A gradient scaler has not seen an optimizer since its last update."""
+    """Reset a gradient scaler's state of an optimizer, as after an update."""
     private("torch.amp.GradScaler._per_optimizer_states")
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def grouped_by_dtype(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """The positions of tensors of one device by their dtype, the groups in the order in which
-    `torch.nn.utils.clip_grad_norm_` takes them."""
+    """Group the positions of tensors on one device by dtype, in the order of the groups in
+    `torch.nn.utils.clip_grad_norm_`."""
     grouped = private("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
     return [list(indices) for _, indices in grouped([tensors], with_indices=True).values()]
 
 
 def parametrized_cached() -> bool:
-    """Whether this is inside of `torch.nn.utils.parametrize.cached()`."""
+    """Whether `torch.nn.utils.parametrize.cached()` is active."""
     return bool(parametrize._cache_enabled)
 
 
 @contextlib.contextmanager
 def parametrized_uncached() -> Iterator[None]:
-    """Context as outside of `torch.nn.utils.parametrize.cached()`."""
+    """Disable `torch.nn.utils.parametrize.cached()` inside."""
     with (
         patched("torch.nn.utils.parametrize._cache_enabled", 0),
         patched("torch.nn.utils.parametrize._cache", {}),
@@ -137,7 +137,7 @@ def parametrized_uncached() -> Iterator[None]:
 
 
 def data_parallel_around() -> Any:
-    """The DistributedDataParallel whose forward runs, and calls its module; None: there is none."""
+    """Return the DistributedDataParallel whose forward is running; None: there is none."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")()

@@ -1,5 +1,5 @@
-"""The rows of operators whose names torch does not promise, and of those that eager runs as one
-kernel; imports no torch."""
+"""Rows of the table: operators whose names torch does not promise, and operators that eager runs as
+one kernel; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from memopt.torch_private.table import KNOWN, Row, rows
 
 _SINCE_2_13 = ("2.13", "2.14")
 
-# Operators that eager runs as one kernel, and that torch takes apart in Python while it traces:
-# other bits (interpolation, shrinking), more memory, or another result (the dropout between the
-# layers of an LSTM is lost, torch.nn.MultiLabelMarginLoss is wrong).
+# Operators that eager runs as one kernel, and that torch decomposes in Python while it traces. That
+# gives other bits (interpolation, shrinking), more memory, or another result (an LSTM loses the
+# dropout between its layers, torch.nn.MultiLabelMarginLoss is wrong).
 TAKEN_APART = (
     *(
         f"upsample_{kind}.{form}"
@@ -76,7 +76,7 @@ _NAMED = (
     "_trilinear.default",
     "_unsafe_view.default",
 )
-"""What memopt knows by name in graphs, or calls."""
+"""Operators that memopt calls, or knows by name in graphs."""
 
 NAMED: tuple[Row, ...] = tuple(rows("know operators in graphs", "torch.ops.aten", *_NAMED))
 WHOLE: tuple[Row, ...] = tuple(

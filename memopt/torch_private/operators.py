@@ -23,17 +23,17 @@ def _checked(namespace: Any, rows: Any) -> Any:
 
 
 aten = _checked(torch.ops.aten, NAMED)
-"""ATen's operators, of which those that the table names are there."""
+"""ATen's operators; checked to have those in the table."""
 
 
 def collectives() -> Any:
-    """The functional collectives, of which those that the table names are there."""
+    """Return the functional collectives; checked to have those in the table."""
     return _checked(torch.ops._c10d_functional, COLLECTIVES)
 
 
 def has_kernel(overload: Any, dispatch_key: str) -> bool:
-    """Whether torch has a kernel of its own for an operator overload on a kind of device, not one
-    composed of other operators."""
+    """Whether an operator overload has a kernel of its own on a kind of device, not one composed of
+    other operators."""
     find = private("torch._C._dispatch_has_kernel_for_dispatch_key")
     schema = schema_of(overload)
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

@@ -17,7 +17,7 @@ class RowState(StrEnum):
     OK = "ok"
     MISSING = "missing"
     OTHER = "not needed"
-    """It has not, and need not: another version has it, or a torch that is built otherwise."""
+    """Missing, but not expected: only other versions or builds of torch have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Each row for the torch that is installed.
+    """Check each row against the installed torch.
 
     Raises:
-        ImportError: none is.
+        ImportError: torch is not installed.
     """
     for row in ROWS:
         try:

@@ -1,4 +1,4 @@
-"""The table: what memopt uses of torch that torch does not promise; imports no torch."""
+"""The table of torch's private names and patches that memopt uses; imports no torch."""
 
 from __future__ import annotations
 

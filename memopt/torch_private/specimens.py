@@ -1,4 +1,4 @@
-"""Objects of torch's, made to look for attributes that only instances have."""
+"""Instances of torch's classes, in which to look for attributes that classes lack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def optimizer_after_a_step() -> Any:
-    """An optimizer under a learning-rate scheduler, which has made a step."""
+    """Make an optimizer under a learning-rate scheduler that has made a step."""
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(()))
@@ -20,21 +20,21 @@ def optimizer_after_a_step() -> Any:
 
 
 def gradient_scaler() -> Any:
-    """A gradient scaler of the CPU."""
+    """Make a gradient scaler of the CPU."""
     import torch
 
     return torch.amp.GradScaler("cpu")
 
 
 def overload() -> Any:
-    """An operator's overload that has been called."""
+    """Return an operator's overload."""
     import torch
 
     return torch.ops.aten.add.Tensor
 
 
 def functions_node() -> Any:
-    """The class of the node that autograd makes of a `torch.autograd.Function`."""
+    """Return the class of the node that autograd makes of a `torch.autograd.Function`."""
     import torch
 
     class Itself(torch.autograd.Function):
@@ -48,7 +48,7 @@ def functions_node() -> Any:
 
 
 def compiled_function() -> Any:
-    """The names in AOTAutograd's `CompiledFunction`, a class inside of a function."""
+    """Collect the names in AOTAutograd's `CompiledFunction`, a class inside of a function."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     found = types.SimpleNamespace()
@@ -63,14 +63,14 @@ def compiled_function() -> Any:
 
 
 def boxed_function() -> Any:
-    """A function that AOTAutograd calls with a list of its arguments."""
+    """Make a function that AOTAutograd calls with a list of its arguments."""
     from torch._functorch._aot_autograd.utils import make_boxed_func
 
     return make_boxed_func(lambda: None)
 
 
 def constant_function() -> Any:
-    """A function whose result is a constant in a trace."""
+    """Make a function whose result is a constant in a trace."""
     import torch
 
     mark: Any = torch._dynamo.assume_constant_result
@@ -78,7 +78,7 @@ def constant_function() -> Any:
 
 
 def traced_frame() -> Any:
-    """The frame that an export by dynamo traces around a model."""
+    """Return the frame that an export by dynamo traces around a model."""
     import torch
     from torch._dynamo.functional_export import ModuleToTrace
 

@@ -1,7 +1,7 @@
-"""What a row of the table says; imports no torch.
+"""The rows' type, and the supported versions; imports no torch.
 
-A name is dotted from `torch`. Its last part may be an attribute of instances alone: one that the
-class declares in its annotations, or that the instance has which `of` makes.
+A name is dotted from `torch`. Its last part may be an attribute of instances only: one that the
+class declares in its annotations, or that the object made by `of` has.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Row:
 
     Attributes:
         name: dotted, from `torch`.
-        purpose: what memopt needs it for; completes "memopt needs it to".
+        purpose: completes "memopt needs it to".
         instead: what happens without it, warned of and counted; "": a CaptureError that names it.
-        versions: the versions of torch that have it, of those that were looked at.
-        of: makes the object whose attribute the last part is, where that is no importable name.
+        versions: the versions among `KNOWN` that have it.
+        of: makes the object that has the last part as an attribute, if it cannot be imported.
         needs: "cuda" or "distributed": torch must be built with it; "": nothing.
     """
 
@@ -37,12 +37,12 @@ class Row:
 
     @property
     def required(self) -> bool:
-        """Whether memopt does not go on without it."""
+        """Whether memopt fails without it."""
         return not self.instead
 
     @property
     def effect(self) -> str:
-        """What happens without it, for people."""
+        """Say, for people, what happens without it."""
         return f"warning: {self.instead}" if self.instead else "CaptureError"
 
 
@@ -55,6 +55,6 @@ def rows(
     of: Callable[[], object] | None = None,
     needs: str = "",
 ) -> Iterator[Row]:
-    """Rows of several names of one module or class."""
+    """Yield rows for several names of one module or class."""
     for name in names:
         yield Row(f"{home}.{name}", purpose, instead, versions, of, needs)

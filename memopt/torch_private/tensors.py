@@ -9,11 +9,11 @@ import torch
 from memopt.torch_private.access import attribute, attribute_name, private
 
 version_of = attribute("torch.Tensor._version")
-"""How often a tensor was updated in place."""
+"""Return how often a tensor was updated in place."""
 base_of = attribute("torch.Tensor._base")
-"""The tensor that a view is of; None of others."""
+"""Return the tensor that a view is of; None for other tensors."""
 storage_key = attribute("torch.UntypedStorage._cdata")
-"""A number that tells a storage from others."""
+"""Return a number that identifies a storage."""
 GRADIENT_HOOKS = (
     attribute_name("torch.Tensor._backward_hooks"),
     attribute_name("torch.Tensor._post_accumulate_grad_hooks"),
@@ -21,9 +21,9 @@ GRADIENT_HOOKS = (
 """The attributes of a tensor that hold the hooks on its gradient."""
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
-"""A tensor seen conjugated."""
+"""Return a conjugated view of a tensor."""
 negated = private("torch._neg_view")
-"""A tensor seen negated."""
+"""Return a negated view of a tensor."""
 disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 """The `__torch_function__` of tensors that take no part in operations."""
 
@@ -34,17 +34,17 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def held_once(tensor: torch.Tensor) -> bool:
-    """Whether none but its Python object holds a tensor: no node of autograd's, for one."""
+    """Whether only its Python object holds a tensor, and not, for example, an autograd node."""
     return bool(_use_count(tensor)() == 1)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold a storage."""
+    """Count the tensors that hold a storage."""
     return int(private("torch._C._storage_Use_Count")(storage_key(storage)))
 
 
 def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.UntypedStorage:
-    """A storage over memory that somebody else owns and must keep alive."""
+    """Make a storage over memory that somebody else owns and must keep alive."""
     make = private("torch._C._construct_storage_from_data_pointer")
     storage: torch.UntypedStorage = make(address, device, size_bytes)
     return storage
@@ -56,7 +56,7 @@ SHARD = "_local_tensor"
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """What the present rank holds of a DTensor."""
+    """Return the present rank's shard of a DTensor."""
     shard: torch.Tensor = getattr(
         tensor, attribute_name("torch.distributed.tensor.DTensor._local_tensor")
     )
@@ -64,5 +64,5 @@ def shard_of(tensor: Any) -> torch.Tensor:
 
 
 def spec_of(tensor: Any) -> Any:
-    """The mesh, placements and shape of a DTensor."""
+    """Return the mesh, placements and shape of a DTensor."""
     return getattr(tensor, attribute_name(f"{_DTENSOR}._spec"))

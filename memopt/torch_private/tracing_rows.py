@@ -1,5 +1,5 @@
-"""The rows of what traces, divides and compiles graphs: Dynamo, AOTAutograd, fake tensors,
-Inductor; imports no torch."""
+"""Rows of the table for tracing, partitioning and compiling graphs: Dynamo, AOTAutograd, fake
+tensors, Inductor; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces with the operators that eager runs, where torch would take them apart in Python."""
+"""Tracing with the operators that eager runs, although torch would decompose them in Python."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def kernels_kept_whole() -> Iterator[None]:
 
 
 def _itself_or(dropout: Callable[..., Any]) -> Callable[..., Any]:
-    """A dropout that drops nothing returns what it is given, as the real one does; torch's
-    decomposition returns a row-major copy: memory, other strides, and no update in place."""
+    """Make a dropout that, if it drops nothing, returns its input, as the real one does. torch's
+    decomposition returns a row-major copy: more memory, other strides, no update in place."""
 
     def kernel(given: torch.Tensor, p: float, train: bool | None) -> Any:
         return dropout(given, p, train) if train and p != 0 and given.numel() else given

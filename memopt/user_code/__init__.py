@@ -1,1 +1,1 @@
-"""Running a user's model and loss for planning, so that they are afterwards what they were."""
+"""Runs a user's model and loss for planning, and restores their state afterwards."""

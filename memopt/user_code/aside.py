@@ -1,4 +1,4 @@
-"""Planning stands aside of what surrounds its caller: the user's hooks on saved tensors, dispatch
+"""Isolates planning from its caller's surroundings: the user's hooks on saved tensors, dispatch
 modes, context variables, `parametrize.cached`, anomaly detection and inference mode."""
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ R = TypeVar("R")
 
 
 def aside(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs outside of what surrounds its caller, and sets no context variable
-    there."""
+    """Make a function run outside its caller's surroundings, and set no context variable there."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -42,20 +41,20 @@ def aside(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def surroundings_off() -> Iterator[None]:
-    """Inside, nothing of what surrounds the caller looks on: a checkpoint around a call would keep
-    for its backward what planning saves, a counter of operations would count what it runs."""
+    """Switch off the caller's surroundings inside: a checkpoint around a call would save planning's
+    tensors for its backward, and a counter of operations would count planning's."""
     with ExitStack() as stack:
         stack.enter_context(saved_tensor_hooks_off())
         modes = dispatch_modes()
-        # Those of torch's own traces stay.
+        # Modes of torch's own traces stay.
         if modes and not any(mode.is_infra_mode() for mode in modes):
             stack.enter_context(dispatch_modes_off())
         functions = function_modes()
         if functions:
-            # These stay, for a forward may depend on them; what they count or keep does not.
+            # Function modes stay, since a forward may depend on them; their state is restored.
             stack.callback(ReachedState(functions).put_back)
         if parametrized_cached():
-            # What is cached has a graph, which the first backward frees.
+            # A cached value has a graph, which the first backward frees.
             stack.enter_context(parametrized_uncached())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -65,8 +64,8 @@ def surroundings_off() -> Iterator[None]:
 
 
 def mode_around() -> str | None:
-    """The class of a mode of the user's that sees every operator or function that is called here;
-    None: there is none. One that sets the device of new tensors changes nothing else."""
+    """Return the class name of a user's mode that sees the operators or functions called here;
+    None: there is none. A mode that sets the device of new tensors does not count."""
     found = function_modes()
     found += [mode for mode in dispatch_modes() if not mode.is_infra_mode()]
     names = (type(mode) for mode in found if not isinstance(mode, DeviceContext))

@@ -1,4 +1,4 @@
-"""A whole training step as an ordinary loop runs it: what a planned one is compared with."""
+"""Runs a whole training step as an ordinary loop does, to compare planned steps with."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def eager_step(
     rules: StepRules,
     run_backward: OwnBackward,
 ) -> Callable[[], None]:
-    """A step that takes the same batch as each of its micro-batches.
+    """Make a step that takes the same batch for each of its micro-batches.
 
     Args:
         model, call: the model and its example call.
-        loss_of: the loss of the model's output.
-        optimizer: steps, and drops the gradients.
-        rules: what happens to gradients before that.
-        run_backward: runs its backwards.
+        loss_of: computes the loss from the model's output.
+        optimizer: its `step` and `zero_grad` end the step.
+        rules: what happens to gradients before the updates.
+        run_backward: runs the step's backwards.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
     scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
@@ -50,7 +50,7 @@ def eager_step(
             scaler.unscale_(optimizer)
         if rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), rules.clip_norm, rules.norm_type)
-        # A scheduler's wrapper around step() must notice nothing.
+        # A scheduler's wrapper around step() must not count these steps.
         type(optimizer).step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         scaler.update(1.0)

@@ -1,8 +1,8 @@
-"""What a forward says while it runs (print, logging, warnings), which a planned step does not say.
+"""Drops what a forward prints, logs or warns while it is captured: a planned step stays silent.
 
-It decides nothing that is computed, so it is no reason not to plan a model; but a user who waits
-for a line must know why none comes. Dynamo drops such calls where it is told to, and those of
-loggers in any case, without a word.
+Such text changes no result, so it is no reason to refuse a model; but a user who waits for a line
+must know why none comes. Dynamo drops such calls where it is told to, and those of loggers always,
+silently.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _TOLD: set[str] = set()
 
 @contextlib.contextmanager
 def leaving_out_words() -> Iterator[None]:
-    """Capture inside; what the forward would say is left out of the graph, and that is said once
-    for each place."""
+    """Capture inside without the forward's prints, logs and warnings; tell of each place once."""
     found: dict[str, str] = {}
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -77,13 +76,13 @@ def leaving_out_words() -> Iterator[None]:
 
 
 def _shows(logger: logging.Logger, name: str) -> bool:
-    """Whether a logger's method would show anything."""
+    """Return whether a logger's method would show anything."""
     level = _LEVELS.get(name)
     return level is None or logger.isEnabledFor(level)
 
 
 def _place(tx: Any) -> str:
-    """Where in the user's code dynamo is."""
+    """Return where in the user's code Dynamo is."""
     home = os.path.dirname(torch.__file__)
     while tx is not None:
         frame = tx.frame_summary()

@@ -1,4 +1,4 @@
-"""Backwards of planning's own: they run nothing of the user's beyond the model and the loss."""
+"""Runs planning's own backwards without the user's hooks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from memopt.torch_private.tensors import GRADIENT_HOOKS, held_once
 
 @contextmanager
 def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, leaves have no hooks but those that are added there; afterwards those that they
-    had."""
+    """Remove the leaves' hooks inside, and restore them afterwards. Hooks added inside run."""
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     kept = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in GRADIENT_HOOKS]
     try:
@@ -35,12 +34,12 @@ def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class OwnBackward:
-    """Backwards that give the user's leaves their gradients and call no hook of theirs.
+    """Runs backwards that give the user's leaves their gradients and call none of their hooks.
 
-    Where something else holds on to what accumulates a leaf's gradient (DistributedDataParallel, a
-    hook on that node, a graph whose backward is still to come), or where the graph goes on into
-    one that the user has made, autograd is asked for gradients up to there, which are accumulated
-    here. A reentrant checkpoint refuses that: in a model with one the node's own hooks run.
+    A leaf's gradient accumulator may be held by something else (DistributedDataParallel, a hook on
+    that node, a graph whose backward is still to come), or the graph may continue into one that the
+    user has made. Then autograd computes gradients up to there, and this class accumulates them. A
+    reentrant checkpoint refuses that: in a model with one the node's own hooks run.
 
     Args:
         tensors: the user's tensors, before a forward runs.
@@ -57,13 +56,12 @@ class OwnBackward:
     def __call__(
         self, outputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Run the backward of outputs, outside of autocast; it begins with these tangents, None:
-        with ones."""
+        """Run the backward of outputs, outside of autocast, from these tangents (None: ones)."""
         leaves: list[torch.Tensor] = []
         edges: list[GradientEdge] = []
         if not self._is_plain:
             leaves, edges = self._ends(outputs)
-            # An empty leaf makes a detached input one that was computed.
+            # An empty leaf makes a detached input look computed.
             others = any(id(leaf) not in self._alone for leaf in leaves if leaf.numel())
             self._is_plain = not edges and (not others or self._reentrant)
         with autocast_off(), gradient_hooks_off(self._tensors):
@@ -79,7 +77,7 @@ class OwnBackward:
     def _ends(
         self, outputs: Iterable[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[GradientEdge]]:
-        """Where a graph ends: its leaves, and edges into the user's own graphs."""
+        """Find where a graph ends: its leaves, and edges into the user's own graphs."""
         leaves: list[torch.Tensor] = []
         edges: list[GradientEdge] = []
         seen: set[Any] = set()
@@ -116,7 +114,7 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def reaches(value: torch.Tensor, leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward from a value comes to one of these leaves."""
+    """Return whether a backward from a value reaches one of these leaves."""
     wanted = {id(leaf) for leaf in leaves}
     waiting: list[Any] = [value.grad_fn]
     seen: set[Any] = set()

@@ -1,10 +1,10 @@
-"""What a user's functions can reach and change, and its state before.
+"""Finds what a user's functions can reach and change, and restores its state.
 
 Reached are a model's modules, what lists and dicts hold, and what the code of its forward, of its
 hooks and of the loss names: globals, variables of closures, attributes of objects, classes and
 imported modules. An attribute that none of this code names is left alone: it may belong to a
-running thread, such as a data loader's; so are the objects of Python's, torch's and numpy's own
-classes.
+running thread, such as a data loader's. Objects of Python's, torch's and numpy's own classes are
+left alone, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 _MOST_OBJECTS = 100_000
-"""Where the walk over Python objects ends; the model itself comes first."""
+"""The most objects that the walk visits; the model itself comes first."""
 _LEFT_ALONE = frozenset({"torch", "numpy", "memopt", *sys.stdlib_module_names})
 _MAPPINGS: tuple[Any, ...] = (
     collections.OrderedDict,
@@ -40,14 +40,14 @@ _MAPPINGS: tuple[Any, ...] = (
 _SETS: tuple[Any, ...] = (set, weakref.WeakSet)
 _SEQUENCES: tuple[Any, ...] = (list, deque, *_SETS)
 _OPEN = (collections.UserDict, collections.UserList, types.SimpleNamespace, local)
-"""Classes of Python's whose objects are a user's own."""
+"""Classes of Python whose objects hold a user's state."""
 _OPERATORS = {name for name in vars(operator) if name.startswith("__")} | {
     *("__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__bool__"),
     *("__getattr__", "__getattribute__", "__setattr__", "__radd__", "__rsub__", "__rmul__"),
 }
 """Methods that are called without being named."""
 _RUNNING = (Thread, Queue, logging.Logger, io.IOBase, DataLoader)
-"""Classes whose objects, a user's subclasses' included, other threads and the system use."""
+"""Classes whose objects other threads or the system use, a user's subclasses included."""
 _ABSENT = object()
 _CACHED = type(functools.lru_cache(_ABSENT.__eq__))
 _CODE = (
@@ -61,13 +61,13 @@ _CODE = (
 
 
 class ReachedState:
-    """Everything that can be reached from a user's objects, and its state before.
+    """Everything that can be reached from a user's objects, and its recorded state.
 
     Args:
-        roots: the objects; of one that is no module all attributes are kept.
+        roots: the user's objects; those that are no modules have all their attributes recorded.
 
     Attributes:
-        tensors: the tensors among them.
+        tensors: the tensors reached.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -91,7 +91,7 @@ class ReachedState:
                 waiting.extend(self._newly_named())
 
     def _look_at(self, one: Any) -> Iterable[Any]:
-        """Note how an object is; what it holds."""
+        """Record an object's state; return what it holds."""
         match one:
             case torch.Tensor():
                 self.tensors.append(one)
@@ -100,7 +100,7 @@ class ReachedState:
             case random.Random() if not isinstance(one, random.SystemRandom):
                 self._random.append((one.setstate, one.getstate()))
             case _ if isinstance(one, _MAPPINGS):
-                # By the methods of the base: a subclass's may import, or make, what it holds.
+                # Call the base's methods: a subclass's may import, or make, what it holds.
                 held = dict(list(_base(one, _MAPPINGS).items(one)))
                 self._dicts.append((one, held))
                 return [*held.values(), *self._attributes(one)]
@@ -117,7 +117,7 @@ class ReachedState:
                     self._roots.add(id(one.__self__))
                 return (one.__self__, one.__func__)
             case types.FunctionType() if str(one.__module__).startswith("memopt."):
-                return ()  # what it keeps is its own
+                return ()  # memopt's own state
             case types.FunctionType():
                 return self._look_at_function(one)
             case nn.Module():
@@ -133,7 +133,8 @@ class ReachedState:
         return ()
 
     def _look_at_function(self, one: Any) -> Iterable[Any]:
-        """Its closure, its defaults, and the globals that its code names."""
+        """Return a function's closure, defaults and attributes; record globals its code may
+        name."""
         found = [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
         for cell in one.__closure__ or ():
             content = _content(cell)
@@ -151,7 +152,7 @@ class ReachedState:
         return found
 
     def _is_numpy(self, one: Any) -> bool:
-        """Note a numpy array or generator; whether it is one."""
+        """Record a numpy array or generator; return whether the object is one."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return False
@@ -168,7 +169,7 @@ class ReachedState:
         return True
 
     def _attributes(self, one: Any) -> Iterable[Any]:
-        """Note the attributes of an object; those that are walked now."""
+        """Record an object's attributes; return those to visit now."""
         kind = type(one)
         state = getattr(one, "__dict__", None)
         if _left_alone(kind) and not isinstance(one, _OPEN) and id(one) not in self._roots:
@@ -176,7 +177,7 @@ class ReachedState:
         found: list[Any] = [kind]
         if isinstance(state, dict):
             if id(one) in self._roots or isinstance(one, _OPEN):
-                # The attributes of a loss that is an object.
+                # A root, such as a loss that is an object: all its attributes.
                 return [*found, state]
             self._variables.append((state, dict(state), set()))
             found += [v for v in state.values() if isinstance(v, (torch.Tensor, torch.Generator))]
@@ -187,7 +188,7 @@ class ReachedState:
         return found
 
     def _newly_named(self) -> Iterator[Any]:
-        """What the code that has been found names, and has not been walked yet."""
+        """Yield values that code found so far names and that have not been visited yet."""
         for owner, before, walked in self._variables:
             names = self._named & before.keys()
             if isinstance(owner, type):
@@ -201,7 +202,7 @@ class ReachedState:
                     yield value
 
     def put_back(self) -> None:
-        """Make the objects what they were; those that still are, are left alone."""
+        """Restore the objects that have changed."""
         for now, before in self._dicts:
             base = _base(now, _MAPPINGS)
             if not _same_items(base.items(now), before.items()):
@@ -225,7 +226,7 @@ class ReachedState:
             set_state(state)
 
     def _put_back_variables(self, owner: Any, before: Mapping[str, Any]) -> None:
-        """Give an object's named attributes, or a module's named globals, what they were."""
+        """Restore an object's named attributes, or a module's named globals."""
         if isinstance(owner, dict):
             now: Mapping[str, Any] = dict(owner)
         elif isinstance(owner, (type, types.ModuleType)):
@@ -234,41 +235,41 @@ class ReachedState:
             now = {name: getattr(owner, name, _ABSENT) for name in before}
         for name in (now.keys() | before.keys()) & self._named:
             old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
-            # A module that the forward imports stays: it is not imported again.
+            # A module that the forward has imported stays: it is not imported again.
             if new is not old and not (old is _ABSENT and isinstance(new, types.ModuleType)):
                 _assign(owner, name, old)
 
 
 def _base(one: Any, kinds: tuple[Any, ...]) -> Any:
-    """Which of these classes an object is of."""
+    """Return the first of these classes that an object is an instance of."""
     return next(kind for kind in kinds if isinstance(one, kind))
 
 
 def _same_items(now: Iterable[tuple[Any, Any]], before: Iterable[tuple[Any, Any]]) -> bool:
-    """Whether items are the same objects, in the same order."""
+    """Return whether items are the same objects, in the same order."""
     return [(id(k), id(v)) for k, v in now] == [(id(k), id(v)) for k, v in before]
 
 
 def _left_alone(one: Any) -> bool:
-    """Whether a class or a module is Python's, torch's, numpy's or memopt's."""
+    """Return whether a class or a module is Python's, torch's, numpy's or memopt's."""
     name = one.__name__ if isinstance(one, types.ModuleType) else one.__module__
     return str(name).partition(".")[0] in _LEFT_ALONE
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that code names, the functions defined in it included."""
+    """Return the globals and attributes that code names, including functions defined in it."""
     found = {*code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _names(constant)
         elif isinstance(constant, str) and constant.isidentifier():
-            found.add(constant)  # of getattr and setattr
+            found.add(constant)  # perhaps an argument of getattr or setattr
     return frozenset(found)
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The functions behind an attribute of a class."""
+    """Yield the functions behind an attribute of a class."""
     if isinstance(value, property):
         yield from (one for one in (value.fget, value.fset, value.fdel) if one is not None)
     elif isinstance(value, functools.cached_property):
@@ -280,7 +281,7 @@ def _functions(value: Any) -> Iterator[Any]:
 
 
 def _slots(kind: type) -> list[str]:
-    """The attributes of a class that are in no `__dict__`."""
+    """Return the attributes of a class that are in no `__dict__`."""
     return [
         name
         for one in kind.__mro__
@@ -304,7 +305,7 @@ def _set_content(cell: types.CellType, content: Any) -> None:
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute, or an entry of a dict, a value, or take it away."""
+    """Set an attribute or a dict's entry; the value `_ABSENT` deletes it."""
     if isinstance(owner, dict):
         if value is _ABSENT:
             del owner[name]
@@ -318,4 +319,4 @@ def _assign(owner: Any, name: str, value: Any) -> None:
     elif value is _ABSENT:
         object.__delattr__(owner, name)
     else:
-        object.__setattr__(owner, name, value)  # of a frozen dataclass, too
+        object.__setattr__(owner, name, value)  # works for a frozen dataclass, too

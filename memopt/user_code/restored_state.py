@@ -1,12 +1,12 @@
-"""Running a user's model and loss so that they are afterwards what they were before.
+"""Runs a user's model and loss and restores their state afterwards.
 
-Kept are what their functions can reach and change (`memopt.user_code.reached_state`), the values of
-their tensors, gradients and hooks of these, and the states of the random generators. The hooks do
-not run: they are what a user does with gradients, and planning's are none of his.
+Recorded are what their functions can reach and change (`memopt.user_code.reached_state`), the
+values of the tensors among it, those tensors' gradients and hooks, and the states of the random
+generators. The hooks do not run: they serve a user's gradients, and planning's are not the user's.
 
 Values are copied before they are first written to, so that a model that updates few tensors costs
 few copies: a watched run (`StorageCopies.first_run`) finds them. Buffers are copied beforehand,
-for kernels may write to running statistics without saying so.
+since kernels may write to running statistics without declaring it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
 class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies of the storages of a user's tensors, each made before it is first written to.
+    """Copies of the storages of a user's tensors, each made before the storage is first written to.
 
     Attributes:
-        backward: runs a backward, and no hook of the user's.
+        backward: runs a backward without the user's hooks.
     """
 
     supports_higher_order_operators = True
@@ -55,24 +55,24 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copies: dict[int, Any] = {}
 
     def first_run(self) -> StorageCopies:
-        """Context of a run; what it writes to, later runs may write to without being watched."""
+        """Watch a run. Later runs may write to the same storages without being watched."""
         return self
 
     def keep(self, tensor: Any) -> None:
-        """Copy a tensor's storage now, unless that has been done or it is none of the user's."""
+        """Copy a tensor's storage now, unless it is copied already or not the user's."""
         storage = _storage(tensor)
         key = 0 if storage is None else int(storage_key(storage))
         if key in self._storages and key not in self._copies:
             self._copies[key] = _copied(storage)
 
     def keep_all(self) -> None:
-        """Copy all of them now: compiled code, which runs next, cannot be watched."""
+        """Copy all storages now: compiled code, which runs next, cannot be watched."""
         for key, storage in self._storages.items():
             if key not in self._copies:
                 self._copies[key] = _copied(storage)
 
     def put_back(self) -> None:
-        """Give the storages the sizes and the values that they had."""
+        """Restore the sizes and the values of the copied storages."""
         for key, copy in self._copies.items():
             storage = self._storages[key]
             if storage.nbytes() != copy.nbytes():
@@ -92,7 +92,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an operator writes to."""
+    """Return position and name of each argument that an operator writes to."""
     if not isinstance(func, OpOverload):
         return ()
     return tuple(
@@ -103,10 +103,10 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _storage(tensor: Any) -> Any:
-    """A tensor's storage; None where it has none that holds values."""
+    """Return a tensor's storage; None if it has none that holds values."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_lazy(tensor):
         return None
-    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):  # of the latter the parts have
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):  # its parts have some
         return None
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
@@ -114,29 +114,29 @@ def _storage(tensor: Any) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor's values are; `resize_` changes all but the storage."""
+    """Return where a tensor's values are; `resize_` changes all of it but the storage."""
     return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _copied(storage: Any) -> Any:
-    """A storage's copy on the host."""
+    """Return a storage's copy on the host."""
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
 class _UserTensors:
-    """A user's tensors, and where their values, their gradients and their hooks are."""
+    """A user's tensors with their places in memory, `requires_grad` flags and gradients."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._flags = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
         self._places = [(t, t.data) for t in tensors if _storage(t) is not None]
 
     def without_gradients(self) -> None:
-        """No tensor has a gradient, so that none of the user's is added to."""
+        """Remove all gradients, so that none of the user's is added to."""
         for tensor, *_ in self._flags:
             tensor.grad = None
 
     def put_back(self) -> None:
-        """Make the tensors what they were, but for their values."""
+        """Restore the tensors, except for their values."""
         for tensor, data in self._places:
             if _place(tensor) != _place(data):
                 tensor.data = data
@@ -148,15 +148,15 @@ class _UserTensors:
 
 @contextmanager
 def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[StorageCopies]:
-    """Put everything back afterwards, whatever happens inside.
+    """Restore everything afterwards, whatever happens inside.
 
     Args:
-        model, call: the user's model, and what it is called with.
-        others: a loss, its targets, an optimizer: whatever else runs or is read.
+        model, call: the user's model, and its arguments.
+        others: a loss, its targets, an optimizer: anything else that is run or read.
 
     Yields:
-        What copies values: the first run inside is to be `first_run()`, or, where compiled code
-        runs, after `keep_all()`. Its `backward` is how a backward is run inside.
+        The StorageCopies. The first run inside goes in its `first_run()`, or, if it is compiled
+        code, after its `keep_all()`. Its `backward` runs backwards inside.
     """
     parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
     reached = ReachedState(parts)
@@ -184,7 +184,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         try:
             put_back()
         except BaseException:
-            # Ctrl-C in the midst of it: again, whole.
+            # Ctrl-C interrupted the restoring: restore everything again.
             put_back()
             raise
 
@@ -193,14 +193,14 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
 def forward_restored(
     model: nn.Module, call: Call, way: Callable[..., Any] | None = None
 ) -> Iterator[Any]:
-    """Run a forward without gradients; everything is put back at the end of the block.
+    """Run a forward without gradients; everything is restored at the end of the block.
 
     Args:
-        model, call: the user's model, and what it is called with.
-        way: what runs for the model; None: itself.
+        model, call: the user's model, and its arguments.
+        way: called in the model's place; None: the model itself.
 
     Yields:
-        What it returns.
+        The output.
     """
     with state_restored(model, call) as kept, kept.first_run(), torch.no_grad():
         with unheard():
@@ -209,7 +209,7 @@ def forward_restored(
 
 
 def _settings() -> Callable[[], None]:
-    """Puts back how torch is set: what a forward may set for all."""
+    """Return a function that restores torch's global settings, which a forward may change."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -230,7 +230,7 @@ def _settings() -> Callable[[], None]:
 
 
 def _other_generators() -> Callable[[], None]:
-    """Puts back the random states of Python, and of numpy where it is in use."""
+    """Return a function that restores the random states of Python, and of numpy if it is loaded."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else None

@@ -19,7 +19,7 @@ from memopt.strategies import STRATEGIES, Joint, Strategy
 from memopt.strategies.offload.exact import OffloadExact
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.brute_force.tiny_graphs import tiny_graph
-from tests.rotor import brute_force as chains
+from tests.strategies.rotor import brute_force as chains
 
 LINK = memopt.Device(to_host_bytes_per_s=3.0)
 NO_TIME_S, SOME_TIME_S = 1e-6, 20.0

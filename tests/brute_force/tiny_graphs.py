@@ -7,7 +7,7 @@ from random import Random
 
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator
-from tests.monet.graphs import training_graph, with_one_gradient_choices
+from tests.strategies.monet.graphs import training_graph, with_one_gradient_choices
 
 MOST_OPERATORS = 8
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "benchmarks"
 OF_TESTS = ("index.md", "faults.md", "implementation_bounds.md")
 """Pages of results that no benchmark writes: the list of pages, the table of faults, which
-tests/faults/test_table.py compares with the code, and the bounds of tests/implementations."""
+tests/faults/test_table.py compares with the code, and the bounds of tests/kernels."""
 
 
 def scripts() -> set[str]:

@@ -29,8 +29,8 @@ from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtOperator, Injected, error_of, failing
 from tests.faults.states import State
 from tests.faults.subjects import LOSS, adam, batch, built
-from tests.monet.graphs import training_graph
-from tests.step.test_train_step import assert_same
+from tests.strategies.monet.graphs import training_graph
+from tests.whole_steps.test_train_step import assert_same
 
 _UNTOUCHED = "all as before, gradients too"
 _PLANS = itertools.count()

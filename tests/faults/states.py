@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from memopt.executor import random_state
 from memopt.pricing.memory import metered
 from tests.executor.harness import is_generator_free
-from tests.step.test_train_step import assert_same
+from tests.whole_steps.test_train_step import assert_same
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from tests.faults.fault import Part, Room, fault
 from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, error_of, failing
 from tests.faults.states import CPU
 from tests.faults.subjects import Whole, accumulating, whole
-from tests.step.test_failing_steps import said
+from tests.whole_steps.test_failing_steps import said
 
 _BEFORE = "with `undo=True` all as before"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt.models.graph import Operator, Phase
 from memopt.reductions.linearize import linearize
-from tests.models.test_linearize import perceptron
+from tests.reductions.test_linearize import perceptron
 
 
 def test_a_small_result_does_not_hold_its_gradient_back() -> None:

@@ -10,7 +10,7 @@ from memopt.models.chain import Chain
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor, TensorKind
 from memopt.models.steps import ChainStep, Move
 from memopt.reductions.chain_replay import ChainState
-from tests.offload.replay_offload import replay_offload
+from tests.strategies.offload.replay_offload import replay_offload
 
 
 @dataclass

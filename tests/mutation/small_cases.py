@@ -13,11 +13,11 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.ordered import makespan_s, searched_amounts
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal
-from tests.offload.oracle import TOLERANCE
-from tests.offload.test_against_lp import check_ordered
-from tests.offload.test_dynprog import brute_force_s, check_optimal, random_problem
-from tests.rotor.chains import random_chain
-from tests.rotor.test_brute_force import check_chain
+from tests.strategies.offload.oracle import TOLERANCE
+from tests.strategies.offload.test_against_lp import check_ordered
+from tests.strategies.offload.test_dynprog import brute_force_s, check_optimal, random_problem
+from tests.strategies.rotor.chains import random_chain
+from tests.strategies.rotor.test_brute_force import check_chain
 
 
 @pytest.mark.parametrize("block", range(6))

@@ -36,8 +36,8 @@ _AT_RANDOM = (
     *(f"{_RANDOM}replay_and_validator_agree_on_random_programs[{i}]" for i in range(3)),
 )
 _IN_PLACE = (
-    "tests/models/test_in_place.py",
-    "--deselect=tests/models/test_in_place.py::test_laws_on_random_programs",
+    "tests/programs/test_in_place.py",
+    "--deselect=tests/programs/test_in_place.py::test_laws_on_random_programs",
 )
 _BESIDE = (
     "tests/network/test_replay.py",
@@ -46,17 +46,17 @@ _BESIDE = (
     "--deselect=tests/models/test_moved.py::test_replay_and_validator_agree_on_random_moves",
 )
 """Collectives, and what is moved or updated on the host."""
-_VALIDATOR = (*EDGES, "tests/models/test_validate.py", *_IN_PLACE, *_BESIDE, *_AT_RANDOM)
+_VALIDATOR = (*EDGES, "tests/programs/test_validate.py", *_IN_PLACE, *_BESIDE, *_AT_RANDOM)
 _REPLAY = (
     *EDGES,
-    "tests/models/test_replay.py",
+    "tests/programs/test_replay.py",
     *_IN_PLACE,
     *_BESIDE,
     *_AT_RANDOM,
-    "tests/offload/test_replay.py::test_by_hand",
+    "tests/strategies/offload/test_replay.py::test_by_hand",
 )
 _CHAIN = ("tests/models/test_chain.py", "tests/models/test_validate_chain.py")
-_LOWERED = "tests/models/test_lower.py::test_"
+_LOWERED = "tests/reductions/test_lower.py::test_"
 _LOWER = (
     *(f"{_LOWERED}any_schedule_of_any_graph[{i}]" for i in range(60)),
     *(f"{_LOWERED}schedules_with_transfers[{i}]" for i in range(40)),
@@ -72,7 +72,7 @@ _LOWER = (
     f"{_LOWERED}the_chain_is_no_dearer_than_it_must_be",
     "tests/models/test_backward_stages.py",
 )
-_CHAINS = "tests/models/test_chain_to_graph.py::test_"
+_CHAINS = "tests/reductions/test_chain_to_graph.py::test_"
 _TO_GRAPH = (
     f"{_CHAINS}values_are_counted_on_their_own",
     f"{_CHAINS}the_validator_of_programs_refuses_wrong_schedules",
@@ -82,15 +82,15 @@ _TO_GRAPH = (
     f"{_CHAINS}the_frameworks_own_order_is_the_papers_baseline",
 )
 _ROTOR = (
-    "tests/rotor/test_equal_stages.py",
-    "tests/rotor/test_tables.py",
+    "tests/strategies/rotor/test_equal_stages.py",
+    "tests/strategies/rotor/test_tables.py",
     f"{SMALL}::test_rotor",
     f"{SMALL}::test_rotor_slots",
 )
-_FLOATING = ("tests/rotor/test_floating_tables.py", *_ROTOR)
+_FLOATING = ("tests/strategies/rotor/test_floating_tables.py", *_ROTOR)
 _OFFLOAD = (
-    "tests/offload/test_kernels.py",
-    "tests/offload/test_recurrences.py",
+    "tests/strategies/offload/test_kernels.py",
+    "tests/strategies/offload/test_recurrences.py",
     f"{SMALL}::test_dynprog",
     f"{SMALL}::test_ordered",
 )

@@ -11,7 +11,7 @@ import pytest
 
 import memopt
 from memopt.strategies.base import Progress
-from tests.monet.graphs import training_graph
+from tests.strategies.monet.graphs import training_graph
 
 HEAD = """
 import signal
@@ -70,7 +70,7 @@ def test_a_plan_that_is_interrupted_is_a_plan() -> None:
         import os
         from random import Random
         import memopt
-        from tests.monet.graphs import training_graph
+        from tests.strategies.monet.graphs import training_graph
         from memopt.strategies.monet.strategy import Monet
         seen = []
         def interrupting(fraction, what):
@@ -127,7 +127,7 @@ def test_a_signal_ends_the_rounding_with_a_plan() -> None:
     found = run("""
         from random import Random
         import memopt
-        from tests.monet.graphs import training_graph
+        from tests.strategies.monet.graphs import training_graph
         graph = training_graph(Random(3), 20, False)
         told = []
         def once(fraction, what):

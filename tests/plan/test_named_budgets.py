@@ -26,7 +26,7 @@ from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.strategy import Monet
-from tests.monet.graphs import in_place_graph, training_graph
+from tests.strategies.monet.graphs import in_place_graph, training_graph
 
 LINK = memopt.Device(to_host_bytes_per_s=5.0)
 GRAPH = training_graph(Random(3), 14, True)

@@ -23,9 +23,9 @@ from memopt.models.stage_record import STAGE_NAMES, StageRecord, options_of, wit
 from memopt.profiler.session import profile_model
 from memopt.stages import STAGES, PlanStage, Preparation, prepared
 from memopt.strategies import resolve
-from tests.implementations.test_in_plans import QUICK, cnn, three_steps
-from tests.implementations.test_plans_apply import Masks
-from tests.models.test_validate import training_graph
+from tests.kernels.test_in_plans import QUICK, cnn, three_steps
+from tests.kernels.test_plans_apply import Masks
+from tests.programs.test_validate import training_graph
 
 ONLY_AGAIN = ("recognise", "figures")
 

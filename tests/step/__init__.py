@@ -1,1 +1,0 @@
-"""Whole training steps under a plan."""

@@ -1,12 +1,12 @@
-"""Models that ask whether they are compiled are captured as what they compute when they are not.
+"""Captures models that ask whether they are compiled as what they compute when they are not.
 
-`torch.compiler.is_compiling()` is true while dynamo traces, and some models compute something else
-then: Mamba of Hugging Face scans its states pairwise instead of one after the other, which rounds
-otherwise. So a trace in which the model's own code has asked is made once more with the answer that
-eager gets. Where that way cannot be captured (it looks at values), the place gets the compiled
-answer as before. Where both ways can, and are not one graph, the forward decides: it is run in
-eager, and the trace that gives its bits is taken (BART makes a mask of ones when it is not compiled
-and takes it away again when it sees that it masks nothing, which no trace can see).
+`torch.compiler.is_compiling()` is true while dynamo traces, and some models then compute
+differently: Mamba of Hugging Face scans its states pairwise instead of one after the other, which
+rounds otherwise. A model whose own code has asked is therefore traced once more with the answer
+that eager gets. Code that cannot be captured that way (it looks at values) gets the compiled answer
+as before. Where both ways can be captured and give two graphs, the forward decides: it runs in
+eager, and the trace with its bits is taken (BART makes a mask of ones when it is not compiled and
+drops it when it sees that it masks nothing, which no trace can see).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from memopt.user_code.restored_state import forward_restored
 _LOG = logging.getLogger(__name__)
 
 _FRAMES = 3
-"""So many of the innermost frames tell one place from another that asks by the same helpers."""
+"""Innermost frames that identify a place which asks, since several ask by the same helpers."""
 _MOST_PLACES = 8
-"""After so many that cannot be captured as in eager, the model is taken as it is compiled."""
+"""After so many places that cannot be captured as in eager, the compiled trace is taken."""
 _OF_TRACERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-"""Torch's own code, and memopt's, is written to be traced."""
+"""Code of torch and memopt, which is written to be traced."""
 _KNOWN_ALIKE = (
     ("transformers/masking_utils.py", ""),  # see `memopt.capture.as_eager.masks`
     ("transformers/utils/output_capturing.py", "set"),
     ("transformers/modeling_utils.py", "warn_if_padding_and_no_attention_mask"),
     ("transformers/utils/generic.py", "_register_model_output_pytree_node"),
 )
-"""Ends of files, and functions in them ("": any), that compute the same whatever they are told: how
-a value is kept, a warning, a type's registration. To trace again for them would double the time of
-every model of Hugging Face's."""
+"""Ends of files, and functions in them ("": any), that compute the same whatever the answer: how a
+value is kept, a warning, a type's registration. Tracing again for them would double the time of
+every Hugging Face model."""
 
 Frame = tuple[str, int, str]
 Place = tuple[Frame, ...]
@@ -55,10 +55,10 @@ Trace = tuple[Any, Dependencies]
 
 @dataclass
 class _Answers:
-    """What the model's own code is told.
+    """Answers to the model's own code, which asks whether it is compiled.
 
     Attributes:
-        compiled: the places that are told that they are compiled; None: all of them are.
+        compiled: the places that get the answer yes; None: all of them do.
         asked: the places that asked, in order.
     """
 
@@ -66,7 +66,7 @@ class _Answers:
     asked: list[Place] = field(default_factory=list)
 
     def of(self, frames: tuple[Frame, ...]) -> bool:
-        """Whether code at these frames, the innermost first, is told that it is compiled."""
+        """Return whether code at these frames, the innermost first, is told that it is compiled."""
         if frames[0][0].startswith(_OF_TRACERS):
             return True
         place = frames[:_FRAMES]
@@ -77,23 +77,23 @@ class _Answers:
 
     @property
     def last_as_eager(self) -> Place | None:
-        """Who was told last that it is not compiled."""
+        """Return the last place that was told that it is not compiled."""
         told = self.compiled
         return next((p for p in reversed(self.asked) if told is not None and p not in told), None)
 
 
 def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
-    """Trace a model as what it computes when it is not compiled, where that can be traced.
+    """Trace a model as what it computes when it is not compiled, if that can be traced.
 
     Args:
-        model, call: what is traced.
-        trace: gives the traced module, which takes the call's arguments, and what it depends on.
+        model, call: the model to trace, and its call.
+        trace: returns the traced module, which takes the call's arguments, and its dependencies.
 
     Returns:
-        What `trace` gave.
+        The result of `trace`.
 
     Raises:
-        CaptureError: the model cannot be traced in either way; that of the compiled one.
+        CaptureError: the model cannot be traced either way; the error is the compiled trace's.
     """
     answers = _Answers(None)
     try:
@@ -121,7 +121,7 @@ def _digest(model: nn.Module, trace: Trace) -> str:
 
 
 def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
-    """The trace of a model that is told that it is not compiled; None where there is none."""
+    """Trace a model that is told that it is not compiled; None if it cannot be traced so."""
     told: set[Place] = set()
     while len(told) <= _MOST_PLACES:
         answers = _Answers(told)
@@ -138,11 +138,11 @@ def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
 
 
 def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompiled: Any) -> bool:
-    """Whether the compiled trace gives eager's results, bit for bit, and the other does not."""
+    """Return whether the compiled trace alone gives eager's results, bit for bit."""
     if computing_device(model, call) is None:
         return False
     for traced in (compiled, uncompiled):
-        traced.recompile()  # dynamo has renamed what its code reads
+        traced.recompile()  # dynamo has renamed attributes that the code reads
     eager = _results(model, model, call)
     return _same(eager, _results(model, compiled, call)) and not _same(
         eager, _results(model, uncompiled, call)
@@ -167,7 +167,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _answering(answers: _Answers) -> Iterator[None]:
-    """Dynamo asks `answers` what the functions by which code asks whether it is compiled return."""
+    """Let `answers` answer the functions that tell code whether it is compiled."""
 
     def answered(handler: Callable[..., Any]) -> Callable[..., Any]:
         def answer(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ def _known_alike(frame: Frame) -> bool:
 
 
 def _frames(translator: Any) -> Iterator[Frame]:
-    """File, line and function of what dynamo is in, the innermost first."""
+    """Yield file, line and function of dynamo's frames, the innermost first."""
     while translator is not None:
         frame = translator.frame_summary()
         yield frame.filename, frame.lineno, frame.name

@@ -1,9 +1,9 @@
-"""Applies everything in this package to a model's trace.
+"""Applies all corrections of this package to a model's trace.
 
-Hugging Face's decoders, called without an attention mask, ask whether their positions are those of
+Hugging Face's decoders, called without an attention mask, ask whether their positions belong to
 several packed sequences. Eager reads them, finds one sequence and lets the attention kernel be
-causal; a trace cannot read them, so it makes a mask of S × S for every sequence and repeats keys
-and values for every head: other bits, more memory, and on CUDA not the flash kernel.
+causal. A trace cannot read them: it makes a mask of S × S for every sequence and repeats keys and
+values for every head, which gives other bits, more memory, and on CUDA not the flash kernel.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 @contextmanager
 def tracing_as_eager(device: torch.device | None) -> Iterator[None]:
-    """Trace inside as the kernels of a device run; None: nothing may be computed."""
+    """Trace inside with the layouts of a device's kernels; None: nothing may be computed."""
     with torch.enable_grad(), layouts_of_kernels(device):
         yield
 
 
 @contextmanager
 def deriving_as_eager(traced: GraphModule) -> Iterator[None]:
-    """Derive the joint graph of dynamo's graph, changed in place, with eager's bits.
+    """Derive the joint graph of dynamo's graph inside, with eager's bits. Changes dynamo's graph.
 
-    Goes inside `tracing_as_eager`; `corrected` does the rest to what comes out.
+    Goes inside `tracing_as_eager`; `corrected` corrects the resulting joint graph.
     """
     functions_as_eager(traced)
     with casts_as_eager(), InPlaceAsEager():
@@ -49,7 +49,7 @@ def deriving_as_eager(traced: GraphModule) -> Iterator[None]:
 
 
 def corrected(joint: GraphModule) -> None:
-    """Give a joint graph, in place, the names, results and dropout of eager."""
+    """Give a joint graph, in place, eager's operator names, results and dropout."""
     with_own_names(joint)
     correct_fake_results(joint)
     dropout_as_eager(joint)
@@ -59,11 +59,11 @@ _ONE_AT_A_TIME = ForkedLock()
 
 
 class _PackedPositions(Exception):
-    """The positions depend on the call's tensors: they may be those of packed sequences."""
+    """The positions depend on the call's tensors, so sequences may be packed."""
 
 
 def with_one_sequence(trace: Callable[[], T]) -> T:
-    """Run `trace`; decoders that count their positions themselves are traced as eager runs them."""
+    """Run `trace`; decoders that make their positions themselves are traced as eager runs them."""
     with _ONE_AT_A_TIME:
         try:
             with _one_sequence():
@@ -74,10 +74,10 @@ def with_one_sequence(trace: Callable[[], T]) -> T:
 
 @contextmanager
 def _one_sequence() -> Iterator[None]:
-    """No sequences are packed.
+    """Trace inside as if no sequences were packed.
 
     Raises:
-        _PackedPositions: (after the trace) that depends on what the model is called with.
+        _PackedPositions: (after the trace) the positions depend on the model's arguments.
     """
     masking = sys.modules.get("transformers.masking_utils")
     if not hasattr(masking, "find_packed_sequence_indices"):

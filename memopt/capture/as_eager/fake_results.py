@@ -1,10 +1,10 @@
-"""What fake kernels give while a model is traced, corrected.
+"""Corrects fake kernels' results while a model is traced.
 
-Operators that return a changed copy of a view copy the whole storage that it looks into
-(`at::clone_preserve_strides`). Fake kernels do so for some of them, and torch's cache of fake
-results remembers strides alone: the second time the same call has a storage as small as the view.
-Which a trace met first decided how large a step's tensors were, and that a plan was for another
-model.
+Operators that return a changed copy of a view copy the whole storage behind the view
+(`at::clone_preserve_strides`). Some fake kernels do so, too, but torch's cache of fake results
+remembers strides alone: when the same call is repeated, the storage is only as large as the view.
+So the order of a trace's calls decided the sizes of a step's tensors, and whether a plan seemed to
+be for another model.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ _COPY_STORAGES = frozenset(
         _aten.as_strided_scatter.default,
     }
 )
-"""Their result is the first argument, changed, in a storage as large as the argument's."""
+"""Operators whose result is the changed first argument, in a storage as large as the argument's."""
 
 
 @contextlib.contextmanager
 def fake_results_through(
     wanted: Callable[[Any, Any], bool], change: Callable[[Any, Any, Any, Any], Any]
 ) -> Iterator[None]:
-    """Trace with `change(overload, args, kwargs, result)` in place of every result that this
-    thread's fake kernels give and for which `wanted(overload, result)`; copies of views have the
-    storages that kernels give them."""
+    """Replace fake results by `change(overload, args, kwargs, result)` while this thread traces,
+    wherever `wanted(overload, result)`. Copies of views get the storages that kernels give them."""
     asked = private(_DISPATCH)
     thread, inside = threading.get_ident(), False
 
@@ -78,8 +77,8 @@ def fake_results_through(
 
 @functools.cache
 def returns_new_tensors(overload: Any) -> bool:
-    """Whether an operator is a kernel whose results are no views, nor what it was given (batch
-    norm updates its statistics beside)."""
+    """Return whether an operator is a kernel whose results are neither views nor its arguments
+    (batch norm updates its statistics besides)."""
     if not isinstance(overload, OpOverload) or overload.namespace not in (
         "aten",
         "memopt",
@@ -91,8 +90,8 @@ def returns_new_tensors(overload: Any) -> bool:
 def _asked(
     func: Any, args: Any, kwargs: Mapping[str, Any], results: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The fake results that a call asks for: some fake kernels describe all (of `grid_sample`'s
-    backward), where the kernel leaves the others out."""
+    """Return the fake results that a call asks for: some fake kernels (`grid_sample`'s backward)
+    describe all results, where the kernel omits those not asked for."""
     mask = output_mask(func, args, kwargs)
     if mask is None:
         return results
@@ -100,8 +99,8 @@ def _asked(
 
 
 def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The fake results of a kernel in a storage each: the fake kernel of LSTM's backward on the CPU
-    returns one tensor as the gradients of both biases, where the kernel returns two."""
+    """Return a kernel's fake results in a storage each: the fake kernel of LSTM's backward on the
+    CPU returns one tensor as the gradients of both biases, where the kernel returns two."""
     seen: set[int] = set()
     made = []
     for value in results:
@@ -114,7 +113,7 @@ def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:
-    """A fake result in a storage as large as that of what it is a copy of."""
+    """Return a fake result in a storage as large as that of the tensor it copies."""
     size_bytes = of.untyped_storage().nbytes()
     static = all(isinstance(n, int) for n in (size_bytes, *of.shape, *of.stride()))
     if not static or _overlaps(of) or result.untyped_storage().nbytes() == size_bytes:
@@ -124,8 +123,8 @@ def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether kernels see that elements of a tensor share memory, by strides of zero alone: such a
-    one is copied element by element."""
+    """Return whether elements share memory by a stride of zero: kernels copy such a tensor element
+    by element. They see no other overlap."""
     return any(
         size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
     )

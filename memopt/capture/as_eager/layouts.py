@@ -1,12 +1,12 @@
-"""The memory layout of what kernels return, asked of the kernels themselves while tracing.
+"""Asks kernels while tracing which memory layout their results have.
 
 Fake kernels describe some results with other strides than the real kernels give them: torch takes
 many operators apart in Python to find the shape (softplus's backward, smooth_l1_loss, batch norm of
 a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
 fail at run time, and copies in another order than eager's. So each call on a tensor that is not
-row-major without gaps is run once on stand-in data, and its fake result gets the strides that came
-back. Of images also the strides of dimensions of size one count: convolutions tell by them whether
-an image of one pixel has its channels last, and take another kernel, of another workspace.
+row-major without gaps runs once on stand-in data, and its fake result gets the real strides. For
+images the strides of dimensions of size one count, too: by them convolutions tell whether an image
+of one pixel has its channels last, and take another kernel with another workspace.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from memopt.step.signature import (
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
 
-_Strides = tuple[tuple[int, ...] | None, ...]
+_Layouts = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 _known = Answers()
-"""Text of a call, and where it runs → the strides of its results; () if its kernel refuses."""
+"""A call's text and its device → the strides of its results; () if its kernel refuses."""
 
 
 def computing_device(model: nn.Module, call: Call) -> torch.device | None:
-    """Where the kernels of a model run; None for one that is not to be computed (fake or meta)."""
+    """Return the device of a model's kernels; None if it is not to be computed (fake or meta)."""
     tensors = [*model.parameters(), *model.buffers(), *call.tensors()]
     if any(isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in tensors):
         return None
@@ -51,7 +51,7 @@ def computing_device(model: nn.Module, call: Call) -> torch.device | None:
 
 @contextlib.contextmanager
 def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
-    """Trace with the layouts that the kernels of a device give their results.
+    """Trace inside with the layouts that a device's kernels give their results.
 
     Args:
         device: where the model runs; None: nothing may be computed, fake layouts stay.
@@ -80,12 +80,12 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What pytree finds, which takes ten times as long for what is no nest."""
+    """Return pytree's leaves, ten times as fast for a value that is no container."""
     return pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
 
 
 def _may_differ(value: Any, device: torch.device) -> bool:
-    """Whether a result can be laid out in more than one way."""
+    """Return whether a result can be laid out in more than one way."""
     return (
         isinstance(value, Tensor)
         and value.device.type == device.type
@@ -97,12 +97,12 @@ def _may_differ(value: Any, device: torch.device) -> bool:
 
 
 def _is_image(value: Tensor) -> bool:
-    """Whether a tensor has the dimensions of images or volumes, which may have channels last."""
+    """Return whether a tensor has the rank of images or volumes, whose channels may be last."""
     return value.dim() in (4, 5)
 
 
 def _row_major(value: Tensor) -> bool:
-    """Whether a tensor is row-major without gaps, and an image in every stride."""
+    """Return whether a tensor is row-major without gaps; an image must be so in every stride."""
     if not value.is_contiguous():
         return False
     if not _is_image(value):
@@ -116,18 +116,18 @@ def _static(value: Tensor) -> bool:
     return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
 
 
-def _measured(call: Signature, results: list[Any], device: torch.device) -> _Strides:
-    """The strides of a call's results on stand-in data."""
+def _measured(call: Signature, results: list[Any], device: torch.device) -> _Layouts:
+    """Return the strides of a call's results on stand-in data; () if its kernel refuses."""
     real: list[Any] = []
     if call.target not in ENDS_PROCESS:
-        # A thread of its own has nothing of the tracer's state: no modes, no keys switched off.
+        # A new thread has none of the tracer's state: no modes, no keys switched off.
         thread = threading.Thread(target=lambda: real.extend(_run(call, device)))
         thread.start()
         thread.join()
     if len(real) != len(results):
         return ()
     return tuple(
-        tuple(one.stride())
+        (tuple(one.stride()), one.dtype)
         if isinstance(one, Tensor) and isinstance(fake, Tensor) and one.shape == fake.shape
         else None
         for one, fake in zip(real, results, strict=True)
@@ -135,7 +135,7 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Str
 
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
-    """The results of a call on stand-in data; [] if its kernel refuses them."""
+    """Return a call's results on stand-in data; [] if its kernel refuses the data."""
     with torch.no_grad(), random_state_kept([device]):
         args, kwargs = StandIns(device).arguments(call)
         try:
@@ -144,21 +144,22 @@ def _run(call: Signature, device: torch.device) -> list[Any]:
             return []
 
 
-def _restrided(result: Any, strides: _Strides) -> Any:
-    """A fake result with other strides, where they differ in what matters."""
+def _restrided(result: Any, layouts: _Layouts) -> Any:
+    """Give a fake result other strides, where the difference matters."""
     leaves, spec = pytree.tree_flatten(result)
-    if len(strides) != len(leaves):
+    if len(layouts) != len(leaves):
         return result
     made = [
-        value.new_empty_strided(value.shape, wanted)
-        if wanted is not None and not _laid_out(value, wanted)
+        value.new_empty_strided(value.shape, wanted[0], dtype=wanted[1])
+        if wanted is not None and not _laid_out(value, *wanted)
         else value
-        for value, wanted in zip(leaves, strides, strict=True)
+        for value, wanted in zip(leaves, layouts, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
 
 
-def _laid_out(value: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether a tensor has these strides, where they are more than a name for one element; an
-    image has them all."""
+def _laid_out(value: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether a tensor has these strides; only an image's size-1 dimensions count."""
+    if value.dtype is not dtype:
+        return False
     return tuple(value.stride()) == strides if _is_image(value) else same_strides(value, strides)

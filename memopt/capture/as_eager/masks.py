@@ -1,11 +1,11 @@
-"""Attention masks that mask nothing, traced as eager treats them.
+"""Traces attention masks that mask nothing as eager treats them.
 
-Hugging Face's models look whether an attention mask masks anything and, if not, go on without it; a
-trace cannot look and keeps it. Most models compute the same numbers either way. Those that add a
-learned bias of positions to the scores (T5 and its kin) do not, in low precision: with a mask the
-bias is one for each sequence, whose gradients are rounded before they are summed over the batch;
-without, it is one for all, summed first. So such calls are captured as what they are, and a model
-that plans its own calls (`memopt.wrap`) looks, as eager does, which kind a call is.
+Hugging Face's models check whether an attention mask masks anything and, if not, drop it; a trace
+cannot check and keeps it. Most models compute the same numbers either way. Models that add a
+learned position bias to the scores (T5 and its kin) do not, in low precision: with a mask each
+sequence has its own bias, whose gradients are rounded before they are summed over the batch;
+without one, all share one bias, summed first. So such calls are captured without the mask, and a
+model that plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 def adds_learned_biases(model: nn.Module) -> bool:
-    """Whether some attention of Hugging Face's in a model adds a learned bias of positions."""
+    """Return whether some Hugging Face attention in a model adds a learned position bias."""
     return "transformers.masking_utils" in sys.modules and any(
         name.endswith("relative_attention_bias") for name, _ in model.named_modules()
     )
 
 
 def masks_nothing(call: Call) -> bool:
-    """Whether a call has attention masks, and all of them are of ones only."""
+    """Return whether a call has attention masks, and all of them hold only ones."""
     masks = _masks(call)
     return bool(masks) and all(bool(mask.all()) for mask in masks)
 
@@ -48,11 +48,11 @@ def _masks(call: Call) -> list[torch.Tensor]:
 
 
 class _OtherMasks(Exception):
-    """The model makes masks of other arguments, too, which may mask something."""
+    """The model also makes masks of other arguments, which may mask something."""
 
 
 def with_whole_masks(call: Call, trace: Callable[[], T]) -> T:
-    """Run `trace` of a call; if its masks mask nothing, the model goes on without them."""
+    """Run `trace`; if the call's masks mask nothing, the model is traced without them."""
     if not call.whole_masks:
         return trace()
     try:
@@ -64,10 +64,10 @@ def with_whole_masks(call: Call, trace: Callable[[], T]) -> T:
 
 @contextmanager
 def _whole_masks(call: Call) -> Iterator[None]:
-    """Masks made of the call's attention masks mask nothing.
+    """Trace inside as if masks made of the call's attention masks masked nothing.
 
     Raises:
-        _OtherMasks: (after the trace) some are made of other arguments.
+        _OtherMasks: (after the trace) some masks are made of other arguments.
     """
     masking: Any = sys.modules["transformers.masking_utils"]
     at_trace = comptime()
@@ -98,8 +98,8 @@ def _whole_masks(call: Call) -> Iterator[None]:
 
 
 def arguments_of(node: Node) -> set[str]:
-    """The names of the model's arguments and tensors that a value in dynamo's trace is computed
-    from."""
+    """Return the names of the arguments and tensors of the model that a value in dynamo's trace is
+    computed from."""
     seen, stack, found = {node}, [node], set()
     while stack:
         one = stack.pop()

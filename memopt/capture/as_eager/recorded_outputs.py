@@ -1,8 +1,8 @@
-"""Hugging Face's hooks that record hidden states and attentions, set before a model is captured.
+"""Sets Hugging Face's hooks that record hidden states and attentions before a model is captured.
 
 Its models set them at the first call that asks for such outputs, behind a lock that no trace can
-take. So where a capture fails at it, the models that ask are found in a run whose traces are put
-back, and given their hooks, as their first call would have. A hook does nothing until it is asked.
+take. If a capture fails there, a forward finds the models that ask, its state is restored, and they
+get their hooks as their first call would set them. An idle hook does nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
     """Set the hooks that a model's first call would set.
 
     Args:
-        model, call: what could not be captured.
-        error: why.
+        model, call: the model that could not be captured, and its call.
+        error: the error of the capture.
 
     Returns:
-        Whether that was it: another capture is worth trying.
+        Whether hooks were set, so that another capture is worth trying.
     """
     home: Any = sys.modules.get(_HOME)
     stack = getattr(error, "real_stack", None) or ()
@@ -42,7 +42,7 @@ def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
 
     with (
         mock.patch.object(home, "maybe_install_capturing_hooks", ask),
-        contextlib.suppress(Exception),  # the outputs that are not recorded may be missed
+        contextlib.suppress(Exception),  # outputs that are not recorded may be missing
         forward_restored(model, call),
     ):
         pass

@@ -1,9 +1,9 @@
-"""Results that torch's fake kernels describe wrongly, set right in a captured graph.
+"""Corrects results that torch's fake kernels describe wrongly, in a captured graph.
 
-Normalisations on the CPU keep their statistics in float32 where input and parameters have
-different dtypes (autocast), else in the input's dtype, and update running statistics in the dtype
-they have; the fake kernels of torch 2.11 to 2.13 say otherwise. Only the matching backward reads
-the statistics, so that nothing else in the graph depends on what the tracer believed.
+Normalisations on the CPU keep their statistics in float32 if input and parameters have different
+dtypes (autocast), else in the input's dtype, and update running statistics in their own dtype; the
+fake kernels of torch 2.11 to 2.13 say otherwise. Only the matching backward reads the statistics,
+so that nothing else in the graph depends on the wrong dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORMS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
     _ATEN._native_batch_norm_legit_functional.default: ((1, 2, 3, 4), (1, 2)),
     _ATEN._native_batch_norm_legit.no_stats: ((1, 2), (1, 2)),
 }
-# Operator → (result, argument whose dtype it has): new running statistics, an input's gradient.
+# Operator → (result, argument of the same dtype): new running statistics, an input's gradient.
 _AS_ARGUMENT: dict[Any, tuple[tuple[int, int], ...]] = {
     _ATEN._native_batch_norm_legit_functional.default: ((3, 3), (4, 4)),
     _ATEN.native_group_norm_backward.default: ((0, 1),),
@@ -34,8 +34,8 @@ _AS_ARGUMENT: dict[Any, tuple[tuple[int, int], ...]] = {
 
 
 def _in_grad_mode(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator that does its whole work only with gradients enabled; a step runs without,
-    since its backward is in the graph. Autograd records, and keeps, nothing of detached tensors."""
+    """Call an operator that does all its work only with gradients enabled; a step runs without,
+    since its backward is in the graph. Autograd records nothing for detached tensors."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     with torch.enable_grad():
         return overload(*args, **kwargs)
@@ -46,7 +46,7 @@ _IN_GRAD_MODE = frozenset({_ATEN.mkldnn_rnn_layer.default})
 
 
 def correct_fake_results(module: GraphModule) -> None:
-    """Give the graph's operators the results, and the dtypes, that their kernels have in eager."""
+    """Give the graph's operators the results and dtypes that their kernels have in eager."""
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -58,7 +58,7 @@ def correct_fake_results(module: GraphModule) -> None:
 
 
 def _dtypes(node: Node) -> dict[int, torch.dtype]:
-    """Result → the dtype that a kernel on the CPU gives it, where that is not what torch says."""
+    """Return the dtypes of results that CPU kernels give and torch may describe otherwise."""
     source = _value(node.args[0]) if node.args else None
     if source is None or source.device.type != "cpu":
         return {}
@@ -74,7 +74,7 @@ def _dtypes(node: Node) -> dict[int, torch.dtype]:
 
 
 def _value(argument: Any) -> torch.Tensor | None:
-    """The (fake) value of an argument; None if it is no tensor."""
+    """Return the (fake) value of an argument; None if it is no tensor."""
     value = argument.meta.get("val") if isinstance(argument, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -89,7 +89,7 @@ def _retype(node: Node, dtypes: dict[int, torch.dtype]) -> None:
 
 
 def _retype_views(node: Node) -> None:
-    """Update the (fake) values of the views of a node's results."""
+    """Update the (fake) values of views of a node's results."""
     for user in node.users:
         if user.target is operator.getitem or getattr(user.target, "is_view", False):
             args, kwargs = map_arg((user.args, user.kwargs), lambda one: one.meta["val"])

@@ -1,9 +1,8 @@
-"""Attributes that a forward sets to the same numbers at every call, once it has been called.
+"""Settles attributes that a forward sets to the same numbers at every call.
 
-Swin of Hugging Face clamps its windows to the image in every forward. A planned step sets nothing;
-where the first call changes such an attribute and no other does, and the model computes the same
-before and after, the attribute gets its value when the model is captured, as the first call would
-have given it.
+Swin of Hugging Face clamps its windows to the image in every forward. A planned step sets no
+attribute. If only the first call changes such an attribute, and the model computes the same before
+and after, the attribute gets its value when the model is captured.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ Values = dict[str, Any]
 def settles(
     model: nn.Module, call: Call, changed: Iterable[str], unchanged: Callable[[], bool]
 ) -> bool:
-    """Give attributes that the forward sets the values at which they stay.
+    """Set attributes to the values that every later forward leaves in them.
 
     Args:
-        model, call: what is captured.
-        changed: the modules whose attributes the forward sets, "model.layers.1".
-        unchanged: whether the model, captured now, is the graph that it was before.
+        model, call: the model to capture, and its call.
+        changed: names of the modules whose attributes the forward sets, "model.layers.1".
+        unchanged: whether the model, captured now, has the same graph as before.
 
     Returns:
-        Whether they stay, and the graph is the same; if not, the attributes are as they were.
+        Whether they keep the values and the graph is the same; if not, the attributes are restored.
     """
     try:
         owners = [model.get_submodule(name.removeprefix("model").lstrip(".")) for name in changed]
     except AttributeError:
-        return False  # not of a module
+        return False  # not an attribute of a module
     before = [_plain(owner) for owner in owners]
     after = _set_by_a_call(model, call, owners)
     if after is None:
@@ -52,7 +51,7 @@ def settles(
 
 
 def _set_by_a_call(model: nn.Module, call: Call, owners: list[nn.Module]) -> list[Values] | None:
-    """The plain attributes of modules after a call; None if it sets others."""
+    """Return the plain attributes of modules after a call; None if it sets others."""
     others = [_others(owner) for owner in owners]
     with forward_restored(model, call):
         after = [_plain(owner) for owner in owners]
@@ -65,7 +64,7 @@ def _plain(owner: nn.Module) -> Values:
 
 
 def _others(owner: nn.Module) -> dict[str, int]:
-    """Which objects the other attributes are."""
+    """Return the ids of the other attributes' values."""
     return {name: id(v) for name, v in vars(owner).items() if not isinstance(v, _PLAIN)}
 
 

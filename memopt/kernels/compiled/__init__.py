@@ -1,1 +1,1 @@
-"""Compiled kernels: parts of a captured step that Inductor makes one operator of."""
+"""Compiled kernels: parts of a captured step that Inductor turns into one operator each."""

@@ -1,10 +1,10 @@
-"""Images of a captured step in channels-last order, in which convolutions are faster on the CPU.
+"""Puts images of a captured step in channels-last order, where convolutions are faster on the CPU.
 
 Inductor does the same to a whole graph (`GraphLowering.decide_layout_opt`: on the CPU wherever
-oneDNN is); a region that is compiled alone leaves the order to what surrounds it. So here an image
-that a convolution reads is copied into that order unless it is in it, and all that follows is laid
-out as its kernels then lay it out. What the step returns keeps its layout, and what cannot look
-into an image in that order (a view) reads a copy in the old one. Which order is the faster one is
+oneDNN is); a region that is compiled alone takes the order of its surroundings. So here an image
+that a convolution reads is copied into that order unless it has it already, and later values get
+the layouts that their kernels then give them. Results of the step keep their layout, and views
+that cannot read an image in that order read a copy in the old one. Which order is faster is
 measured (`memopt.kernels.compiled.choice`): ResNet-50's filter gradients lose what its
 convolutions gain, a U-Net gains an eighth of its step.
 """
@@ -35,7 +35,7 @@ _CONVOLUTIONS: dict[Any, int] = {
     _ATEN.convolution.default: 1,
     _ATEN.convolution_backward.default: 2,
 }
-"""With how many of their first arguments are images: the input; its gradient and the input."""
+"""Convolution → number of its leading arguments that are images."""
 _BOUND_TO_STRIDES = frozenset(
     {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view_as_real.default"}
 )
@@ -49,7 +49,7 @@ class InChannelsLast:
 
     Attributes:
         captured: the step.
-        undo: gives the graph, which both share, back the order that it had.
+        undo: restores the graph, which both steps share.
     """
 
     captured: Captured
@@ -57,14 +57,14 @@ class InChannelsLast:
 
 
 def is_of_images(node: Node) -> bool:
-    """Whether a node convolves images, or copies one into another order."""
+    """Return whether a node convolves images, or copies one into another order."""
     if node.target in _CONVOLUTIONS:
         return _reads_image(node)
     return node.target is _ATEN.clone.default and "memory_format" in node.kwargs
 
 
 def in_channels_last(captured: Captured) -> InChannelsLast | None:
-    """The step with its images in channels-last order; None, and nothing is changed, where it has
+    """Put the images of a step in channels-last order. Return None, and change nothing, if it has
     no convolution of images on the CPU, is not to be computed, or relies on strides.
 
     Args:
@@ -80,7 +80,7 @@ def in_channels_last(captured: Captured) -> InChannelsLast | None:
     found = _Layouts(captured)
     try:
         found.follow()
-    except REFUSALS:  # of an operator that takes its operands in one order only
+    except REFUSALS:  # An operator takes its operands in one order only.
         return None
     return found.applied() if found.can_return() else None
 
@@ -95,13 +95,13 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class _Layouts:
-    """The values of a graph's nodes as they are laid out now, and the copies that takes.
+    """The values of a graph's nodes in their new layouts, and the copies needed for that.
 
     Attributes:
         captured: the step.
-        values: of each node.
-        copies: by the node that is copied and the order of the copy: the copy's value.
-        reads: the nodes that read copies, with the order in which.
+        values: node → its value.
+        copies: (copied node, order of the copy) → the copy's value.
+        reads: node that reads copies → their order.
     """
 
     captured: Captured
@@ -131,8 +131,8 @@ class _Layouts:
         return result if self._computes_alike(node) else self._result(node, _ROW_MAJOR)
 
     def _computes_alike(self, node: Node) -> bool:
-        """Whether a kernel minds no order; views mind none, nor what gives random numbers or
-        none."""
+        """Return whether a kernel computes the same in any order. Views do, and so do kernels of
+        random or uninitialised numbers."""
         target: Any = node.target
         if target is operator.getitem or is_random(node) or target in _EMPTY:
             return True
@@ -145,7 +145,7 @@ class _Layouts:
         return computes_alike(before, call_signature(node.target, args, kwargs), device)
 
     def _result(self, node: Node, order: torch.memory_format | None) -> Any:
-        """What a call gives whose images are in an order; None: in that which they have."""
+        """Return the result of a call whose images are in an order; None: in their present one."""
         if order is not None:
             self.reads[node] = order
 
@@ -153,7 +153,7 @@ class _Layouts:
             return self.values[one] if order is None else self._ordered(node, one, order)
 
         args, kwargs = map_arg((node.args, node.kwargs), given)
-        # A view lies in what it reads, a copy here; others give what they gave.
+        # A view shares the layout of its operand, here a copy; other kernels give their old result.
         if order is _ROW_MAJOR and not _is_view(node):
             return node.meta.get("val")
         fake = next((v.fake_mode for v in tensors_of(node)), None)  # type: ignore[attr-defined]
@@ -172,8 +172,8 @@ class _Layouts:
         return self.copies[one, order]
 
     def _is_copied(self, reader: Node, one: Node, order: torch.memory_format) -> bool:
-        """Whether a node reads a copy of another: convolutions of the image and its gradient,
-        others of what was row-major before."""
+        """Return whether a node reads a copy of another: convolutions copy the image and its
+        gradient, other nodes copy values that were row-major before."""
         value = self.values[one]
         if order is _ROW_MAJOR:
             return value is not one.meta.get("val") and isinstance(value, torch.Tensor)
@@ -181,8 +181,8 @@ class _Layouts:
         return is_image and not value.is_contiguous(memory_format=_CHANNELS_LAST)
 
     def can_return(self) -> bool:
-        """Whether each result of the step is laid out as before, or was row-major and shared its
-        memory with no other: it is returned as a copy."""
+        """Return whether each result of the step is laid out as before, or was row-major without
+        sharing memory with another: then a copy is returned."""
         results = self.captured.module.graph.output_node().all_input_nodes
         shared = Counter(storage_of(value) for value in tensors_of(*results))
         return all(
@@ -191,7 +191,7 @@ class _Layouts:
         )
 
     def _returned(self) -> Iterator[tuple[Node, torch.Tensor]]:
-        """The results of the step that are laid out otherwise now, and as they were before."""
+        """Yield the step's results whose layout has changed, with their former values."""
         for one in self.captured.module.graph.output_node().all_input_nodes:
             before, after = one.meta.get("val"), self.values[one]
             if isinstance(before, torch.Tensor) and not same_strides(before, after.stride()):

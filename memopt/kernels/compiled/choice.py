@@ -1,4 +1,4 @@
-"""Which regions run as compiled kernels: all, those that are faster, or those of a plan."""
+"""Chooses which regions run as compiled kernels: all, the faster ones, or those of a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memopt.step.region_graph import Subgraph
 from memopt.step.signature import Signature, signature
 
 Fuse = Callable[[nn.Module, Captured, Lowering], Fused]
-"""Gives a captured step its kernels."""
+"""A function that gives a captured step its kernels."""
 
 
 def check_kernels(kernels: str) -> None:
@@ -43,7 +43,7 @@ def chosen_kernels(
     block_bytes: int,
     progress: Progress = silent,
 ) -> Fuse:
-    """What gives a step the kernels that `memopt.plan(kernels=...)` asks for.
+    """Return the function that gives a step the kernels of `memopt.plan(kernels=...)`.
 
     Args:
         kernels: one of KERNELS. "auto" measures each region, both ways.
@@ -84,10 +84,10 @@ def chosen_kernels(
 
 
 def planned_kernels(record: ModelRecord | None, device: torch.device, block_bytes: int) -> Fuse:
-    """What gives a step that is captured anew the kernels of a plan.
+    """Return the function that gives a step captured anew the kernels of a plan.
 
     Args:
-        record: the plan's.
+        record: the plan's record.
         device: where the step runs.
         block_bytes: the allocator's granularity in the plan's graph.
     """
@@ -114,7 +114,7 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
 
 
 def _of_images(lowering: Lowering) -> list[Signature]:
-    """The calls that convolve images, or copy one into another order."""
+    """Return the calls that convolve images, or copy one into another order."""
     calls = zip(lowering.nodes, lowering.signatures, strict=True)
     return [call for node, call in calls if is_of_images(node)]
 
@@ -122,7 +122,7 @@ def _of_images(lowering: Lowering) -> list[Signature]:
 def _total_s(
     calls: list[Signature], device: torch.device, options: MeasureOptions, progress: Progress
 ) -> float:
-    """The seconds that calls take, measured."""
+    """Measure the seconds that calls take in all."""
     return sum(cost.time_s for cost in costs_of(calls, device, options, progress))
 
 
@@ -133,8 +133,8 @@ def _slower(
     progress: Progress,
     found: Found,
 ) -> set[str]:
-    """Keys of the regions whose kernels take more time than ATen's kernels do, measured. ATen
-    draws the numbers of a dropout one by one: where there is one, it is not asked."""
+    """Measure the regions, and return the keys of those that ATen's kernels run faster. Regions
+    with a dropout are left out: ATen draws its numbers one by one, which is slower."""
     distinct = {one.key: (region, one) for region, one in found if not one.dropouts}
     calls = dict.fromkeys(op for region, _ in distinct.values() for op in region.operators)
     costs = costs_of([lowering.signatures[op] for op in calls], device, options, progress)
@@ -149,7 +149,7 @@ def _slower(
 
 
 def _call(one: Subgraph, device: torch.device) -> Node:
-    """A region's kernel as a call of its own, to be measured."""
+    """Return a region's kernel as a call of its own, to be measured."""
     graph = FxGraph()
     inputs = []
     for node in one.graph.find_nodes(op="placeholder"):

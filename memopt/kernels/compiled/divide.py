@@ -1,10 +1,10 @@
-"""Division of a captured step into regions: sets of operators that one kernel may compute.
+"""Divides a captured step into regions: sets of operators that one kernel may compute.
 
-Every operator has a level: 0 if it reads nothing computed, else that of what it reads, one more
-where it reads an anchor and is none, or the reverse. Operators of one level that are no anchors
-make a region if they are connected, or read the same. Between two of them no path leads through an
-operator outside: an anchor on it would raise the level. So regions are convex, and the graph of
-regions and anchors has no cycles.
+Every operator has a level: 0 if it reads nothing computed, else the highest level of its sources,
+where a source counts one more if only one of the two is an anchor, or if their phases differ.
+Operators of one level that are no anchors make a region if they are connected, or read the same
+tensor. No path between two of them leads through an operator outside: an anchor on it would raise
+the level. So regions are convex, and the graph of regions and anchors has no cycles.
 
 A region keeps to one phase of the step. A long one is cut in the order of the step, so that no
 kernel holds much memory at once and strategies have something to choose from.
@@ -24,7 +24,7 @@ from memopt.models.graph import Graph, Operator, Phase
 from memopt.step.build import Lowering
 
 LARGEST = 48
-"""Operators of a region at most."""
+"""Most operators of a region."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Region:
 def divide(
     lowering: Lowering, fusible: Callable[[int], bool] | None = None, largest: int = LARGEST
 ) -> list[Region]:
-    """The regions of at least two operators, or of one that gains by it, in the graph's order.
+    """Return regions of at least two operators, or of one that gains by it, in the graph's order.
 
     Args:
         lowering: of the captured step, its graph in the framework's order.
         fusible: whether an operator, given by its index, may be in a region; None: `is_fusible`.
-        largest: operators of a region at most.
+        largest: most operators of a region.
     """
     graph, nodes = lowering.graph, lowering.nodes
     allowed = fusible or (lambda op: is_fusible(nodes[op]))
@@ -66,7 +66,7 @@ def divide(
 
 
 def _is_worth(operator: Operator, node: Node) -> bool:
-    """Whether a single operator gains by being a region: a dropout, or a pooling."""
+    """Return whether a single operator gains by being a region: a dropout, or a pooling."""
     return operator.random or is_pooling(node) or is_unpooling(node)
 
 
@@ -89,8 +89,8 @@ def _levels(graph: Graph, members: set[int], constants: set[int]) -> list[int]:
 
 
 def _sink(graph: Graph, members: set[int], level: list[int]) -> None:
-    """Operators all of whose readers are of one later level join them, where what they read is no
-    larger than what they write."""
+    """Move operators to the level of their readers if that is one later level, and the operator
+    reads no more bytes than it writes."""
     for op in sorted(members, reverse=True):
         operator = graph.operators[op]
         readers = {reader for t in operator.writes for reader in graph.readers[t]}
@@ -112,8 +112,8 @@ def _no_larger(graph: Graph, op: int) -> bool:
 
 
 def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[int]]:
-    """Connected members of one level and phase, each list ascending: one reads what the other
-    writes, or both read the same tensor, which is the largest that either reads."""
+    """Group members of one level and phase, each list ascending. Two are connected if one reads the
+    other's result, or both read the same tensor and each reads nothing larger."""
     parent = {op: op for op in members}
 
     def root(op: int) -> int:
@@ -139,7 +139,7 @@ def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[i
 
 
 def _is_largest(graph: Graph, tensor: int, op: int) -> bool:
-    """Whether an operator reads nothing larger: a kernel then reads it once for several."""
+    """Return whether an operator reads nothing larger; a kernel then reads it once for several."""
     size = graph.tensors[tensor].size_bytes
     return all(graph.tensors[t].size_bytes <= size for t in graph.operators[op].reads)
 
@@ -151,7 +151,7 @@ def _sources(graph: Graph, op: int) -> Iterator[int]:
 
 
 def _cut(group: list[int], largest: int) -> Iterable[list[int]]:
-    """Parts alike in size, in the order of the step: what one reads of another comes before it."""
+    """Cut into parts of similar size, in the order of the step: no part precedes its sources."""
     count = -(-len(group) // largest)
     size = -(-len(group) // count)
     return [group[start : start + size] for start in range(0, len(group), size)]

@@ -1,8 +1,8 @@
-"""Random numbers as a function of a seed: a step draws all its seeds by one random operator.
+"""Random numbers as a function of a seed: one random operator draws all seeds of a step.
 
-A dropout whose numbers come from the process's generator is not a function of what it reads: where
-it runs again as a part of a kernel, it draws others. In regions it reads a seed, and its mask is
-not kept: what reads it, the backward and everything that runs again, makes it anew, in registers.
+A dropout whose numbers come from the process's generator is not a function of its operands: run
+again as a part of a kernel, it draws other numbers. In regions it reads a seed instead, and its
+mask is not kept: each kernel that reads it, in the backward or run again, computes it in registers.
 The seeds are drawn once a step, from the process's generator, so that after `manual_seed` a step
 drops the same elements; they are not those that eager drops.
 
@@ -10,9 +10,9 @@ The number of an element is a hash of its index in 32-bit integers, which compil
 the finalisers of MurmurHash3 and of lowbias32 (Wellons 2018), each after one half of the seed. An
 element is kept where the lower 31 bits are p · 2^31 or more.
 
-C++ compilers take it that signed integers do not overflow. Of an index alone, which loops bound,
-they see where a product would, and that such a loop ends before: GCC 12 left its end out. So the
-seed, of which they know nothing, comes first.
+C++ compilers assume that signed integers do not overflow. From an index alone, bounded by a loop,
+they infer where a product would overflow, and that the loop ends before: GCC 12 dropped its end. So
+the seed, which they cannot bound, comes first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIRST = ((16, -2048144789), (13, -1028477387), (16, 1))
 _SECOND = ((16, 2146121005), (15, -2073254261), (16, 1))
 """Finalisers: (bits to shift right by, factor)."""
 _ROUNDS = ((_ATEN.bitwise_xor.Tensor, _FIRST), (_ATEN.add.Tensor, _SECOND))
-"""How a half of the seed is joined to what comes before, and what follows."""
+"""For each half of the seed: the operator that joins it to the hash, and the finaliser after it."""
 
 
 def _drawn(count: int, device: torch.device) -> torch.Tensor:
@@ -55,7 +55,7 @@ SEEDS = define(
 
 
 def is_dropout(node: Node) -> bool:
-    """Whether a node is a dropout that keeps some elements and drops some."""
+    """Return whether a node is a dropout that keeps some elements and drops some."""
     if node.target not in (_ATEN.native_dropout.default, EAGER_DROPOUT):
         return False
     x, p, train = node.args
@@ -64,17 +64,17 @@ def is_dropout(node: Node) -> bool:
 
 
 def mask_of(node: Node) -> Node | None:
-    """The node that names the mask of a dropout; None: nothing reads it."""
+    """Return the node that names the mask of a dropout; None: nothing reads it."""
     named = (u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
     return next(named, None)
 
 
 def kept_elements(graph: FxGraph, like: torch.Tensor, p: float, seed: Node) -> Node:
-    """The mask of a dropout by its seed, as nodes of a graph: True where an element is kept.
+    """Add the mask of a dropout, made from its seed, to a graph: True where an element is kept.
 
     Args:
         graph: gets the nodes.
-        like: what is dropped out, of any shape (fake).
+        like: the dropout's input (fake), of any shape.
         p: the share that is dropped.
         seed: int32, of shape (2,).
     """
@@ -98,6 +98,6 @@ def kept_elements(graph: FxGraph, like: torch.Tensor, p: float, seed: Node) -> N
 
 
 def dropped_out(graph: FxGraph, x: Node, p: float, mask: Node) -> Node:
-    """The result of a dropout with a given mask, as nodes of a graph."""
+    """Add the result of a dropout with a given mask to a graph."""
     kept = graph.call_function(_ATEN.mul.Tensor, (x, mask))
     return graph.call_function(_ATEN.mul.Tensor, (kept, 1.0 / (1.0 - p)))

@@ -1,8 +1,8 @@
-"""Kernels for a captured step: `kernels="compiled"` or `"auto"` of `memopt.plan`.
+"""Compiles a captured step's kernels: `kernels="compiled"` or `"auto"` of `memopt.plan`.
 
-The step is divided into regions, equal ones are compiled once, and each is checked: results laid
-out as ATen's and in memory of their own. What does not compile, or is not what it should be, stays
-ATen's, and a note says so.
+The step is divided into regions, and equal ones are compiled once. Each is checked: its results
+must have ATen's layouts and memory of their own. A region that does not compile or fails the
+check stays ATen's, and a note says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Found = list[tuple[Region, Subgraph]]
 
 
 _RUNS: dict[str, Run | str] = {}
-"""What runs each region that this process has compiled, or why it cannot be compiled."""
+"""Compiled function of each region of this process, or why it cannot be compiled."""
 
 
 @full_collections_put_off()
@@ -54,16 +54,16 @@ def fused(
     block_bytes: int = 1,
     progress: Progress = silent,
 ) -> Fused:
-    """A captured step with the kernels of its regions.
+    """Give a captured step the kernels of its regions.
 
     Args:
-        model: what was captured.
+        model: the captured model.
         captured: its step; changed in place.
         lowering: of the step.
         device: where it runs.
-        kernels: as asked for.
+        kernels: the choice asked for.
         aten: keys of regions that stay ATen's and need not be compiled.
-        slower: of regions that compiled, the keys of those that stay ATen's all the same.
+        slower: returns the keys of compiled regions that stay ATen's all the same.
         block_bytes: the allocator's granularity.
         progress: called with (fraction, what).
 
@@ -76,7 +76,7 @@ def fused(
     slow = 0
     refused: Counter[str] = Counter()
     while True:
-        # Regions depend on each other's: one may make a mask that another need not write.
+        # Regions depend on each other: one may make a mask that another need not write.
         found = _divided(lowering, anchors)
         _compile([one for _, one in found if one.key not in aten], device, progress)
         good = [p for p in found if p[1].key not in aten and _refusal(p[1], device) is None]
@@ -103,14 +103,14 @@ def fused(
 def planned_regions(
     model: nn.Module, captured: Captured, lowering: Lowering, kernels: str, block_bytes: int
 ) -> tuple[Fused, dict[str, tuple[Work, ...]]]:
-    """A captured step whose regions are operators, none of them compiled, and the work of each by
+    """Turn a step's regions into operators, none of them compiled, and return the work of each by
     its key: for an estimate.
 
     Args:
-        model: what was captured.
+        model: the captured model.
         captured: its step; changed in place.
         lowering: of the step.
-        kernels: as asked for.
+        kernels: the choice asked for.
         block_bytes: the allocator's granularity.
     """
     if kernels == "aten":
@@ -130,13 +130,13 @@ def planned_regions(
 
 
 def _refusal(one: Subgraph, device: torch.device) -> str | None:
-    """Why a region cannot run as a compiled kernel; None: it can."""
+    """Return why a region cannot run as a compiled kernel; None: it can."""
     run = _RUNS[_place(one, device)]
     return run if isinstance(run, str) else None
 
 
 def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
-    """The kernel of a region that was compiled."""
+    """Return the kernel of a region that was compiled."""
     run = _RUNS[_place(one, device)]
     assert not isinstance(run, str)
     return FusedKernel(one.key, run, one.graph)
@@ -147,7 +147,7 @@ def _place(one: Subgraph, device: torch.device) -> str:
 
 
 def _divided(lowering: Lowering, anchors: set[Node]) -> Found:
-    """The regions of a step that write something, none of `anchors` in one."""
+    """Divide a step into regions without `anchors`; those that write nothing are left out."""
     nodes = lowering.nodes
     pools = poolings(nodes, anchors)
     free = [node in pools or (node not in anchors and is_fusible(node)) for node in nodes]
@@ -158,7 +158,7 @@ def _divided(lowering: Lowering, anchors: set[Node]) -> Found:
 
 
 def _compile(found: list[Subgraph], device: torch.device, progress: Progress) -> None:
-    """Compile what this process has not compiled yet, and check it."""
+    """Compile and check the regions that this process has not compiled yet."""
     missing = {one.key: one for one in found if _place(one, device) not in _RUNS}
     made = compiled(missing, progress)
     for key, run in made.items():
@@ -169,7 +169,7 @@ def _compile(found: list[Subgraph], device: torch.device, progress: Progress) ->
 
 
 def _wrong(one: Subgraph, run: Run, device: torch.device) -> str | None:
-    """What is wrong with the results of a compiled region, on stand-in data; None: nothing."""
+    """Run a compiled region on stand-in data; return what is wrong with its results, or None."""
     inputs = [_stand_in(layout, device) for layout in one.layouts]
     given = {storage_of(value) for value in inputs}
     try:

@@ -1,4 +1,4 @@
-"""Which operators Inductor fuses into one kernel; all others are anchors, which stay ATen's."""
+"""Tells which operators Inductor fuses into one kernel; the others are anchors and stay ATen's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UNTAGGED = _overloads(
     softplus_backward.default native_dropout_backward.default
     """
 )
-"""Pointwise operators that torch does not call so."""
+"""Pointwise operators that torch does not tag as such."""
 _SAME_ELEMENTS = _overloads("_to_copy.default clone.default copy.default")
 _FUSED = _REDUCTIONS | _NORMS | _COPIES | _SAME_ELEMENTS | _UNTAGGED
 _MADE_OF_NOTHING = _overloads(
@@ -60,7 +60,7 @@ _MADE_OF_NOTHING = _overloads(
 
 
 def is_fusible(node: Node) -> bool:
-    """Whether a kernel call can be part of a region."""
+    """Return whether a kernel call can be part of a region."""
     target: Any = node.target
     if is_dropout(node):
         return True
@@ -68,8 +68,8 @@ def is_fusible(node: Node) -> bool:
         return False
     if any(not _plain(value) for value in tensors_of(node, *node.all_input_nodes)):
         return False
-    # Copies of views (`aten.copy`, `slice_scatter`...) are in copies of all that they look into,
-    # and `as_strided` may read more of those; compiled kernels write results alone.
+    # Results of copies into views (`aten.copy`, `slice_scatter`...) can lie in a larger storage, of
+    # which `as_strided` may read more; compiled kernels write the results alone.
     if not all(map(spans_storage, tensors_of(node))):
         return False
     name = str(target)
@@ -77,7 +77,7 @@ def is_fusible(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether each element of a fusible call's result is made of few elements of its operands."""
+    """Return whether an element of a fusible call's result depends on few operand elements."""
     target: Any = node.target
     name = str(target)
     cheap = name in _UNTAGGED or name in _SAME_ELEMENTS or name in _MADE_OF_NOTHING
@@ -89,13 +89,13 @@ def _is_tagged(target: OpOverload) -> bool:
 
 
 def is_constant(node: Node) -> bool:
-    """Whether a call makes the same small values out of numbers alone: every region that reads
+    """Return whether a call makes the same small values from numbers alone; every region that reads
     them makes them itself."""
     return str(node.target) in _MADE_OF_NOTHING
 
 
 def _plain(value: torch.Tensor) -> bool:
-    """A strided tensor of numbers that is not empty and has no conjugate bit."""
+    """Return whether a strided tensor is real, not empty and not lazily negated."""
     return (
         value.layout is torch.strided
         and not value.is_complex()

@@ -1,7 +1,7 @@
-"""Inductor on one region at a time.
+"""Runs Inductor on one region at a time.
 
 C++ is compiled by a pool of processes. Generated modules wait for it when they are loaded; here
-that wait is put off until every region was lowered, so that the compilers of all run at once.
+that wait is put off until every region is lowered, so that all compilers run at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What Inductor raises where it cannot compile a graph; its own errors are RuntimeErrors."""
+"""Errors that Inductor raises for a graph it cannot compile; its own are RuntimeErrors."""
 
 _NO_COMPILER = (
     "kernels={kernels!r} needs a compiler, and there is none: {what}. kernels='aten', the default, "
@@ -46,10 +46,10 @@ Run = Callable[[list[Any]], Any]
 
 
 def check_compiler(device: torch.device, kernels: str) -> None:
-    """Find what Inductor compiles with for a device.
+    """Check that Inductor's compiler for a device is installed.
 
     Raises:
-        MemoptError: it is not there; the message names what to install.
+        MemoptError: it is missing; the message names what to install.
     """
     if device.type == "cpu":
         find = private("torch._inductor.cpp_builder.get_cpp_compiler")
@@ -75,13 +75,13 @@ def compiled(
         progress: called with (fraction, what); may raise KeyboardInterrupt to end it.
 
     Returns:
-        For each key what runs the region, or why it could not be compiled.
+        For each key the compiled function, or why the region could not be compiled.
     """
     found: dict[str, Run | str] = {}
     put_off: list[Callable[[], None]] = []
     waits: dict[str, list[Callable[[], None]]] = {}
     total = max(1, len(subgraphs))
-    # Casts are in the graph already.
+    # The graph contains the casts already.
     with _ONE_AT_A_TIME, _waits_put_off(put_off), autocast_off():
         for position, (key, one) in enumerate(subgraphs.items()):
             progress(0.5 * position / total, f"compiling region {position + 1} of {total}")
@@ -121,7 +121,7 @@ def _waits_put_off(put_off: list[Callable[[], None]]) -> Iterator[None]:
 
 def _compile(one: Subgraph) -> Run:
     shapes = private("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
-    # Inductor finds no code on disk for what has no shape environment.
+    # Inductor's disk cache needs a shape environment.
     fake = private("torch._subclasses.fake_tensor.FakeTensorMode")
     fake_mode = fake(shape_env=shapes, static_shapes=True)
     compile_ = private("torch._inductor.compile_fx.compile_fx_inner")
@@ -149,7 +149,7 @@ def _compile(one: Subgraph) -> Run:
 
 
 def _laid_out(node: Node, layout: TensorLayout) -> Node:
-    """A result with the strides that it is to have: Inductor lays values out as it likes."""
+    """Return a result with the wanted strides: Inductor chooses layouts freely."""
     value = node.meta["val"]
     if tuple(value.stride()) == layout.strides:
         return node
@@ -162,12 +162,12 @@ def _laid_out(node: Node, layout: TensorLayout) -> Node:
 
 
 _MADE: list[Run] = []
-"""What Inductor made, which takes parts of its code away when it goes."""
+"""Inductor's compiled graphs, kept alive: they remove parts of their code when they die."""
 
 
 def direct(run: Run) -> Run:
-    """What a compiled region's calls come to once it has run: past what looks for profilers and
-    autotuning at every call."""
+    """Return the inner function of a compiled region that has run: it skips the checks for
+    profilers and autotuning at every call."""
     inner: Run | None = inside_of(run)
     if inner is None:
         return run

@@ -1,8 +1,8 @@
-"""The logarithm of a softmax as the operators that it is made of.
+"""Takes the logarithm of a softmax apart into operators.
 
-As one operator it is kept for its backward, as large as the logits. Taken apart it is pointwise in
-the logits and two small reductions, so that kernels of the backward can make it again of what the
-matrix product wrote (`rematerialise.py`), as `torch.compile`'s do.
+As one operator its result is kept for its backward, as large as the logits. Taken apart it is
+pointwise in the logits and two small reductions, so that kernels of the backward can recompute it
+from the matrix product (`rematerialise.py`), as `torch.compile`'s do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from memopt.torch_private.operators import aten as _ATEN
 def with_parts(
     model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
 ) -> Lowering:
-    """Take the logarithms of softmaxes in a captured step apart, in place; its lowering then.
+    """Take the logarithms of softmaxes in a captured step apart, in place; return its lowering.
 
-    One of images stays, and one that is a result of the step, is empty, or would be laid out
-    otherwise than ATen's.
+    A logarithm of images stays, and so does one that is a result of the step, is empty, or would
+    be laid out otherwise than ATen's.
     """
     graph = captured.module.graph
     found = [
@@ -39,12 +39,12 @@ def with_parts(
 
 
 def _taken_apart(node: Node) -> bool:
-    """Replace the uses of a call by what it is made of."""
+    """Replace the uses of a call by its parts; return whether that was possible."""
     x, dim, _ = node.args
     given: torch.Tensor = x.meta["val"]  # type: ignore[union-attr]
     result: torch.Tensor = node.meta["val"]
     named = any(user.op == "output" for user in node.users)
-    # The loss of images reads it as ATen lays it out, in its forward and its backward.
+    # The loss of images reads it in ATen's layout, in its forward and its backward.
     if named or not given.numel() or given.dim() > 3 or given.stride() != result.stride():
         return False
     computing = torch.promote_types(given.dtype, torch.float32)
@@ -66,7 +66,7 @@ def _taken_apart(node: Node) -> bool:
         total = make(_ATEN.sum.dim_IntList, make(_ATEN.exp.default, shifted), [dim], True)
         difference = make(_ATEN.sub.Tensor, shifted, make(_ATEN.log.default, total))
         made = converted(difference, result.dtype)
-    # Views of the result are told by its storage.
+    # Views of the result are identified by its storage.
     made.meta["val"] = result
     node.replace_all_uses_with(made)
     return True

@@ -1,11 +1,11 @@
 """The backward of the negative log-likelihood without a scattered tensor, and without a sum.
 
-Torch takes it apart into zeros and a scatter, which a region alone keeps whole: for a language
+Torch decomposes it into zeros and a scatter, which a single region keeps whole: for a language
 model as much as its logits. (Inductor removes that from whole graphs.) As a comparison of the
 classes with the target it is pointwise, and fuses with softmax's backward.
 
-That sums the gradient over the classes, of which the target's alone is not zero: behind this loss
-its backward is pointwise, too.
+Softmax's backward sums the gradient over the classes. Behind this loss only the target's gradient
+is not zero, so that softmax's backward is pointwise, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memopt.torch_private.operators import aten
 _LOSS = torch.ops.aten.nll_loss_backward.default
 _SOFTMAX = aten._log_softmax_backward_data.default
 _MEAN = 1
-"""ATen's number of the reduction."""
+"""ATen's number of the mean reduction."""
 
 
 def nll_loss_backward(
@@ -34,7 +34,7 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    """`aten.nll_loss_backward`, argument by argument."""
+    """Compute `aten.nll_loss_backward`, argument by argument."""
     here, value = _parts(grad_output, self, target, reduction, ignore_index, total_weight)
     if weight is not None:
         value = value * weight
@@ -52,7 +52,7 @@ def cross_entropy_backward(
     output: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`aten._log_softmax_backward_data` over the classes, of `aten.nll_loss_backward`.
+    """Compute `aten._log_softmax_backward_data` over the classes, of `aten.nll_loss_backward`.
 
     Args:
         grad_output, self, target, weight, reduction, ignore_index, total_weight: of the latter.
@@ -75,7 +75,7 @@ def _parts(
     ignore_index: int,
     total_weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Where the target is, and the gradient there but for the class's weight."""
+    """Return a mask of the targets, and the gradient there without the class's weight."""
     grad = grad_output / total_weight if reduction == _MEAN else grad_output
     chosen = torch.where(target != ignore_index, target, -1).to(torch.int32).unsqueeze(-1)
     here = chosen == torch.arange(self.shape[-1], dtype=torch.int32, device=self.device)
@@ -83,7 +83,7 @@ def _parts(
 
 
 def with_joined_losses(graph: FxGraph) -> FxGraph:
-    """A copy of a region's graph in which the backward of a cross entropy is one call."""
+    """Return a copy of a region's graph in which the backward of a cross entropy is one call."""
     made = FxGraph()
     made.output(made.graph_copy(graph, {}))
     for node in made.find_nodes(op="call_function", target=_SOFTMAX):

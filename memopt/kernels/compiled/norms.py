@@ -1,7 +1,7 @@
-"""The output of a norm as a pointwise function of its input and its statistics.
+"""Recomputes the output of a norm as a pointwise function of its input and its statistics.
 
-A norm's statistics are small, and its backward reads them anyway: with them a kernel makes the
-output again without another reduction.
+A norm's statistics are small, and its backward reads them anyway: with them a kernel recomputes
+the output without another reduction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memopt.torch_private.operators import aten as _ATEN
 
 @dataclass(frozen=True)
 class _Norm:
-    """Where a norm's call has what its output is made of.
+    """Positions of the operands of a norm's output in its call.
 
     Attributes:
         weight, bias: positions among its arguments; None: it has none.
@@ -41,12 +41,12 @@ _NORMS: dict[Any, _Norm] = {
     _ATEN._native_batch_norm_legit_functional.default: _Norm(1, 2, (1, 2), by_channel=True),
 }
 _TRAINING = 5
-"""Position of the argument of a batch norm that says whether it makes statistics."""
+"""Position of the argument of a batch norm that says whether it computes statistics."""
 
 
 def parts_of(call: Node) -> tuple[Node | None, ...] | None:
-    """What a norm's output is made of: input, mean, inverse deviation, weight and bias, None where
-    there is none; None for other calls, and norms whose statistics nothing names."""
+    """Return the operands of a norm's output: input, mean, inverse deviation, weight and bias, None
+    for a missing one; None for other calls, and norms whose statistics nothing names."""
     form = _NORMS.get(call.target)
     if form is None or (form.by_channel and call.args[_TRAINING] is not True):
         return None
@@ -59,13 +59,13 @@ def parts_of(call: Node) -> tuple[Node | None, ...] | None:
 
 
 def statistics_of(lowering: Lowering, op: int) -> tuple[int, ...] | None:
-    """The tensors of which the first result of an operator can be made, if it is a norm's."""
+    """Return the tensors from which a norm's output can be recomputed; None: no norm."""
     parts = parts_of(lowering.nodes[op])
     return None if parts is None else held_by(parts, lowering.storages)
 
 
 def output_of(graph: FxGraph, call: Node, copy: Callable[[Node], Node]) -> Node:
-    """A norm's output, as nodes of a graph that has copies of what it is made of."""
+    """Add a norm's output to a graph that has copies of its operands."""
     parts = parts_of(call)
     assert parts is not None
     x, mean, inverse, weight, bias = parts
@@ -76,7 +76,7 @@ def output_of(graph: FxGraph, call: Node, copy: Callable[[Node], Node]) -> Node:
     form = _NORMS[call.target]
 
     def wide(node: Node) -> Node:
-        """A part laid along the input."""
+        """Lay a part along the input."""
         one = copy(node)
         if form.by_channel and value.dim() > 2:
             shape = [1, -1, *[1] * (value.dim() - 2)]

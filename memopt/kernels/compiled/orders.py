@@ -1,8 +1,8 @@
-"""Whether a kernel computes the same of images in another order, tried out on stand-in data.
+"""Tests whether a kernel computes the same for images in another order, on stand-in data.
 
 Some kernels go through memory without looking at strides: the backward of `weight_norm` gives other
-numbers for a filter's gradient in channels-last order. A user's model does not come upon them;
-one whose images memopt puts in another order could.
+numbers for a filter's gradient in channels-last order. A user's model does not run into that, but
+a model whose images memopt puts in another order could.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from memopt.step.trial import TrialData
 from memopt.torch_private import pytree
 
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
-"""Of the largest number that a call reads or gives."""
+"""Tolerances, relative to the largest number that a call reads or returns."""
 _known = Answers()
 
 
 def computes_alike(before: Signature, after: Signature, device: torch.device) -> bool:
-    """Whether a call gives the same numbers, but for rounding, with its operands laid out otherwise
-    (it draws none).
+    """Return whether a call gives the same numbers, but for rounding, with its operands laid out
+    otherwise (it draws none).
 
     Args:
         before, after: the call, with both layouts.
@@ -46,7 +46,7 @@ def _tried(before: Signature, after: Signature, device: torch.device) -> bool:
     if before.target in ENDS_PROCESS:
         return False
     with torch.no_grad(), autocast_off():
-        # Values of either sign tell more, but not every kernel takes them.
+        # Values of either sign test more, but not every kernel takes them.
         for data in (TrialData(device), StandIns(device)):
             given = data.arguments(after)
             try:
@@ -59,7 +59,7 @@ def _tried(before: Signature, after: Signature, device: torch.device) -> bool:
 
 
 def _laid_out(given: Arguments, like: Signature) -> Arguments:
-    """Arguments with the values of others and the strides of a call.
+    """Return arguments with the given values and a call's strides.
 
     Raises:
         RuntimeError: elements that share memory have different values.

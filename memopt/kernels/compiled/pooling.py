@@ -1,8 +1,8 @@
 """Max pooling over windows that tile the image, as pointwise operators of a region.
 
 ATen's kernel keeps 64-bit indices into the image, and its backward takes the image, too, for its
-shape. Here a window's maximum is named by its place in the window, in 8 bits, and the kernels of
-the backward write zeros around it. Other windows (overlapping, padded) stay ATen's.
+shape. Here a maximum is named by its place in the window, in 8 bits, and the kernels of the
+backward write zeros around it. Other windows (overlapping, padded) stay ATen's.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from memopt.torch_private.operators import aten as _ATEN
 _FORWARD = _ATEN.max_pool2d_with_indices.default
 _BACKWARD = _ATEN.max_pool2d_with_indices_backward.default
 _LARGEST = 16
-"""Places of a window, each of which a kernel reads in turn."""
+"""Most places of a window; a kernel reads them in turn."""
 
 
 def is_pooling(node: Any) -> bool:
-    """Whether a node is the forward of a max pooling over images."""
+    """Return whether a node is the forward of a max pooling over images."""
     return isinstance(node, Node) and node.target is _FORWARD
 
 
 def is_unpooling(node: Any) -> bool:
-    """Whether a node is the backward of one."""
+    """Return whether a node is the backward of one."""
     return isinstance(node, Node) and node.target is _BACKWARD
 
 
 def poolings(nodes: Iterable[Node], anchors: Collection[Node]) -> set[Node]:
-    """The poolings that regions may compute, forwards and backwards: whole pairs, of which no call
-    is an anchor, and whose indices nothing else reads."""
+    """Return the poolings that regions may compute, forwards and backwards: whole pairs without an
+    anchor, whose indices nothing else reads."""
     found: set[Node] = set()
     for call in nodes:
         if not is_pooling(call) or not _tiles(call):
@@ -58,7 +58,7 @@ def _tiles(call: Node) -> bool:
 
 
 def _arguments(call: Node) -> tuple[tuple[int, int], ...]:
-    """Size, stride, padding and dilation of the windows."""
+    """Return size, stride, padding and dilation of the windows."""
     first = 1 if is_pooling(call) else 2
     given: list[Any] = [*call.args[first : first + 4], *(None,) * 4][:4]
     size = pair(given[0])
@@ -66,21 +66,21 @@ def _arguments(call: Node) -> tuple[tuple[int, int], ...]:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """An argument for rows and columns, which may be one number for both."""
+    """Return an argument for rows and columns, given as one number for both or as two."""
     found = list(value) if isinstance(value, (list, tuple)) else [value]
     return int(found[0]), int(found[-1])
 
 
 def read_by(call: Node) -> list[Node]:
-    """The nodes whose values a call in a region reads: of a pooling's backward the gradient and
-    the places, but not the image."""
+    """Return the nodes whose values a call in a region reads: for a pooling's backward the gradient
+    and the places, but not the image."""
     if is_unpooling(call):
         return [call.args[0], call.args[-1]]  # type: ignore[list-item]
     return call.all_input_nodes
 
 
 def names_maxima(node: Node) -> Node | None:
-    """The pooling whose indices a node is; None: it is something else."""
+    """Return the pooling whose indices a node is; None: it is none of a pooling."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return None
     call = node.args[0]
@@ -88,15 +88,15 @@ def names_maxima(node: Node) -> Node | None:
 
 
 def pooled(graph: FxGraph, call: Node, image: Node) -> tuple[Node, Node]:
-    """The maxima of a pooling's windows and their places, as nodes of a graph. Of several the
-    first is named, and the last that is no number, as ATen does."""
+    """Add the maxima of a pooling's windows and their places to a graph. Of equal maxima the first
+    is named, of NaNs the last, as ATen does."""
     size, *_ = _arguments(call)
 
     def make(target: Any, *args: Any, **kwargs: Any) -> Node:
         return graph.call_function(target, args, kwargs)
 
     def every(start: tuple[int, ...]) -> Node:
-        """The elements at one place of every window."""
+        """Return the elements at one place of every window."""
         one = image
         for dim, (first, step) in enumerate(zip(start, size, strict=True), start=2):
             one = make(_ATEN.slice.Tensor, one, dim, first, 2**62, step)
@@ -104,7 +104,7 @@ def pooled(graph: FxGraph, call: Node, image: Node) -> tuple[Node, Node]:
 
     first, *others = itertools.product(range(size[0]), range(size[1]))
     best = every(first)
-    # In the image's own type until the end, which compilers vectorise.
+    # In the image's own dtype until the end, which compilers vectorise.
     places = make(_ATEN.full_like.default, best, 0)
     for place, start in enumerate(others, start=1):
         one = every(start)
@@ -116,7 +116,7 @@ def pooled(graph: FxGraph, call: Node, image: Node) -> tuple[Node, Node]:
 
 
 def unpooled(graph: FxGraph, call: Node, gradient: Node, places: Node) -> Node:
-    """The gradient of a pooling's image, as nodes of a graph."""
+    """Add the gradient of a pooling's image to a graph."""
     image: torch.Tensor = call.args[1].meta["val"]  # type: ignore[union-attr]
     size, *_ = _arguments(call)
     rows, columns = image.shape[-2] // size[0], image.shape[-1] // size[1]

@@ -1,4 +1,4 @@
-"""The work of regions that are not compiled here, for an estimate."""
+"""Estimates the work of regions that are not compiled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOOKUPS = ("embedding", "gather")
 
 
 def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work, ...]:
-    """What a fused kernel does: one launch, which reads each input and writes each output once,
-    and the operations of each operator, in registers.
+    """Return the work of a fused kernel: one launch, which reads each input and writes each output
+    once, and the operations of each operator, in registers.
 
     Args:
         lowering: of the step before its regions became operators.
@@ -41,7 +41,7 @@ def _read_bytes(graph: FxGraph) -> int:
 
 
 def _read_of(node: Node) -> int:
-    """Bytes that a kernel reads of an input: of a table, the rows that are looked up."""
+    """Return the bytes that a kernel reads of an input; of a table, only the rows looked up."""
     given = describe_value(node.meta["val"])
     whole = touched_bytes(given)
     looked_up = 0

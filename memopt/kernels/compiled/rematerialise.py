@@ -1,15 +1,15 @@
-"""Which values of the forward the backward's kernels make again, instead of reading what was kept.
+"""Chooses the forward values that the backward's kernels rematerialise instead of reading them.
 
-A pointwise operator costs a fused kernel arithmetic only, so what the backward reads of it need not
-be kept where something smaller is that it can be made of: the input of a GELU instead of its
-factors. What is kept instead is a minimum cut, as in torch's own partitioner (Zheng et al.,
-`min_cut_rematerialization_partition`): an edge through each tensor, as wide as its bytes; from the
-source to what cannot be made again, from an operand to its result, and from what the backward's
-kernels read to the sink. What is in memory anyway costs nothing: the model's inputs and parameters,
-and what an operator outside of the backward's kernels reads in the backward.
+A pointwise operator costs a fused kernel arithmetic only. So a result that the backward reads need
+not be kept if it can be recomputed from something smaller: the input of a GELU instead of its
+factors. The kept tensors are a minimum cut, as in torch's own partitioner (Zheng et al.,
+`min_cut_rematerialization_partition`). An edge goes through each tensor, as wide as its bytes; from
+the source to tensors that cannot be recomputed, from an operand to its result, and from tensors
+that the backward's kernels read to the sink. Tensors in memory anyway cost nothing: the model's
+inputs and parameters, and those that an operator outside of the backward's kernels reads there.
 
 A product that gives a weight's gradient reads a value of the forward, too (the output of a GELU, of
-a norm). A kernel of the backward that reads all that such a value is made of may write it for the
+a norm). A kernel of the backward that reads all operands of such a value may write it for the
 product. That costs one more write, so it has a narrow edge of its own, from the source.
 """
 
@@ -31,25 +31,25 @@ from memopt.models.graph import Graph, Phase
 from memopt.step.build import Lowering, held_by
 
 _WIDEST = 2**30
-"""Capacities are 32-bit integers."""
+"""Largest capacity: capacities are 32-bit integers."""
 _WRITTEN, _UNWRITTEN = 10, 11
-"""Weight of a byte kept: of a tensor that the forward writes anyway, of one that it need not."""
+"""Weight of a kept byte: of a tensor that the forward writes anyway, of one that it need not."""
 _WRITTEN_AGAIN = 2
 """Weight of a byte that a kernel of the backward writes for a product."""
 
 _SPREAD = 4
-"""How many times as large a result is of whose operand each element counts several times."""
+"""A result this many times as large as its operand uses each element of it several times."""
 
 
 @dataclass(frozen=True)
 class Rematerialised:
-    """What regions of the backward make themselves.
+    """The tensors that regions of the backward rematerialise.
 
     Attributes:
-        tensors: what they make again where they read it.
-        kept: what they make it of, which must be written.
-        written: of the tensors those that operators outside of regions read in the backward, and
-            the region that writes each for them.
+        tensors: tensors that they recompute where they read them.
+        kept: operands of these, which must be written.
+        written: recomputed tensor that operators outside of regions read in the backward → the
+            region that writes it for them.
     """
 
     tensors: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class Rematerialised:
 def rematerialised(
     lowering: Lowering, regions: Sequence[Region], again: Iterable[int]
 ) -> Rematerialised:
-    """Choose what the regions of the backward make again: what is kept for them is least in bytes.
+    """Choose what the regions of the backward recompute, so that the fewest bytes are kept.
 
     Args:
         lowering: of the captured step, its graph in the framework's order.
@@ -91,9 +91,9 @@ class _DividedStep:
     Attributes:
         graph: of the step.
         regions: those of the backward.
-        inside: for each operator in a region, of either half, the region.
-        made_of: for each tensor of the forward that can be made again, what it is made of.
-        reads: what each operator in a region reads.
+        inside: operator in a region of either half → the region.
+        made_of: forward tensor that can be recomputed → its operands.
+        reads: operator in a region → the tensors that it reads.
     """
 
     graph: Graph
@@ -130,21 +130,21 @@ class _DividedStep:
         return producer is not None and not self.is_backward(producer)
 
     def _outside(self, tensor: int) -> list[int]:
-        """The operators outside of regions that read a tensor in the backward."""
+        """Return the operators outside of regions that read a tensor in the backward."""
         readers = self.graph.readers[tensor]
         return [op for op in readers if self.is_backward(op) and op not in self.inside]
 
     def read_by_regions(self) -> set[int]:
-        """What regions of the backward read of the forward."""
+        """Return the forward tensors that regions of the backward read."""
         operators = (op for one in self.regions for op in one.operators)
         return {t for op in operators for t in self.reads[op] if self._of_forward(t)}
 
     def read_by_products(self) -> set[int]:
-        """What can be made again and is read in the backward by operators outside of regions."""
+        """Return the recomputable tensors that the backward reads outside of regions."""
         return {t for t in set(self.made_of) - set(self.graph.outputs) if self._outside(t)}
 
     def with_operands(self, tensors: set[int], ways: Mapping[int, tuple[int, ...]]) -> set[int]:
-        """Tensors, and all that they are made of in these ways."""
+        """Return tensors and, by `ways`, all their operands."""
         found, stack = set(tensors), list(tensors)
         while stack:
             new = set(ways.get(stack.pop(), ())) - found
@@ -153,7 +153,7 @@ class _DividedStep:
         return found
 
     def width(self, tensor: int, for_products: set[int]) -> int:
-        """What keeping a tensor costs."""
+        """Return the cost of keeping a tensor."""
         graph = self.graph
         if tensor not in graph.producer or tensor in graph.outputs:
             return 0
@@ -167,8 +167,8 @@ class _DividedStep:
     def writers(
         self, tensors: Iterable[int], ways: Mapping[int, tuple[int, ...]]
     ) -> dict[int, Region]:
-        """For each tensor that has one the first region of the backward that reads all that it is
-        made of, and to which nothing leads from what is to read the tensor."""
+        """Map each tensor that can have one to the first backward region that reads all its
+        operands and that depends on no reader of the tensor."""
         order = _Order(self.graph, self.inside)
         read = [
             self._leaves({t for op in r.operators for t in self.reads[op]}, ways)
@@ -185,16 +185,16 @@ class _DividedStep:
         return found
 
     def _leaves(self, tensors: set[int], ways: Mapping[int, tuple[int, ...]]) -> set[int]:
-        """What is kept of the forward to make tensors of it."""
+        """Return the kept forward tensors from which tensors are recomputed."""
         return {
             t for t in self.with_operands(tensors, ways) if t not in ways and self._of_forward(t)
         }
 
 
 def _is_spread(lowering: Lowering, tensor: int) -> bool:
-    """Whether a reader lays a tensor along a larger one: made again there it would be made once
-    for each of its places (the cosines of positions, for every head). Products write more than they
-    read, too, but read it as it is."""
+    """Return whether a reader broadcasts a tensor to a much larger one, where it would be
+    recomputed once for each place (the cosines of positions, for every head). Products write more
+    than they read, too, but read it as it is."""
     graph = lowering.graph
     readers = (op for op in graph.readers[tensor] if is_pointwise(lowering.nodes[op]))
     written = (t for op in readers for t in graph.operators[op].writes)
@@ -203,7 +203,7 @@ def _is_spread(lowering: Lowering, tensor: int) -> bool:
 
 
 class _Order:
-    """What comes after what in the backward: operators, and regions as one."""
+    """The order of the backward: what depends on what, of operators, with regions as one."""
 
     def __init__(self, graph: Graph, inside: dict[int, Region]) -> None:
         self._unit = [
@@ -215,7 +215,7 @@ class _Order:
             self._after[self._unit[op]] |= {self._unit[reader] for reader in readers}
 
     def put_before(self, region: Region, readers: Iterable[int]) -> bool:
-        """Put a region before operators outside of it, unless one of them leads to it."""
+        """Put a region before operators outside of it, unless it depends on one of them."""
         first = region.operators[0]
         found = {self._unit[one] for one in readers}
         if first in self._reached(found):
@@ -224,7 +224,7 @@ class _Order:
         return True
 
     def _reached(self, units: set[int]) -> set[int]:
-        """Units, and all that come after them."""
+        """Return units, and all that come after them."""
         found, stack = set(units), list(units)
         while stack:
             new = self._after[stack.pop()] - found
@@ -236,8 +236,8 @@ class _Order:
 def _on_the_sinks_side(
     step: _DividedStep, widths: dict[int, int], read: set[int], for_products: set[int]
 ) -> set[int]:
-    """What a minimum cut leaves to be made again. Of several minimum cuts it is the one nearest to
-    the sink, so that as little as possible is."""
+    """Return the tensors that a minimum cut leaves to be recomputed. Of several minimum cuts it is
+    the one nearest to the sink, which recomputes least."""
     place = {t: 2 * i for i, t in enumerate(sorted(widths))}
     source, sink = 2 * len(place), 2 * len(place) + 1
     again = {t: step.graph.tensors[t].size_bytes * _WRITTEN_AGAIN for t in for_products}

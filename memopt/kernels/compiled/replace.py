@@ -1,4 +1,4 @@
-"""A captured step in which regions are single calls of compiled kernels."""
+"""Replaces regions of a captured step by single calls of compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from memopt.step.nodes import is_random
 from memopt.step.region_graph import Subgraph
 
 Compiled = tuple[Region, Subgraph, FusedKernel]
-"""A region, as a graph of its own, and its kernel."""
+"""A region, the region as a graph of its own, and its kernel."""
 
 
 KEPT_META = ("nn_module_stack", "seq_nr", "partitioner_tag", "stack_trace")
 _NAMED = 3
-"""Operators that a fused one is named after, at most."""
+"""Most operators that a fused one is named after."""
 
 
 def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Compiled]) -> Captured:
@@ -67,7 +67,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Compile
 
 
 def with_renamed(captured: Captured, renamed: Mapping[Node, Node]) -> Captured:
-    """A step some of whose results are other nodes."""
+    """Return a step some of whose results are other nodes."""
 
     def new(one: Any) -> Any:
         return renamed.get(one, one) if isinstance(one, Node) else one
@@ -80,7 +80,7 @@ def with_renamed(captured: Captured, renamed: Mapping[Node, Node]) -> Captured:
 
 
 def _readers(lowering: Lowering, fused: Sequence[Compiled], written: Node) -> list[Node]:
-    """The calls outside of regions that read a node's tensor in the backward."""
+    """Return the calls outside of regions that read a node's tensor in the backward."""
     (tensor,) = lowering.storages[written]
     assert tensor is not None
     inside = {op for region, _, _ in fused for op in region.operators}
@@ -95,15 +95,14 @@ def _readers(lowering: Lowering, fused: Sequence[Compiled], written: Node) -> li
 def _read_again(
     lowering: Lowering, readers: Sequence[Node], written: Node, base: Node, result: Node
 ) -> None:
-    """Have calls read the tensor of a node that was written again, through views of it like
-    those of the node that they read now.
+    """Have calls read a recomputed tensor, through views of it like those that they read now.
 
     Args:
         lowering: of the step.
         readers: the calls.
         written: the node as it was in the step.
-        base: what stands in its place now.
-        result: what was written again.
+        base: the node in its place now.
+        result: the recomputed node.
     """
     copies = {written: result, base: result}
     held = lowering.storages[written]
@@ -133,8 +132,8 @@ def _name(lowering: Lowering, region: Region) -> str:
 def _seeds(
     graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]
 ) -> dict[Node, tuple[Node, int]]:
-    """For each dropout the call that draws the seeds of its step, and its place among them, in the
-    order in which eager would draw."""
+    """Map each dropout to the call that draws the seeds of its step, and its place among them, in
+    the order in which eager would draw."""
     inside = {node for _, one, _ in fused for node in one.dropouts}
     dropouts = [node for node in lowering.nodes if node in inside]
     if not dropouts:
@@ -147,7 +146,7 @@ def _seeds(
 
 
 def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) -> Node:
-    """A dropout's seed. Its fake value does not say which of them it is: equal regions are
+    """Return a dropout's seed. Its fake value does not depend on its place: equal regions are
     measured once, wherever their seeds are."""
     drawn, place = seeds[dropout]
     fake_mode = drawn.meta["val"].fake_mode
@@ -166,7 +165,7 @@ def add_call(graph: FxGraph, fake_mode: Any, target: Any, *args: Any, **kwargs: 
 
 
 def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> None:
-    """Put the nodes of each region behind all that they read, and before all that reads them."""
+    """Put the nodes of each region after all operands and before all readers of the region."""
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     unit = {node: i for i, node in enumerate(nodes)}
@@ -217,7 +216,7 @@ def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> N
 def _join_views(
     calls: Sequence[Node], lowering: Lowering, region: Region, unit: dict[Node, int], last: int
 ) -> None:
-    """Views between two calls of a region belong to it."""
+    """Count views between two calls of a region as part of it."""
     written = {t for op in region.operators for t in lowering.graph.operators[op].writes}
     stack = [source for call in calls for source in call.all_input_nodes]
     while stack:
@@ -229,7 +228,7 @@ def _join_views(
 
 
 def _erase(graph: FxGraph, members: set[Node]) -> None:
-    """Drop what nothing reads any more; what draws random numbers outside of regions stays."""
+    """Erase nodes that nothing reads any more, except random operators outside of regions."""
     for node in reversed(list(graph.nodes)):
         drops = node in members or not is_random(node)
         if node.op == "call_function" and not node.users and drops:

@@ -1,4 +1,4 @@
-"""A region as a graph of its own: what it reads, what it writes, and a key of what it computes."""
+"""Copies a region into a graph of its own, with inputs, outputs and a key of its computation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memopt.step.region_graph import Subgraph, TensorLayout
 from memopt.step.signature import each
 
 _FORM = "3"
-"""Named anew where equal operators are compiled otherwise: costs that were measured go by keys."""
+"""Changed when equal operators are compiled otherwise, since measured costs are stored by key."""
 
 
 def subgraphs(
@@ -41,9 +41,9 @@ def subgraphs(
     regions: Sequence[Region],
     again: Rematerialised,
 ) -> list[tuple[Region, Subgraph]]:
-    """Regions as graphs of their own, without those that write nothing. They are to be replaced
-    together: masks of dropouts that only they read are not written, nor is what the backward's
-    regions make `again`."""
+    """Return regions as graphs of their own, without those that write nothing. They must be
+    replaced together: masks of dropouts that only they read are not written, nor are the tensors
+    that the backward's regions rematerialise (`again`)."""
     together = _Together.of(lowering, regions, again)
     taken = ((region, _Taken(lowering, region, together).made()) for region in regions)
     return [(region, one) for region, one in taken if one is not None]
@@ -51,8 +51,8 @@ def subgraphs(
 
 @dataclass(frozen=True)
 class _Together:
-    """The regions that are to be replaced together: their calls, all calls of the backward, what
-    its regions make again, and which nodes hold each tensor."""
+    """The regions that are replaced together: their calls, all calls of the backward, the tensors
+    that its regions rematerialise, and the nodes that hold each tensor."""
 
     calls: frozenset[Node]
     backward: frozenset[Node]
@@ -121,14 +121,14 @@ class _Taken:
         return Subgraph(self.graph, *boundary, key, frozenset(self.again))
 
     def _value(self, node: Node) -> torch.Tensor:
-        """The value of a node of the step, where regions read or write it."""
+        """Return the value of a node of the step, in the form in which regions read or write it."""
         value: torch.Tensor = node.meta["val"]
         if names_maxima(node) in self.together.calls:
             return _like(value, torch.uint8)
         return _like(value, value.dtype) if node in self.again else value
 
     def _outputs(self) -> tuple[Node, ...]:
-        """The nodes that name the tensors which something outside reads."""
+        """Return the nodes that name the tensors read outside of the region."""
         together, bases = self.together, self.lowering.bases
         return tuple(
             bases[tensor]
@@ -137,8 +137,8 @@ class _Taken:
         )
 
     def _leaves(self, node: Node) -> bool:
-        """Whether a kernel outside the region, or the step's result, reads a node; the masks of
-        dropouts every region makes itself, and the backward's what they rematerialise."""
+        """Return whether a kernel outside the region, or the step's result, reads a node. Readers
+        that make it themselves do not count: as a dropout's mask, or rematerialised."""
         together = self.together
         inside = together.calls if self._masking(node) is not None else self.inside
         making = together.backward if self._is_made_again(node) else frozenset()
@@ -152,11 +152,11 @@ class _Taken:
         )
 
     def _is_made_again(self, node: Node) -> bool:
-        """Whether the backward's regions make a value of the forward themselves."""
+        """Return whether the backward's regions recompute a value of the forward themselves."""
         return self.lowering.storages.get(node, (None,))[0] in self.together.again.tensors
 
     def _masking(self, node: Node) -> Node | None:
-        """The dropout in a region whose mask a node is, or looks into."""
+        """Return the dropout in a region whose mask, or a view of it, a node is."""
         held = self.lowering.storages.get(node, (None,))
         if len(held) != 1 or held[0] is None:
             return None
@@ -168,8 +168,8 @@ class _Taken:
         return call if found else None  # type: ignore[return-value]
 
     def _read(self) -> tuple[list[Node], list[Node]]:
-        """The step's nodes that the region reads, and the dropouts whose masks it makes, in the
-        order in which it does."""
+        """Return the step's nodes that the region reads, and the dropouts whose masks it makes, in
+        the order in which it makes them."""
         inputs: dict[Node, None] = {}
         dropouts: dict[Node, None] = {}
 
@@ -197,14 +197,14 @@ class _Taken:
         return list(inputs), list(dropouts)
 
     def _sources(self, node: Node) -> list[Node]:
-        """What a node outside of the region is made of in it."""
+        """Return the operands from which the region makes a node outside of it."""
         call = self._norm(node)
         if call is None:
             return node.all_input_nodes
         return [one for one in parts_of(call) or () if one is not None]
 
     def _norm(self, node: Node) -> Node | None:
-        """The norm whose output a node is, which the region makes of its statistics."""
+        """Return the norm whose output a node is, if the region recomputes that."""
         if node.target is not operator.getitem or node.args[1] != 0 or not self._makes_again(node):
             return None
         call = node.args[0]
@@ -214,17 +214,17 @@ class _Taken:
         return self.calls[0] in self.together.backward and self._is_made_again(node)
 
     def _is_between(self, node: Node) -> bool:
-        """Whether a node is a view of what the region writes."""
+        """Return whether a node is a view of a tensor that the region writes."""
         held = self.lowering.storages.get(node, ())
         return node in self.lowering.views and any(tensor in self.written for tensor in held)
 
     def _is_constant(self, node: Node) -> bool:
-        """Whether the region makes a small constant itself."""
+        """Return whether a node is a small constant that the region makes itself."""
         from_nothing = not any(source.op == "call_function" for source in node.all_input_nodes)
         return node in self.lowering.storages and is_constant(node) and from_nothing
 
     def copy(self, node: Node) -> Node:
-        """The node of the region's own graph."""
+        """Return the node of the region's own graph."""
         if node in self.inputs:
             return self.inputs[node]
         if node not in self.copies:
@@ -270,7 +270,7 @@ class _Taken:
 
 
 def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A fake value laid out as another, in memory of its own."""
+    """Return a fake value with another's layout, in memory of its own."""
     with value.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 

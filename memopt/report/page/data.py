@@ -1,6 +1,6 @@
-"""What the page knows, as one JSON object: the tables, the plans and the curve.
+"""The page's data, one JSON object: the tables, the plans and the curve.
 
-Every figure is the plan's own. Times are seconds, sizes bytes.
+Every figure is the plan's own. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memopt.report.style import memory_unit, time_unit
 
 @dataclass(frozen=True)
 class OtherSaving:
-    """Another way to less memory, beside the plan's: what would change, and the bytes it frees."""
+    """A way to save memory outside of the plan: what would change, and the bytes that it frees."""
 
     change: str
     freed_bytes: int
@@ -38,7 +38,7 @@ class OtherSaving:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a page is about.
+    """The subject of a page.
 
     Attributes:
         title: for people: the model.
@@ -46,10 +46,10 @@ class Subject:
         opened: the plan that the page shows first.
         texts: tensor → dtype and shape, of the plans' graph.
         optimizer_parts: (what, bytes) of optimizer state that is resident beside the graph.
-        savings: beside those of the curve.
+        savings: ways to save memory that are no points of the curve.
         measured: a recorded step of `opened`.
-        check: its measured peak and time.
-        notes: what the reader should know, beside the plans' own notes.
+        check: the recorded step's measured peak and time.
+        notes: shown beside the plans' own notes.
     """
 
     title: str
@@ -64,13 +64,13 @@ class Subject:
 
 
 def page_data(subject: Subject) -> dict[str, Any]:
-    """The page's data."""
+    """Collect the page's data."""
     made = _Collected(subject)
     cells = [made.cell(cell) for cell in subject.comparison.cells]
     opened = made.plan(subject.opened)
     comparison, device = subject.comparison, subject.opened.device
     measured = comparison.measured_baseline
-    # Before the programs are taken: a graph's own order is one of them.
+    # Each graph adds the program of its own order, so this comes before `made.programs` is read.
     graphs = [made.graph_rows(number) for number in range(len(made.tables))]
     return {
         "title": subject.title,
@@ -98,7 +98,7 @@ def page_data(subject: Subject) -> dict[str, Any]:
 
 
 def _units(subject: Subject) -> dict[str, Any]:
-    """The axes' units, the same for every plan, so that pictures of plans can be compared."""
+    """Choose the axes' units, the same for every plan, so that their pictures can be compared."""
     plans = [cell.plan for cell in subject.comparison.cells if cell.plan is not None]
     plans.append(subject.opened)
     baseline = subject.comparison.baseline
@@ -113,7 +113,7 @@ def _units(subject: Subject) -> dict[str, Any]:
 
 
 def _spans(step: StepLanes) -> list[list[object]]:
-    """A recorded step: (lane, name, start and end in seconds, whether the lane only waits)."""
+    """List a recorded step's (lane, name, start and end in seconds, whether it is a wait)."""
     return [
         [span.lane.value, span.name, span.start_s, span.end_s, span.stall]
         for span in sorted(step.spans, key=lambda span: span.start_s)
@@ -133,14 +133,14 @@ class _Collected:
         self._known_plans: list[PlanRecord] = []
 
     def cell(self, cell: CellRecord) -> dict[str, Any]:
-        """A point of the curve; `plan` is the number of its plan, or null."""
+        """Return a point of the curve; its `plan` is the number of its plan, or null."""
         names = [one.name for one in fields(CellRecord) if one.name != "plan"]
         figures = {name: getattr(cell, name) for name in names}
         number = None if cell.plan is None else self.plan(cell.plan)
         return {**figures, "status": cell.status.value, "plan": number}
 
     def plan(self, plan: PlanRecord) -> int:
-        """The number of a plan, which is entered if it is new."""
+        """Return a plan's number; a new plan is added."""
         for number, known in enumerate(self._known_plans):
             same = known.program == plan.program and plan_figures(known) == plan_figures(plan)
             if known is plan or same:
@@ -152,7 +152,7 @@ class _Collected:
         return len(self.plans) - 1
 
     def graph_rows(self, number: int) -> dict[str, Any]:
-        """A graph's tables, and the program that runs every operator once."""
+        """Return a graph's tables, and the number of the program that runs every operator once."""
         tables = self.tables[number]
         own = self._program(number, store_all(tables.graph), self._subject.opened.device)
         return {**tables.rows(), "own_program": own}

@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds everything it needs and may load nothing else.
+"""The page: one HTML file that holds everything it needs and loads nothing else.
 
 The data are JSON in a block that browsers do not run, escaped so that nothing in it can end the
 block; the script writes them as text, never as markup. The page's own policy (Content-Security-
@@ -38,7 +38,7 @@ class Page:
 
     @cached_property
     def html(self) -> str:
-        """The page.
+        """Return the page as HTML.
 
         Raises:
             ImportError: bokeh is missing; names the extra to install.
@@ -78,8 +78,8 @@ class Page:
 
 
 def json_block(value: Any) -> str:
-    """JSON for a `<script type="application/json">`: no character of it can end the block, begin a
-    comment or, as U+2028 and U+2029, a line."""
+    """Write JSON for a `<script type="application/json">`. It is escaped so that it cannot end the
+    block, begin a comment, or break a line with U+2028 or U+2029."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -87,8 +87,8 @@ def json_block(value: Any) -> str:
 
 
 def policy(*scripts: str) -> str:
-    """A Content-Security-Policy: these scripts and inline styles, pictures in data: (Bokeh's
-    icons), and nothing from anywhere."""
+    """Write a Content-Security-Policy that allows these scripts, inline styles and data: pictures
+    (Bokeh's icons), and forbids everything else."""
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
@@ -106,12 +106,12 @@ def _asset(name: str) -> str:
 
 @cache
 def _library() -> str:
-    """BokehJS, its core alone."""
+    """Return the source of BokehJS's core."""
     try:
         import bokeh
     except ImportError as error:
         raise ImportError(MISSING) from error
     path = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
     text = path.read_text(encoding="utf-8")
-    # A hash is of the text that the browser reads, so nothing in it may end its element.
+    # The browser hashes the element's text as it reads it, so nothing may end the element early.
     return text.replace("</script", "<\\/script").replace("\r\n", "\n")

@@ -1,8 +1,8 @@
 """The page's three figures, empty: memopt's page.js fills them from the page's data.
 
-They are Bokeh's: drawn on a canvas, so that thousands of operators are quick, and updated by the
-script without any `eval`, which the page's own policy forbids. No name of the user's is given to
-Bokeh; legends and texts are the page's own.
+They are Bokeh's: drawn on a canvas, which is quick for thousands of operators, and updated by the
+script without any `eval`, which the page's own policy forbids. Bokeh gets no name from the user;
+legends and texts are the page's own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from memopt.report.timeline_plot import COLORS as SPAN_COLORS
 
 MISSING = "a report needs bokeh, which is not installed: pip install memopt[report]"
 MOST_LAYERS = 10
-"""Layers of the stack at most: what memory holds, or modules and the rest of them."""
+"""How many layers the memory stack has at most: kinds of tensors, or modules and a rest."""
 MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star", "x")
-"""As matplotlib's "os^Dv*x" of the plots."""
+"""Bokeh's names of the plots' markers, in matplotlib "os^Dv*x"."""
 _HEIGHTS = {"curve": 330, "memory": 430, "streams": 190}
 _LEFT = 84
 """Pixels left of both figures of the step, so that their time axes agree."""
 
 
 def colors() -> dict[str, Any]:
-    """The plots' colours: of what memory holds, of spans, and of one curve after another."""
+    """Return the plots' colours: of memory layers, of spans, and of the curves in turn."""
     return {
         "layers": dict(LAYER_COLORS),
         "spans": dict(SPAN_COLORS),
@@ -39,12 +39,12 @@ def colors() -> dict[str, Any]:
 
 @cache
 def figure_items(memory_name: str, time_name: str, step_axis: str) -> dict[str, Any]:
-    """Bokeh's JSON of the figures: "curve", and "step" (memory above streams, one time axis).
+    """Make Bokeh's JSON of the figures: "curve", and "step" (memory above streams, one time axis).
 
     Args:
         memory_name: unit of memory.
         time_name: unit of time on the curve.
-        step_axis: what the step's axis shows, with its unit.
+        step_axis: label of the step's axis, with its unit.
 
     Raises:
         ImportError: bokeh is missing; names the extra to install.
@@ -88,14 +88,15 @@ def _new(name: str, tools: str, **more: Any) -> Any:
 
 
 def _curve(memory_name: str, time_name: str) -> Any:
-    """Step time against peak memory: bounds shaded, lines, points, the opened one ringed."""
+    """Make the plot of step time against peak memory: shaded bounds, lines, points, and a ring
+    around the opened plan."""
     from bokeh.models import ColumnDataSource, DataRange1d
     from bokeh.models.annotations import Span
 
     made = _new("curve", "pan,wheel_zoom,box_zoom,reset")
     made.xaxis.axis_label = f"peak memory ({memory_name})"
     made.yaxis.axis_label = f"step time ({time_name})"
-    # What the bound shades reaches the frame's edges, and is no reason to widen the axes.
+    # The bound's shading reaches the frame's edges, and must not widen the axes.
     points: list[Any] = []
     bound = ColumnDataSource({"left": [], "right": [], "top": [], "bottom": []}, name="bound")
     made.quad("left", "right", "top", "bottom", source=bound, color=GREY, alpha=0.3, line_width=0)
@@ -125,7 +126,7 @@ def _curve(memory_name: str, time_name: str) -> Any:
 
 
 def _memory(shared: Any, memory_name: str) -> Any:
-    """The stack, the budget's line, the peak, the measured peak and the baseline's memory."""
+    """Make the memory plot: stack, budget, peak, measured peak and the baseline's memory."""
     from bokeh.models import ColumnDataSource, Range1d
     from bokeh.models.annotations import Span
 
@@ -162,7 +163,7 @@ def _memory(shared: Any, memory_name: str) -> Any:
 
 
 def _streams(shared: Any, step_axis: str) -> Any:
-    """Lanes of spans, by kind; what runs again is hatched."""
+    """Make the plot of the lanes: spans by kind; those of recomputation are hatched."""
     from bokeh.models import ColumnDataSource, FixedTicker, Range1d
 
     tools = "xpan,xwheel_zoom,xbox_zoom,reset"

@@ -1,8 +1,8 @@
-"""A program as the page reads it: its moments, and what is in memory from when to when.
+"""A program as the page reads it: its moments, and the tensors' lifetimes.
 
 A moment is an instruction other than a Free, or a wait before an instruction. In a list of moments
-a number of at least 0 is a run of `GraphTables`; the others are coded as `WAIT`, `LOSS` and
-`MOVED` say. Lifetimes are half-open intervals of moments, so that their sizes, the resident bytes
+a number of at least 0 is a run of `GraphTables`; a negative one is a code, see `WAIT`, `LOSS` and
+`MOVED`. Lifetimes are half-open intervals of moments, so that their sizes, the resident bytes
 and the workspace add up to the replay's memory, byte for byte.
 """
 
@@ -20,27 +20,26 @@ from memopt.programs.replay import Direction, Timeline, replay
 from memopt.report.page.tables import GraphTables
 
 WAIT, LOSS, MOVED = -1, -2, 3
-"""A wait, the loss, and what moves tensor t: -(MOVED + 3t + c), c = 0 a copy to the host begins,
-1 a copy back begins, 2 a host copy is dropped."""
+"""Codes of moments: a wait; the loss; -(MOVED + 3t + c) for a move of tensor t, where c = 0: a copy
+to the host begins, 1: a copy back begins, 2: a host copy is dropped."""
 
 STREAMS = (Direction.TO_HOST, Direction.FROM_HOST, Direction.NETWORK, Direction.HOST)
-"""The streams beside compute, as copies name them."""
+"""The streams beside compute; copies refer to them by position."""
 
 TRANSIENT, FETCHED, TAKES_OVER, STAYS, TANGENT = 1, 2, 4, 8, 16
-"""Flags of a lifetime: written and not kept; begun by a copy back; in the storage of another;
-there at the end of the step; brought by the loss."""
+"""Flags of a lifetime: written and not kept; begun by a copy back; in the storage of another
+tensor; live at the end of the step; begun by the loss."""
 
 
 def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, Any]:
-    """The moments of a program, its waits, lifetimes and copies.
+    """Encode a program's moments, waits, lifetimes and copies.
 
     `waits` are the (begin, end) of each wait in order, seconds; every other moment starts when
-    the one before it is over and takes its run's time. `lifetimes` are rows of four integers, one
-    after the other: tensor, first moment less that of the row before, number of moments, flags.
-    `copies` are (tensor, number in `STREAMS`, start and end in seconds), collectives and
-    updates on the host among them,
-    and `host` the host copies, rows of tensor, first moment and moment of its end. `resident` are
-    the tensors that are on the device during the whole step.
+    the one before it is over and takes its run's time. `lifetimes` is a flat list of rows of four
+    integers: tensor, first moment less that of the row before, number of moments, flags. `copies`
+    are (tensor, number in `STREAMS`, start and end in seconds), including collectives and updates
+    on the host. `host` are the host copies, rows of tensor, first moment and moment of its end.
+    `resident` are the tensors that are on the device during the whole step.
     """
     timeline = replay(tables.graph, program, device)
     keys, moments, waits = _moments(tables, program, timeline)
@@ -78,7 +77,8 @@ def packed(tables: GraphTables, program: Program, device: Device) -> dict[str, A
 def _moments(
     tables: GraphTables, program: Program, timeline: Timeline
 ) -> tuple[list[int], list[int], list[list[float]]]:
-    """(2·position + 1 for an instruction, 2·position for a wait before it; codes; waits)."""
+    """Return the moments' (keys, codes, waits); a key is 2·position + 1 for an instruction and
+    2·position for a wait before it."""
     runs, steps = dict(program.computes), set(program.steps)
     keys: list[int] = []
     moments: list[int] = []
@@ -105,8 +105,8 @@ def _moments(
 
 
 def _after(lifetime: Lifetime) -> int:
-    """The first key at which a lifetime takes no memory. A Free gives back when it is over, so
-    its tensor is there while it waits; so is, until then, one that is computed over."""
+    """Return the first key at which a lifetime takes no memory. A freed tensor is still in memory
+    while its Free waits; an overwritten one, while the Compute over it waits."""
     if lifetime.transient:
         return 2 * lifetime.end
     return 2 * lifetime.end + (2 if lifetime.freed else 1)

@@ -12,16 +12,16 @@ from memopt.report.memory_profile import LAYERS, layer_of
 from memopt.report.modules import depth_for, group_of
 
 MOST_GROUPS = 40
-"""Rows of the table of modules at most."""
+"""How many rows the table of modules has at most."""
 _PHASES = tuple(Phase)
 
 
 class GraphTables:
-    """One cost model, column by column. Runs are entered as programs ask for them.
+    """One cost model, column by column. A way to run an operator is added when a program uses it.
 
     Args:
         graph: the cost model.
-        texts: tensor → dtype and shape for people; a tensor without an entry has none.
+        texts: tensor → dtype and shape for people; some tensors may be missing.
     """
 
     def __init__(self, graph: Graph, texts: Mapping[int, str]) -> None:
@@ -41,11 +41,11 @@ class GraphTables:
         self._runs: dict[tuple[int, str | None], int] = {}
 
     def run(self, instruction: Compute) -> int:
-        """The number of a way to run an operator."""
+        """Return the number of a way to run an operator; a new one is added."""
         return self._runs.setdefault((instruction.op, instruction.implementation), len(self._runs))
 
     def rows(self) -> dict[str, Any]:
-        """The tables as the page reads them: bytes, seconds and indices."""
+        """Return the tables as the page reads them: bytes, seconds and indices."""
         graph = self.graph
         chosen = [variant(graph.operators[op], how) for op, how in self._runs]
         return {
@@ -74,7 +74,7 @@ class GraphTables:
                 "op": [op for op, _ in self._runs],
                 "implementation": [how or "" for _, how in self._runs],
                 "time_s": [
-                    # A collective takes the network's time, an update on the host the host's.
+                    # Collectives and updates on the host take no compute time.
                     0.0 if graph.operators[op].collective or one.on_host else one.time_s
                     for (op, _), one in zip(self._runs, chosen, strict=True)
                 ],
@@ -86,7 +86,7 @@ class GraphTables:
 
 
 def _module_of(graph: Graph, tensor: int) -> str:
-    """The module whose operator writes a tensor, or whose parameter or buffer it is."""
+    """Return the module whose operator writes a tensor, or whose parameter or buffer it is."""
     producer = graph.producer.get(tensor)
     if producer is not None:
         return graph.operators[producer].module
