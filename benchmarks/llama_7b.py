@@ -63,9 +63,9 @@ def _planned(given: Any, optimizer: str) -> list[Row]:
     return [Row(f"`{optimizer}` | {cells} | {cost}", refused, wrong)]
 
 
-def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
+def _blocks(rows: list[Row], _: Any) -> str:
     refusals = [f"```text\n{textwrap.fill(x.refused, 100)}\n```" for x in rows if x.refused]
-    return {"llama_7b": joined(table(HEAD, [row.text for row in rows]), *refusals)}
+    return joined(table(HEAD, [row.text for row in rows]), *refusals)
 
 
 HEAD = (
@@ -73,7 +73,6 @@ HEAD = (
     "tokens/s (share of the peak flops) | planning | host memory"
 )
 BENCHMARK = Benchmark(
-    page="docs/estimate.md",
     row=Row,
     cases=named(OPTIMIZERS),
     measure=_planned,

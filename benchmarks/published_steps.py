@@ -118,9 +118,7 @@ def _estimated(_: Any, name: str) -> list[Line]:
 
 
 BENCHMARK = Benchmark(
-    page="docs/kernels.md",
     cases=named(tuple(PUBLISHED)),
     measure=_estimated,
     head="step | GPU | kernels | published, tokens/s | estimated, tokens/s | estimated / published",
-    place="published_steps",
 )
