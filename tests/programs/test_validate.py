@@ -300,9 +300,9 @@ def test_the_validators_share_no_code_with_what_they_check(name):
 
 
 def test_every_code_has_a_mutation():
-    from .test_moved import HOST_MUTATIONS, REPEATED_MUTATIONS
-    from .test_moved import MUTATIONS as MOVED_MUTATIONS
-    from .test_validate_chain import MUTATIONS as CHAIN_MUTATIONS
+    from tests.models.test_moved import HOST_MUTATIONS, REPEATED_MUTATIONS
+    from tests.models.test_moved import MUTATIONS as MOVED_MUTATIONS
+    from tests.models.test_validate_chain import MUTATIONS as CHAIN_MUTATIONS
 
     named = {row[2] for row in (*MUTATIONS, *RANDOM_MUTATIONS, *PLACEMENTS, *CHAIN_MUTATIONS)}
     named |= {row[1] for row in (*MOVED_MUTATIONS, *HOST_MUTATIONS, *REPEATED_MUTATIONS)}

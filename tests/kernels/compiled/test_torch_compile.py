@@ -67,7 +67,7 @@ def both(model: nn.Module, run: Any, twin: nn.Module, x: Tensor) -> None:
 
 
 def test_entry_point() -> None:
-    text = Path(__file__).parent.parent.parent.joinpath("pyproject.toml").read_text()
+    text = Path(__file__).parents[3].joinpath("pyproject.toml").read_text()
     entry = tomllib.loads(text)["project"]["entry-points"]["torch_dynamo_backends"]["memopt"]
     assert entry == f"{memopt_backend.__module__}:{memopt_backend.__name__}"
 
