@@ -28,12 +28,12 @@ from torch import nn
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
-from memopt.executor.in_compiled_code import compiled_code_kept
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.programs.lifetimes import lifetimes
 from memopt.step.backend import autocast_state
+from memopt.torch_private.dynamo import compiled_code_kept
 from memopt.torch_private.modes import function_modes_off
 
 _LOG = logging.getLogger(__name__)

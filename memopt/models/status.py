@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from memopt.models.progress import Progress as Progress
-
 
 class Status(StrEnum):
     """The outcome of a solve."""

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
 from memopt.models.graph import Graph, Operator, Tensor
-from memopt.models.progress import Progress as Progress
+from memopt.models.progress import Progress
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.memory import metered_sections
 from memopt.pricing.network_costs import network_costs

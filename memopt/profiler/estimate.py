@@ -26,12 +26,13 @@ from memopt.kernels.compiled.choice import check_kernels
 from memopt.kernels.compiled.fuse import planned_regions
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.progress import Progress
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES, LossUse, OutputTree, cut_output
 from memopt.pricing.estimated_autocast import autocast_for_cuda
 from memopt.pricing.flops import (
     operator_name,
 )
-from memopt.pricing.measure import Progress, with_costs
+from memopt.pricing.measure import with_costs
 from memopt.pricing.roofline import _FLASH_FORWARD, estimate_costs
 from memopt.pricing.workspace import cublas_workspace_bytes, with_state
 from memopt.profiler.session import with_resident

@@ -20,10 +20,11 @@ from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
 from memopt.models.garbage import full_collections_put_off
 from memopt.models.graph import Graph
+from memopt.models.progress import Progress
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.pricing.baseline import LossUse, loss_text, measure_baseline, measure_loss
 from memopt.pricing.cache import Cost, ProfileCache
-from memopt.pricing.measure import MeasureOptions, Progress, environment, measure
+from memopt.pricing.measure import MeasureOptions, environment, measure
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering, build

@@ -14,10 +14,11 @@ from memopt.capture.training_call import training_call
 from memopt.kernels.compiled.choice import check_kernels, chosen_kernels
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
+from memopt.models.progress import Progress
 from memopt.models.record import ModelRecord
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.pricing.baseline import measure_baseline
-from memopt.pricing.measure import MeasureOptions, Progress, measure
+from memopt.pricing.measure import MeasureOptions, measure
 from memopt.pricing.memory import metered
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.session import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memopt.models.progress import Progress as Progress
 from memopt.models.status import Status
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.models.progress import Progress as Progress
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 

@@ -35,19 +35,21 @@ class KeptPlans:
     def keep(
         self, strategy: Strategy, cost_model: CostModel, budget_bytes: int, plan: Solution
     ) -> None:
-        """Keep the plan that a strategy has for a cost model within a budget, total bytes, unless
-        one of a smaller budget is kept."""
-        known = self.least(strategy, cost_model)
-        if known is None or budget_bytes <= known[0]:
-            with self._lock:
-                self._plans.append((strategy, cost_model, budget_bytes, plan))
+        """Keep the plan that a strategy has for a cost model within a budget, total bytes, in place
+        of the one that is kept, unless that one's budget is smaller."""
+        with self._lock:
+            known = next((x for x in self._plans if x[0] == strategy and x[1] == cost_model), None)
+            if known is not None and known[2] < budget_bytes:
+                return
+            if known is not None:
+                self._plans.remove(known)
+            self._plans.append((strategy, cost_model, budget_bytes, plan))
 
     def least(self, strategy: Strategy, cost_model: CostModel) -> tuple[int, Solution] | None:
-        """Return (the strategy's smallest kept budget for the cost model, its latest plan)."""
+        """Return (the strategy's smallest kept budget for the cost model, its plan)."""
         with self._lock:
-            plans = tuple(reversed(self._plans))
-        own = [x[2:] for x in plans if x[0] == strategy and x[1] == cost_model]
-        return min(own, key=lambda x: x[0], default=None)
+            plans = tuple(self._plans)
+        return next((x[2:] for x in plans if x[0] == strategy and x[1] == cost_model), None)
 
 
 KEPT = KeptPlans()

@@ -101,11 +101,6 @@ class Asked:
             self.wrong(budget, f"optimal in {made.step_time_s} s, but {least_s} s are possible")
         return made
 
-    @staticmethod
-    def tolerance(plan: memopt.Plan) -> float:
-        """How much slower than the best a plan may be: "optimal" promises `PROVED`."""
-        return PROVED if plan.status is Status.OPTIMAL else EXACT
-
     def wrong(self, budget: object, what: str) -> None:
         """Note it."""
         self.row.wrong.append((f"{self.strategy.name} {budget}", what))
@@ -122,7 +117,7 @@ class Asked:
             between = self.plan(least.budget + int(share * room))
             if between is None:
                 self.wrong(share, 'no plan above "min"')
-            elif between.step_time_s < free.step_time_s * (1 - self.tolerance(free)):
+            elif between.step_time_s < free.step_time_s * (1 - EXACT):
                 self.wrong(None, f"{free.step_time_s} s, within a budget {between.step_time_s} s")
         if isinstance(self.model, Chain):
             return None

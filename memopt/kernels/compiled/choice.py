@@ -14,8 +14,9 @@ from torch.fx import Node
 from memopt.kernels.compiled.channels_last import in_channels_last, is_of_images
 from memopt.kernels.compiled.fuse import Found, fused, kernel_of
 from memopt.kernels.compiled.log_softmax import with_parts
+from memopt.models.progress import Progress
 from memopt.models.record import KERNELS, ModelRecord
-from memopt.pricing.measure import MeasureOptions, Progress, costs_of, silent
+from memopt.pricing.measure import MeasureOptions, costs_of, silent
 from memopt.step.build import Lowering, build
 from memopt.step.captured import Captured
 from memopt.step.fused import Fused

@@ -24,7 +24,7 @@ from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.kernels.compiled.subgraph import subgraphs
 from memopt.models.garbage import full_collections_put_off
-from memopt.models.progress import Progress as Progress
+from memopt.models.progress import Progress
 from memopt.pricing.flops import Work
 from memopt.pricing.measure import silent
 from memopt.step.build import Lowering, build
