@@ -98,7 +98,11 @@ def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager
     """Make a context that restores the random generators of the host and of these devices at its
     end, so that each entry draws the same numbers."""
     own = [d for d in devices if d.type in BACKENDS and not BACKENDS[d.type].on_host]
-    return torch.random.fork_rng(devices=own)
+    stack = ExitStack()
+    for kind in sorted({d.type for d in own}) or ["cuda"]:  # without any, the host's alone
+        numbers = [d for d in own if d.type == kind]
+        stack.enter_context(torch.random.fork_rng(devices=numbers, device_type=kind))
+    return stack
 
 
 def processor() -> str:

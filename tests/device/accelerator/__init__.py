@@ -1,0 +1,37 @@
+"""A fake accelerator: `torch.device("fake:0")` and `"fake:1"`, asynchronous as a GPU is.
+
+Its memory cannot be touched by the host (that ends the process), its allocator is stream-ordered,
+has a limit and statistics and poisons what is freed, each stream is a thread, and every operator is
+queued. `tests/device/conftest.py` runs tests on it in an interpreter of their own, since a process
+that has loaded it has it in every test. It is loaded at the first use of one of these:
+
+    mod: torch's module for it, as `torch.cuda` is CUDA's (also `torch.fake`).
+    delay(us): each queued piece of work is held up for a random time below this; 0: not at all.
+    poison(on): whether freed memory is overwritten, in the order of its stream.
+    limit(device, bytes): what the allocator gives in all; 0: all there is.
+    pinned(): bytes of pinned host memory (now, at the peak), as rounded.
+    counts(): pieces of work queued; operators that had to run synchronously; times that the host
+        waited; how often each operator ran synchronously.
+    recorded(): how often a block was marked as used by another stream (`record_stream`).
+    generator(device): a device's default generator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+KIND = "fake"
+_loaded: dict[str, Any] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if not _loaded:
+        from tests.device.accelerator.device_module import load
+
+        _loaded.update(load())
+    try:
+        return _loaded[name]
+    except KeyError:
+        raise AttributeError(f"the fake accelerator has no {name!r}") from None
