@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memopt.step.backend import BACKENDS, Backend
-from tests.device.accelerator import KIND, build
+from tests.device.accelerator import KIND, OWN, build
 
 CHILD = "MEMOPT_DEVICE_TESTS"
 """Set in an interpreter that may load the accelerator."""
@@ -35,8 +35,7 @@ def load() -> dict[str, Any]:
     torch.utils.generate_methods_for_privateuse1_backend()
     # Its kernels are the CPU's, so that these say which operators have one of their own.
     BACKENDS[KIND] = Backend(KIND, "CPU", block_bytes=512, step_scalars_bytes=2048, runtime=module)
-    names = ("delay", "poison", "limit", "pinned", "counts", "recorded", "generator")
-    return {"mod": module, **{name: getattr(own, name) for name in names}}
+    return {"mod": module, **{name: getattr(own, name) for name in OWN}}
 
 
 def _index(device: Any) -> int:
