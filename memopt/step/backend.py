@@ -88,6 +88,12 @@ def backend_of(device: torch.device | str) -> Backend:
     return found
 
 
+def is_on_host(value: torch.Tensor, device: torch.device | None) -> bool:
+    """Return whether a (fake) tensor of a model on an accelerator is in the host's memory, where it
+    takes none of the device's and never moves."""
+    return device is not None and device.type != "cpu" and value.device.type == "cpu"
+
+
 def estimated_backend(block_bytes: int) -> Backend:
     """Return the kind of device whose rules an estimate follows, from its block size: the CPU for
     single bytes, else CUDA."""
