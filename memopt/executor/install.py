@@ -107,7 +107,7 @@ def _mover(
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
     if not backend_of(device).on_host and (pool_bytes or halves.moved):
-        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
+        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder, device)
     return ThreadSwap(recorder)
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount, StoredTensor, flat
-from memopt.step.backend import backend_of
+from memopt.step.backend import backend_of, is_on_host
 
 
 class Streams(Protocol):
@@ -132,6 +132,8 @@ class PooledCopy(StoredTensor):
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
+    stays: bool = False
+    """Whether the tensor is on the host by itself, and `buffer` is that tensor."""
     home: Any = None
     """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
     that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
@@ -149,12 +151,25 @@ class PooledCopy(StoredTensor):
 
 
 class StreamSwap:
-    """Swaps by events on streams, into a pool whose addresses the plan gives."""
+    """Swaps by events on streams, into a pool whose addresses the plan gives.
 
-    def __init__(self, streams: Streams, pool_bytes: int, recorder: Recorder | None = None) -> None:
+    Args:
+        streams: do the work.
+        pool_bytes: of a step's pool.
+        recorder: records the step, if it is recorded.
+        device: the model's; what kernels leave on the host stays there.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        pool_bytes: int,
+        recorder: Recorder | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.account = HostAccount()
         self.pool_bytes = pool_bytes
-        self._streams = streams
+        self._streams, self._device = streams, device
         self._recorder = recorder
         self._free: list[tuple[torch.Tensor, Any]] = []
 
@@ -176,6 +191,8 @@ class StreamSwap:
     ) -> PooledCopy:
         """Start copying `tensor`'s storage to `address` of the lease's pool (without them: to
         host memory of its own)."""
+        if is_on_host(tensor, self._device):
+            return PooledCopy.of(tensor, tensor, streams=self._streams, lease=None, stays=True)
         source = flat(tensor)
         count = source.numel()
         if lease is None or address is None:
@@ -219,6 +236,8 @@ class StreamSwap:
     def bring(self, copy: PooledCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and
         start filling it; `wait` before the first read."""
+        if copy.stays:
+            return cast("torch.Tensor", copy.buffer)
         copy.settle()
         size_bytes = copy.buffer.numel()
         there = self._streams.device_bytes(size_bytes) if into is None else flat(into)

@@ -25,7 +25,7 @@ from memopt.models.progress import Progress
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.memory import metered_sections
 from memopt.pricing.network_costs import network_costs
-from memopt.pricing.real_results import check_results, difference, left_bytes
+from memopt.pricing.real_results import check_places, check_results, difference, left_bytes
 from memopt.pricing.workspace import with_state
 from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.step.build import Lowering
@@ -214,7 +214,9 @@ def _output_sizes(
 
 def _run_once(one: Signature, stand_ins: StandIns, device: torch.device) -> tuple[int, ...]:
     arguments = stand_ins.arguments(one)
-    return left_bytes(_call(one, arguments)(), arguments, device)
+    result = _call(one, arguments)()
+    check_places(one, result)
+    return left_bytes(result, arguments, device)
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:

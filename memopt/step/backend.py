@@ -95,6 +95,11 @@ def estimated_backend(block_bytes: int, kind: str = "") -> Backend:
     return backend_of(kind or ("cuda" if block_bytes > 1 else "cpu"))
 
 
+def is_on_host(value: torch.Tensor, device: torch.device | None) -> bool:
+    """Return whether a (fake) tensor of a model on an accelerator is in the host's memory, where it
+    takes none of the device's and never moves."""
+    return device is not None and device.type != "cpu" and value.device.type == "cpu"
+
 def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Make a context that restores the random generators of the host and of these devices at its
     end, so that each entry draws the same numbers."""

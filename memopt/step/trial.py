@@ -49,7 +49,7 @@ class TrialData(StandIns):
         made = dtype if dtype.is_complex else torch.float32
         flat = torch.randn(elements, dtype=made, device=self._device, generator=self._generator)
         flat = flat > 0 if dtype is torch.bool else (2 * flat).to(dtype)
-        return wanted.over(flat)
+        return wanted.over(flat.to(self._place(wanted)))
 
 
 def same_bits(

@@ -5,6 +5,10 @@ Operators that return a changed copy of a view copy the whole storage behind the
 remembers strides alone: when the same call is repeated, the storage is only as large as the view.
 So the order of a trace's calls decided the sizes of a step's tensors, and whether a plan seemed to
 be for another model.
+
+Attention kernels that draw their dropout's seed and offset on the host leave them there, unless a
+CUDA graph is captured (attention.cu, note "Seed and Offset Device"; on ROCm they are on the
+device), and their backward follows the addresses there. Fake ones say: on the device.
 """
 
 from __future__ import annotations
@@ -36,6 +40,13 @@ _COPY_STORAGES = frozenset(
     }
 )
 """Operators whose result is the changed first argument, in a storage as large as the argument's."""
+_ON_HOST: dict[Any, tuple[int, ...]] = {
+    _aten._scaled_dot_product_efficient_attention.default: (2, 3),
+    _aten._efficient_attention_forward.default: (2, 3),
+    _aten._scaled_dot_product_cudnn_attention.default: (6, 7),
+    _aten._cudnn_attention_forward.default: (6, 7),
+}
+"""Operator → results that an accelerator's kernel leaves on the host."""
 
 
 @contextlib.contextmanager
@@ -63,7 +74,7 @@ def fake_results_through(
                     return _in_whole_storage(result, args[0])
             if type(result) is tuple and returns_new_tensors(func):
                 with self:
-                    result = _apart(_asked(func, args, kwargs or {}, result))
+                    result = _apart(_asked(func, args, kwargs or {}, _placed(func, result)))
             if not wanted(func, result):
                 return result
             with self:
@@ -96,6 +107,17 @@ def _asked(
     if mask is None:
         return results
     return tuple(one if asked else None for one, asked in zip(results, mask, strict=True))
+
+
+def _placed(func: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an operator's fake results, with those on the host that its kernel leaves there."""
+    hosted = () if torch.version.hip else _ON_HOST.get(func, ())
+    return tuple(
+        torch.empty_like(one, device="cpu")
+        if i in hosted and isinstance(one, Tensor) and one.device.type != "meta"
+        else one
+        for i, one in enumerate(results)
+    )
 
 
 def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
