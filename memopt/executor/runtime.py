@@ -223,7 +223,7 @@ class Runtime:
         args.clear()
         outputs, saved = program.forward(primals)
         key = next(_KEYS)
-        token = torch.tensor(key, dtype=torch.int64)
+        token = torch.tensor(key, dtype=torch.int64, device="cpu")
         versions = tuple(map(version_of, map(primals.__getitem__, program.watched)))
         # Aliases: what autograd attaches to the outputs must not keep the state, which may hold
         # the same tensors, and with it the token, alive.

@@ -101,7 +101,7 @@ class DeviceStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def host_bytes(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass
