@@ -33,6 +33,7 @@ class Backend:
         runtime: torch's module for the device, with its streams, events, allocator statistics and
             random generators; None: kernels run in host memory on the thread that calls them, and
             torch's profiler counts their memory.
+        cache_bytes: bytes whose writing empties its caches; 0: calls are timed as they are.
         give_back_libraries: makes libraries return the memory that they keep on the device between
             steps; None: they keep none.
     """
@@ -42,6 +43,7 @@ class Backend:
     block_bytes: int
     step_scalars_bytes: int
     runtime: Any = None
+    cache_bytes: int = 0
     give_back_libraries: Callable[[], None] | None = None
 
     @property
@@ -65,6 +67,7 @@ BACKENDS = {
             block_bytes=512,
             step_scalars_bytes=2048,
             runtime=torch.cuda,
+            cache_bytes=2**28,
             give_back_libraries=give_back_workspaces,
         ),
     )
