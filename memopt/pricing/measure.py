@@ -274,11 +274,12 @@ def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: 
             lines = torch.empty(backend.cache_bytes, dtype=torch.uint8, device=device)
             for _ in range(1 + repeats // _CALLS_PER_WRITE):
                 lines.zero_()
-        start.record()
+        stream = runtime.current_stream(device)  # of the model's device, whichever is current
+        start.record(stream)
         for number in range(repeats):
             args, kwargs = turns[number % copies]
             target(*args, **kwargs)
-        end.record()
+        end.record(stream)
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3 / repeats
     begin = time.perf_counter()

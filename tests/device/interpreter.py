@@ -32,7 +32,7 @@ class Interpreter:
     """A child that runs tests of this folder."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._output: IO[bytes] = tempfile.TemporaryFile()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # `end` closes it
         asked, ask = os.pipe()
         told, tell = os.pipe()
         options = ["-q", "-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]

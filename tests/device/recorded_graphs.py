@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.executor.cuda_graph import Run
 from memopt.executor.swap import flat
+from memopt.step.accelerator import Accelerator
 from memopt.torch_private import pytree
 from tests.device import accelerator
 
@@ -102,13 +103,10 @@ class Event:
         return float(self.inner.elapsed_time(other.inner))
 
 
-class Runtime:
-    """The accelerator's module, with streams and events that a capture records."""
+class Runtime(Accelerator):
+    """The accelerator, with streams and events that a capture records."""
 
-    Event = Event
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(accelerator.mod, name)
+    Event = Event  # type: ignore[assignment]
 
     def Stream(self, device: Any = None) -> Stream:
         return Stream(accelerator.mod.Stream(device))

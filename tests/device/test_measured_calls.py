@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.pricing.measure import _sample
+from memopt.step.accelerator import Accelerator
 from memopt.step.backend import BACKENDS
 from memopt.step.signature import StandIns, call_signature
-from tests.device import accelerator
 
 
 class Noted(TorchDispatchMode):
@@ -30,25 +30,22 @@ class Noted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("size", [32, 4096])
+@pytest.mark.parametrize("number", [0, 1])
 def test_calls_wait_behind_writes_and_take_turns_with_copies(
-    size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    size: int, number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, the queue was empty and every call read the same operands, hot in the caches."""
-    order: list[str] = []
-    noted = Noted()
+    noted, device = Noted(), torch.device(device.type, number)
 
-    class Runtime:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(accelerator.mod, name)
-
+    class Runtime(Accelerator):
         def Event(self, enable_timing: bool = False) -> Any:
-            event = accelerator.mod.Event(enable_timing=enable_timing)
-            order.append("event")
+            event = super().Event(enable_timing=enable_timing)
 
             class Recorded:
-                def record(self) -> None:
+                def record(self, stream: Any) -> None:
+                    assert stream.device == device
                     noted.calls.append(("record", 0))
-                    event.record()
+                    event.record(stream)
 
                 def __getattr__(self, name: str) -> Any:
                     return getattr(event, name)
@@ -60,7 +57,8 @@ def test_calls_wait_behind_writes_and_take_turns_with_copies(
 
             return Recorded()
 
-    row = replace(BACKENDS[device.type], runtime=Runtime(), cache_bytes=size)
+    row = replace(BACKENDS[device.type], cache_bytes=size)
+    vars(row)["runtime"] = Runtime(device.type)
     monkeypatch.setitem(BACKENDS, device.type, row)
     a = torch.empty(8, 8, device=device)
     one = call_signature(torch.ops.aten.mm.default, (a, a), {})

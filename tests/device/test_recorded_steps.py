@@ -42,7 +42,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def recorded_streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(BACKENDS[device.type], runtime=Runtime())
+    row = replace(BACKENDS[device.type])
+    vars(row)["runtime"] = Runtime(device.type)
     monkeypatch.setitem(BACKENDS, device.type, row)
 
 

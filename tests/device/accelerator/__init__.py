@@ -6,10 +6,13 @@ queued. `tests/device/conftest.py` runs tests on it in an interpreter of their o
 that has loaded it has it in every test. It is loaded at the first use of one of these:
 
     mod: torch's module for it, as `torch.cuda` is CUDA's (also `torch.fake`).
-    delay(us): each queued piece of work is held up for a random time below this; 0: not at all.
+    delay(us, side_us=None): each queued piece of work is held up for a random time, up to twice
+        this; on streams other than the default ones, up to twice `side_us`; 0: not at all.
     poison(on): whether freed memory is overwritten, in the order of its stream.
     limit(device, bytes): what the allocator gives in all; 0: all there is.
-    pinned(): bytes of pinned host memory (now, at the peak), as rounded.
+    fail_in(device, count): the allocation of that number, from now on, fails; 0: none does.
+    pinned(): bytes of pinned host memory (now, at the peak), as rounded; `reset_pinned_peak()`.
+    register_host(address, bytes), unregister_host(address): as cudaHostRegister.
     counts(): pieces of work queued; operators that had to run synchronously; times that the host
         waited; how often each operator ran synchronously.
     recorded(): how often a block was marked as used by another stream (`record_stream`).
@@ -21,17 +24,27 @@ from __future__ import annotations
 from typing import Any
 
 KIND = "fake"
+OWN = (
+    "delay",
+    "poison",
+    "limit",
+    "fail_in",
+    "pinned",
+    "reset_pinned_peak",
+    "register_host",
+    "unregister_host",
+    "counts",
+    "recorded",
+    "generator",
+)
 _loaded: dict[str, Any] = {}
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
+    if name not in (*OWN, "mod"):
+        raise AttributeError(f"the fake accelerator has no {name!r}")
     if not _loaded:
         from tests.device.accelerator.device_module import load
 
         _loaded.update(load())
-    try:
-        return _loaded[name]
-    except KeyError:
-        raise AttributeError(f"the fake accelerator has no {name!r}") from None
+    return _loaded[name]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memopt.step.backend import BACKENDS, Backend
-from tests.device.accelerator import KIND, build
+from tests.device.accelerator import KIND, OWN, build
 
 CHILD = "MEMOPT_DEVICE_TESTS"
 """Set in an interpreter that may load the accelerator."""
@@ -33,10 +33,24 @@ def load() -> dict[str, Any]:
     module = _device_module(own)
     torch._register_device_module(KIND, module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    _let_parameters_move(own)
     # Its kernels are the CPU's, so that these say which operators have one of their own.
-    BACKENDS[KIND] = Backend(KIND, "CPU", block_bytes=512, step_scalars_bytes=2048, runtime=module)
-    names = ("delay", "poison", "limit", "pinned", "counts", "recorded", "generator")
-    return {"mod": module, **{name: getattr(own, name) for name in names}}
+    BACKENDS[KIND] = Backend(KIND, "CPU", block_bytes=512, step_scalars_bytes=2048)
+    return {"mod": module, **{name: getattr(own, name) for name in OWN}}
+
+
+def _let_parameters_move(own: Any) -> None:
+    """Make `parameter.data = other` work between host and device, as it does for CUDA and others
+    that torch knows by name; for those behind PrivateUse1 torch 2.13 refuses it."""
+    usual = torch._C.TensorBase.data
+
+    def move(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        if parameter.device.type == value.device.type:
+            usual.__set__(parameter, value)  # type: ignore[attr-defined]  # a descriptor of C
+        else:
+            own.set_data(parameter, value)
+
+    torch.nn.Parameter.data = property(usual.__get__, move)  # type: ignore[assignment, attr-defined]
 
 
 def _index(device: Any) -> int:
