@@ -99,6 +99,7 @@ def install(
         fork=list if arenas is None else arenas.fork,
         handover=order,
         partial=partial,
+        transfers=mover if isinstance(mover, StreamSwap) else None,
     )
 
 

@@ -60,8 +60,8 @@ def host_update_rate() -> float:
     and writes per second. (Where the device is the host, updates gain nothing from that.)"""
     elements = STREAM_ELEMENTS * STREAMS
     with torch.enable_grad():
-        parameter = torch.nn.Parameter(torch.zeros(elements))
-    parameter.grad = torch.ones(elements)
+        parameter = torch.nn.Parameter(torch.zeros(elements, device="cpu"))
+    parameter.grad = torch.ones(elements, device="cpu")
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
     state = optimizer.state[parameter]
@@ -75,7 +75,7 @@ def _settle_allocator(place: torch.device) -> None:
     keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
     cost ten times a small operator."""
     if place.type == "cpu":
-        torch.empty(31 * 2**20, dtype=torch.uint8)
+        torch.empty(31 * 2**20, dtype=torch.uint8, device=place)
 
 
 def _capacity(place: torch.device) -> int | None:
@@ -92,7 +92,7 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
     runtime = backend_of(place).runtime
     queued = runtime is not None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
-    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=queued)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=queued)
     here.fill_(1)
     there.copy_(here)
     out_s = best_s(place, lambda: here.copy_(there, non_blocking=queued))

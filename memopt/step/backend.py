@@ -35,6 +35,7 @@ class Backend:
             torch's profiler then counts their memory.
         copies: whether memory of its own, streams and pinned memory make it useful to move tensors
             to the host.
+        cache_bytes: bytes whose writing empties its caches; 0: calls are timed as they are.
         give_back_libraries: makes libraries return the memory that they keep on the device between
             steps; None: they keep none.
     """
@@ -45,6 +46,7 @@ class Backend:
     step_scalars_bytes: int
     on_host: bool = False
     copies: bool = True
+    cache_bytes: int = 0
     give_back_libraries: Callable[[], None] | None = None
 
     @functools.cached_property
@@ -63,7 +65,9 @@ BACKENDS = {
     row.kind: row
     for row in (
         Backend("cpu", "CPU", block_bytes=1, step_scalars_bytes=64, on_host=True),
-        Backend("cuda", "CUDA", 512, 2048, give_back_libraries=give_back_workspaces),
+        Backend(
+            "cuda", "CUDA", 512, 2048, cache_bytes=2**28, give_back_libraries=give_back_workspaces
+        ),
         Backend("xpu", "XPU", 512, 2048),
         Backend("npu", "PrivateUse1", 512, 2048),
         Backend("mps", "MPS", 256, 1024, copies=False),
@@ -99,6 +103,7 @@ def is_on_host(value: torch.Tensor, device: torch.device | None) -> bool:
     """Return whether a (fake) tensor of a model on an accelerator is in the host's memory, where it
     takes none of the device's and never moves."""
     return device is not None and device.type != "cpu" and value.device.type == "cpu"
+
 
 def random_state_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Make a context that restores the random generators of the host and of these devices at its

@@ -375,7 +375,7 @@ def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
         if value.requires_grad:
             continue
         if id(value) not in made:
-            reached = torch.empty(0, requires_grad=True)
+            reached = torch.empty(0, requires_grad=True, device="cpu")
             made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]
         leaves[position] = made[id(value)]
     return pytree.tree_unflatten(leaves, spec)

@@ -121,6 +121,8 @@ def each(change: Callable[[Any], Any], arguments: Any) -> Any:
 
 
 def _text(described: Any) -> Any:
+    if isinstance(described, torch.device):
+        return described.type  # kernels are the same on each device of a kind
     # A description may itself be several: a node of several results.
     return str(described) if isinstance(described, _LEAVES) else pytree.tree_map(str, described)
 

@@ -6,9 +6,7 @@ remembers strides alone: when the same call is repeated, the storage is only as 
 So the order of a trace's calls decided the sizes of a step's tensors, and whether a plan seemed to
 be for another model.
 
-Attention kernels that draw their dropout's seed and offset on the host leave them there, unless a
-CUDA graph is captured (attention.cu, note "Seed and Offset Device"; on ROCm they are on the
-device), and their backward follows the addresses there. Fake ones say: on the device.
+Some results are on the host, where fake kernels say: on the device (`HOST_RESULTS`).
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from memopt.step.memory_layout import storage_of
+from memopt.step.nodes import HOST_RESULTS
 from memopt.step.signature import output_mask
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.operators import OpOverload, schema_of
@@ -40,13 +39,6 @@ _COPY_STORAGES = frozenset(
     }
 )
 """Operators whose result is the changed first argument, in a storage as large as the argument's."""
-_ON_HOST: dict[Any, tuple[int, ...]] = {
-    _aten._scaled_dot_product_efficient_attention.default: (2, 3),
-    _aten._efficient_attention_forward.default: (2, 3),
-    _aten._scaled_dot_product_cudnn_attention.default: (6, 7),
-    _aten._cudnn_attention_forward.default: (6, 7),
-}
-"""Operator → results that an accelerator's kernel leaves on the host."""
 
 
 @contextlib.contextmanager
@@ -111,7 +103,7 @@ def _asked(
 
 def _placed(func: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an operator's fake results, with those on the host that its kernel leaves there."""
-    hosted = () if torch.version.hip else _ON_HOST.get(func, ())
+    hosted = HOST_RESULTS.get(func, ())
     return tuple(
         torch.empty_like(one, device="cpu")
         if i in hosted and isinstance(one, Tensor) and one.device.type != "meta"
