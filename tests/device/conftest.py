@@ -96,6 +96,7 @@ def _device_as_new() -> Iterator[None]:
     yield
     accelerator.delay(0)
     accelerator.poison(True)
+    accelerator.fail_in(0, 0)
     accelerator.mod.set_device(0)
     for index in range(2):
         accelerator.limit(index, 0)

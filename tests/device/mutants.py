@@ -44,7 +44,7 @@ def _copying(after: Callable[[bool, Sequence[Any]], Sequence[Any]]) -> type[Devi
 
 class _EventBeforeCopy(DeviceStreams):
     def copy(self, target: Tensor, source: Tensor, outward: bool, after: Sequence[Any]) -> Any:
-        early = (self._out if outward else self._in).record_event()
+        early = self.mark(self._out if outward else self._in)
         super().copy(target, source, outward, after)
         return early
 
@@ -54,19 +54,19 @@ class _OneForBoth(DeviceStreams):
 
     def copy(self, target: Tensor, source: Tensor, outward: bool, after: Sequence[Any]) -> Any:
         end = super().copy(target, source, outward, after)
-        return end if outward else self._out.record_event()
+        return end if outward else self.mark(self._out)
 
 
-class _OnTheComputeStream(DeviceStreams):
-    """The copy stream waits and is waited for, and the copy runs elsewhere."""
+class _Elsewhere(DeviceStreams):
+    """The copy stream waits and is waited for, and the copy runs on another."""
 
     def copy(self, target: Tensor, source: Tensor, outward: bool, after: Sequence[Any]) -> Any:
         stream = self._out if outward else self._in
-        for event in after:
+        for event, _ in after:
             stream.wait_event(event)
         with self._runtime.stream(torch.Stream(self._device)):
             target.copy_(source, non_blocking=True)
-        return stream.record_event()
+        return self.mark(stream)
 
 
 class _Blocking(DeviceStreams):
@@ -74,11 +74,11 @@ class _Blocking(DeviceStreams):
 
     def copy(self, target: Tensor, source: Tensor, outward: bool, after: Sequence[Any]) -> Any:
         stream = self._out if outward else self._in
-        for event in after:
+        for event, _ in after:
             stream.wait_event(event)
         with self._runtime.stream(stream):
             target.copy_(source)
-        return stream.record_event()
+        return self.mark(stream)
 
 
 class _Unpinned(DeviceStreams):
@@ -93,12 +93,12 @@ class _NoWait(DeviceStreams):
 
 class _HostWaits(DeviceStreams):
     def wait(self, event: Any, home: Any) -> None:
-        event.synchronize()
+        event[0].synchronize()
 
 
 class _OnlyHereWaits(DeviceStreams):
     def wait(self, event: Any, home: Any) -> None:
-        self.here().wait_event(event)
+        self.here().wait_event(event[0])
 
 
 class _StaleMark(DeviceStreams):
@@ -144,14 +144,6 @@ class _NothingHeldIn(StreamSwap):
         made = super().bring(copy, into)
         copy.held = None
         return made
-
-
-class _ForgetsTheWayOut(StreamSwap):
-    """What a copy back has to wait for is forgotten with the wait for the copy out."""
-
-    def wait(self, copy: PooledCopy) -> None:
-        super().wait(copy)
-        copy.stored = self._streams.mark(torch.Stream(torch.device("fake:0")))
 
 
 @contextlib.contextmanager
@@ -202,10 +194,9 @@ def _zeros(device: torch.device) -> torch.Generator:
 MUTANTS = (
     Mutant("a copy out before its producer", _copying(lambda out, events: () if out else events)),
     Mutant("a reload over memory in use", _copying(lambda out, e: e if out else e[1:])),
-    Mutant("a reload before its copy out", _copying(lambda out, e: e if out else e[:1])),
     Mutant("an event before the copy that it stands for", _EventBeforeCopy),
     Mutant("the end of a copy back noted on the other stream", _OneForBoth),
-    Mutant("copies on a stream that waits for nothing", _OnTheComputeStream),
+    Mutant("copies on a stream that waits for nothing", _Elsewhere),
     Mutant("copies that block the host", _Blocking),
     Mutant("a pool that is not pinned", _Unpinned),
     Mutant("nobody waits for copies", _NoWait),
@@ -216,7 +207,6 @@ MUTANTS = (
     Mutant("memory of the copy stream", _AllocatesElsewhere),
     Mutant("a pool leased while the last step's copies run", swap=_PoolNotIdle),
     Mutant("a pool given back by a stream that has not waited", patched=_lease_marks_elsewhere),
-    Mutant("the way out forgotten", swap=_ForgetsTheWayOut),
     Mutant("readers do not wait for what comes back", patched=_unwaited()),
     Mutant("a free under a running copy", swap=_NothingHeld, patched=_unwaited()),
     Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -17,7 +17,7 @@ from memopt.executor.module import PlannedModule
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.programs.instructions import Program
 from tests.device import accelerator
-from tests.device.harness import DELAYS, delayed, same, settled
+from tests.device.harness import delayed, same, settled
 from tests.executor.harness import Prepared, prepare, recompute_late, swap_all
 from tests.random_programs import random_program
 
@@ -64,19 +64,21 @@ def planned(
     streams: type[DeviceStreams] = DeviceStreams,
     swap: type[StreamSwap] = StreamSwap,
     interpreted: bool = False,
-) -> PlannedModule:
-    """The model under a program."""
+) -> tuple[PlannedModule, DeviceStreams]:
+    """The model under a program, and the streams that it runs with."""
     own = prepared()
     device = torch.device("fake:0")
+    own_streams = streams(device)
     pool_bytes = place_host_copies(own.graph, program).extent_bytes
     installed = install(
         own.captured,
         own.lowering,
         program,
         interpreted=interpreted,
-        swap=swap(streams(device), pool_bytes),
+        swap=swap(own_streams, pool_bytes, None, device),
     )
-    return PlannedModule(own.model, own.captured, runtime_of(own.captured), installed)
+    module = PlannedModule(own.model, own.captured, runtime_of(own.captured), installed)
+    return module, own_streams
 
 
 def steps(module: nn.Module) -> Iterator[list[Tensor]]:
@@ -97,13 +99,16 @@ def steps(module: nn.Module) -> Iterator[list[Tensor]]:
         forward(seed).backward()
         return [one.grad for one in model.parameters() if one.grad is not None]
 
-    for stream, seed in ((here, 1), (other, 2), (here, 3), (here, 4), (other, 5), (here, 6)):
+    for stream, seed in ((here, 1), (other, 2), (here, 3), (other, 4)):
+        with accelerator.mod.stream(stream):
+            yield step(seed)
+    for stream, seed in ((here, 5), (other, 6), (here, 7)):
         with accelerator.mod.stream(stream):
             yield step(seed)
             left = forward(seed)
         if stream is other:
             del left  # under another stream than it was made on
-    yield step(7)
+    yield step(8)
 
 
 @functools.cache
@@ -114,30 +119,32 @@ def eager() -> list[list[Tensor]]:
     return [[one.cpu() for one in step] for step in found]
 
 
-def complaints(
-    program: Program, delays: Sequence[tuple[int, int]] = DELAYS, **how: Any
-) -> list[str]:
-    """What is wrong with steps of a program under delays."""
+LATE = ((200, 200, None), (0, 600, None), (300, 0, None), (0, 0, "_out"), (0, 0, "_in"))
+"""Delays, and the copy stream that lags behind all others."""
+
+
+def complaints(program: Program, **how: Any) -> list[str]:
+    """What is wrong with steps of a program, whatever is late."""
     expected, found = eager(), []
-    module = planned(program, **how)
-    for most in delays:
-        try:
-            with delayed(most):
-                before, states = accelerator.counts()[2], []
-                got = []
-                for step in steps(module):
-                    got.append(step)
-                    states.append(accelerator.generator(0).get_state())
-                # `steps` and `delayed` wait for all themselves, once a device.
-                waits = accelerator.counts()[2] - before - accelerator.mod.device_count()
-                settled()
-        except (RuntimeError, IndexError) as error:
-            found.append(f"{type(error).__name__} under {most}: {error}")
-            continue
+    module, streams = planned(program, **how)
+    for default_us, side_us, lagging in LATE:
+        late = f"{lagging} late" if lagging else f"delays {default_us}, {side_us} µs"
+        if lagging:
+            accelerator.lag(0, getattr(streams, lagging).stream_id, 2000)
+        with delayed((default_us, side_us)):
+            before, states, got = accelerator.counts()[2], [], []
+            for step in steps(module):
+                got.append(step)
+                states.append(accelerator.generator(0).get_state())
+            # `steps` waits for all itself, once a device.
+            waits = accelerator.counts()[2] - before - accelerator.mod.device_count()
+            settled()
+        if lagging:
+            accelerator.lag(0, getattr(streams, lagging).stream_id, 0)
         if waits:
             found.append(f"the host waits {waits} times")
         found += [
-            f"step {number} differs under {most}"
+            f"step {number} differs with {late}"
             for number, (one, two) in enumerate(zip(got, expected, strict=True))
             if not same([value.cpu() for value in one], two)
         ]

@@ -8,6 +8,7 @@ that has loaded it has it in every test. It is loaded at the first use of one of
     mod: torch's module for it, as `torch.cuda` is CUDA's (also `torch.fake`).
     delay(us, side_us=None): each queued piece of work is held up for a random time, up to twice
         this; on streams other than the default ones, up to twice `side_us`; 0: not at all.
+    lag(device, stream_id, us): one stream is held up by this before each piece of work.
     poison(on): whether freed memory is overwritten, in the order of its stream.
     limit(device, bytes): what the allocator gives in all; 0: all there is.
     fail_in(device, count): the allocation of that number, from now on, fails; 0: none does.
@@ -26,6 +27,7 @@ from typing import Any
 KIND = "fake"
 OWN = (
     "delay",
+    "lag",
     "poison",
     "limit",
     "fail_in",

@@ -63,6 +63,8 @@ class Queue {
     std::thread([this] { run(); }).detach();  // as long as the process: streams are never freed
   }
 
+  std::atomic<int> lag_us{0};  // before each piece of work, besides what is random
+
   // Queue work; return its number.
   uint64_t put(std::function<void()> work) {
     counts.queued++;
@@ -124,6 +126,7 @@ class Queue {
 
   void hold_up() {
     const int most_us = side_ ? side_delay_us : default_delay_us;
+    if (const int us = lag_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
     if (most_us <= 0) return;
     // For some time a stream is fast, then slow: else the one with less to do is always ahead.
     if (until_next_pace_-- == 0) {
