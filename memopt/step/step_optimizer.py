@@ -21,6 +21,7 @@ from torch import nn
 
 from memopt.step.backend import backend_of
 from memopt.step.optimizer_state import PER_PARAMETER
+from memopt.step.pinned_memory import pinned_bytes
 from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
 from memopt.torch_private.tensors import has_gradient_hooks, version_of
 
@@ -257,11 +258,11 @@ class HostState:
 
 def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return host memory for a device's tensor: pinned, or for CPU outside torch's allocator."""
-    if not backend_of(device).on_host:
-        return torch.empty_strided(
-            value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
-        )
     size_bytes = value.untyped_storage().nbytes()
-    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     empty = torch.empty(0, dtype=value.dtype, device="cpu")
+    if not backend_of(device).on_host:
+        span = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+        pinned = pinned_bytes((1 + span) * value.itemsize if value.numel() else 0, device)
+        return empty.set_(pinned.untyped_storage(), 0, value.size(), value.stride())
+    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     return empty.set_(storage, 0, value.size(), value.stride())
