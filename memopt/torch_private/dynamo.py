@@ -103,6 +103,21 @@ def handlers_replaced(
             known_handlers.update(kept)
 
 
+@contextlib.contextmanager
+def taken_whole(functions: Iterable[Any]) -> Iterator[None]:
+    """Let Dynamo put calls of these into its graph, without tracing their code."""
+    allowed = private("torch._dynamo.trace_rules._allowed_callable_ids")
+    new = [id(one) for one in functions if id(one) not in allowed]
+    with ONE_TRACE_AT_A_TIME:
+        for one in new:
+            allowed.add(one)
+        try:
+            yield
+        finally:
+            for one in new:
+                allowed.remove(one)
+
+
 def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
     """Return the functions that tell code whether it is compiled, and Dynamo's handlers of them.
 
