@@ -177,12 +177,24 @@ class _Planner:
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
     labelled: bool = True
     """Whether calls with `labels` compute their own loss."""
+    outputs: frozenset[int] = frozenset()
+    """The leaves of the output that the loss was seen to use; empty: unknown."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
         from memopt.capture.training_call import has_own_loss
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
+
+    def guesses_loss(self, call: Call) -> bool:
+        """Whether a plan for the call is for the `loss` in its output."""
+        named = self.loss_fn is not None or self.request.step.returns == "loss"
+        return not named and (bool(self.outputs) or self.charges_loss(call))
+
+    def train_with(self, outputs: frozenset[int]) -> None:
+        """Plan for a loss that uses these leaves of the output, too, from now on."""
+        self.labelled = False
+        self.outputs |= outputs
 
     def promises(self) -> bool:
         """Whether the user named a budget, other than the smallest."""
@@ -260,10 +272,13 @@ class _Planner:
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
         from memopt.capture.training_call import own_loss
+        from memopt.step.loss import LossOfOutputs
 
         loss_fn, targets = self.loss_fn, self.targets
         if loss_fn is None and self.charges_loss(call):
             loss_fn = own_loss
+        elif loss_fn is None and self.outputs:
+            loss_fn = LossOfOutputs(self.outputs)
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         limits, step = self.request.limits, self.request.step

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.capture.as_eager.masks import adds_learned_biases, masks_nothing
+from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
@@ -130,7 +130,7 @@ class SelfPlanning:
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._most, self._on_mismatch = most_plans, on_mismatch
-        self._biased = adds_learned_biases(model)
+        self._rounds_by_mask = rounds_by_mask(model)
         # Plans of one kind differ in something beside the call; the last used is at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         # Kinds whose outputs had no gradient so far.
@@ -252,7 +252,7 @@ class SelfPlanning:
 
     def _seen(self, call: Call) -> Call:
         """Return a call, with its masks as eager sees them if it can have its own plan."""
-        seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
+        seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 
     def _kind(self, call: Call) -> Any:
