@@ -231,6 +231,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
         return ()
     from memopt.capture.training_call import call_notes
     from memopt.profiler.session import checkpoint_notes, loss_notes
+    from memopt.user_code.opaque_operators import opaque_notes
 
     notes = profiled.notes
     state = profiled.optimizer
@@ -239,7 +240,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
     covered = has_updates(graph) or graph.boundary_bytes > 0
     captured, model = profiled.captured, profiled.captured.model()
     told = () if model is None else call_notes(model, captured.call)
-    told = (*checkpoint_notes(captured), *told)
+    told = (*checkpoint_notes(captured), *opaque_notes(captured.module), *told)
     return (*loss_notes(captured, covered=covered), *told, *notes)
 
 

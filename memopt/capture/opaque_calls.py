@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
-from memopt.torch_private.dynamo import taken_whole
+from memopt.errors import CaptureError
+from memopt.torch_private.dynamo import custom_functions_heard, taken_whole
 from memopt.user_code.opaque import Function
 from memopt.user_code.opaque_operators import call_of, called
 
 _opaque: weakref.WeakSet[Function] = weakref.WeakSet()
 _SIDE_EFFECT = "Unsafe side effect"
+_NUMPY = frozenset(("numpy", "from_numpy"))
+_FUNCTION = "_memopt_custom_function"
+"""The attribute of an exception of Dynamo's that names the custom function which was traced."""
 
 
 def declare_opaque(function: Function) -> None:
@@ -32,22 +35,29 @@ def untraceable(error: Exception) -> Function | None:
     changes an object outside of it, which planning would change, too."""
     if _SIDE_EFFECT in str(error):
         return None
-    frames = getattr(error, "real_stack", None) or ()
-    functions = list(_subclasses(torch.autograd.Function))
-    for frame in frames:
-        for function in functions:
-            if any(_holds(code, frame) for code in _code_of(function)):
-                return function
-    return None
+    return getattr(error, _FUNCTION, None)
+
+
+def _failed(function: Function, error: BaseException) -> None:
+    if not hasattr(error, _FUNCTION):
+        setattr(error, _FUNCTION, function)
+
+
+def refusal_in(error: BaseException | None) -> CaptureError | None:
+    """Return memopt's own refusal of an opaque function among the causes of Dynamo's error."""
+    while error is not None and not isinstance(error, CaptureError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextlib.contextmanager
-def opaque_calls() -> Iterator[Callable[[GraphModule], GraphModule]]:
+def opaque_calls() -> Iterator[Callable[[GraphModule], bool]]:
     """Let Dynamo take the calls of opaque functions into its graph; in this thread they call the
     functions' operators meanwhile.
 
     Returns:
-        A function that makes a graph that was traced keep these calls.
+        A function that makes a graph that was traced keep these calls, and returns whether it has
+        to be traced again, with more functions opaque.
     """
     functions, thread = list(_opaque), threading.get_ident()
 
@@ -57,28 +67,50 @@ def opaque_calls() -> Iterator[Callable[[GraphModule], GraphModule]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(taken_whole(functions))
+        traced = stack.enter_context(custom_functions_heard(_failed))
         for function in functions:
-            stack.enter_context(
-                _replaced(function, partial(applied, function, function.apply))
-            )
-        yield lambda module: _with_calls(module, functions)
+            stack.enter_context(_replaced(function, partial(applied, function, function.apply)))
+        yield lambda module: _with_calls(module, functions) or _in_numpy(traced)
+
+
+def _in_numpy(functions: Iterable[Function]) -> bool:
+    """Declare those custom functions opaque that compute in numpy, for which Dynamo has operators
+    of torch that round otherwise; return whether there are any."""
+    found = [one for one in functions if one not in _opaque and _names_numpy(one)]
+    for one in found:
+        declare_opaque(one)
+    return bool(found)
+
+
+def _names_numpy(function: Function) -> bool:
+    for name in ("forward", "backward", "setup_context"):
+        method = inspect.unwrap(getattr(function, name))
+        code = getattr(method, "__code__", None)
+        names = () if code is None else code.co_names
+        held = (getattr(method, "__globals__", {}).get(one) for one in names)
+        if not _NUMPY.isdisjoint(names) or any(
+            isinstance(one, types.ModuleType) and one.__name__.partition(".")[0] == "numpy"
+            for one in held
+        ):
+            return True
+    return False
 
 
 @contextlib.contextmanager
 def _replaced(function: Function, apply: Any) -> Iterator[None]:
     own = vars(function).get("apply")
-    setattr(function, "apply", staticmethod(apply))
+    function.apply = staticmethod(apply)  # type: ignore[method-assign]
     try:
         yield
     finally:
         if own is None:
             del function.apply
         else:
-            setattr(function, "apply", own)
+            function.apply = own  # type: ignore[method-assign]
 
 
-def _with_calls(module: GraphModule, functions: Iterable[Function]) -> GraphModule:
-    """Replace Dynamo's closures around opaque functions in a graph."""
+def _with_calls(module: GraphModule, functions: Iterable[Function]) -> bool:
+    """Replace Dynamo's closures around opaque functions in a graph; return False."""
     found = {id(function): function for function in functions}
     changed = False
     for node in module.graph.nodes if found else ():
@@ -90,25 +122,4 @@ def _with_calls(module: GraphModule, functions: Iterable[Function]) -> GraphModu
             node.target, changed = call_of(function), True
     if changed:
         module.recompile()
-    return module
-
-
-def _subclasses(function: Function) -> Iterator[Function]:
-    for one in function.__subclasses__():
-        yield one
-        yield from _subclasses(one)
-
-
-def _code_of(function: Function) -> Iterator[types.CodeType]:
-    """Yield the code of a custom function's methods."""
-    for name in ("forward", "backward", "setup_context", "vjp"):
-        method = vars(function).get(name)
-        code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
-        if code is not None:
-            yield code
-
-
-def _holds(code: types.CodeType, frame: Any) -> bool:
-    """Return whether a frame's line is one of the code's."""
-    lines = [line for _, _, line in code.co_lines() if line is not None]
-    return code.co_filename == frame.filename and min(lines) <= frame.lineno <= max(lines)
+    return False

@@ -16,7 +16,7 @@ from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
 from memopt.capture.lean_trace import lean_trace
-from memopt.capture.opaque_calls import declare_opaque, opaque_calls, untraceable
+from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.real_values import real_values_uncopied
 from memopt.capture.uncaptured import (
     check_not_drawn_in_numpy,
@@ -154,17 +154,20 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         with (
             layouts_of_kernels(computing_device(model, call)),
             leaving_out_words(),
-            opaque_calls() as with_calls,
+            opaque_calls() as again,
         ):
-            module, guards = dynamo_capture(model, *call.opened)
-            return with_calls(module), guards
+            found = dynamo_capture(model, *call.opened)
+            in_vain = again(found[0])
+        return trace() if in_vain else found
 
     try:
         found: tuple[GraphModule, TraceGuards] = with_one_sequence(
             lambda: with_whole_masks(call, trace)
         )
     except capture_errors() as error:
-        function = untraceable(error)
+        refusal, function = refusal_in(error), untraceable(error)
+        if refusal is not None:
+            raise refusal from error
         if function is not None:
             declare_opaque(function)
         if function is not None or hooks_set(model, call, error):

@@ -219,8 +219,8 @@ class PlannedModule(nn.Module):
         refused = captured.outputs.gradients.refused
         if refused and other_loss is not None:
             wanted = _trained(model, call)
-            instead = partial(_gradients_of_other_loss, again, wanted, other_loss)
-            output = refusing_gradients(output, refused, instead, wanted)
+            other = partial(_gradients_of_other_loss, again, wanted, other_loss)
+            output = refusing_gradients(output, refused, other, wanted)
         else:
             output = refusing_gradients(output, refused)
         if not captured.effects:

@@ -75,7 +75,9 @@ def _nothing() -> None:
 
 def _checkpointing_off(model: Any) -> Callable[[], None]:
     """Switch gradient checkpointing off in a model, with a notice; return what switches it on."""
-    layers = [one for one in model.modules() if getattr(one, "gradient_checkpointing", None) is True]
+    layers = [
+        one for one in model.modules() if getattr(one, "gradient_checkpointing", None) is True
+    ]
     if not layers:
         return _nothing
     _LOG.warning(

@@ -26,6 +26,11 @@ DYNAMO = (
         "torch._dynamo.trace_rules",
         "_allowed_callable_ids",
     ),
+    *rows(
+        "find the custom function that cannot be traced",
+        f"{_VARIABLES}.misc.AutogradFunctionVariable",
+        "call_apply",
+    ),
     *rows("hear what a trace read", _EXPORT, "fullgraph_capture"),
     *rows(
         "leave out guards that nobody reads",

@@ -50,7 +50,9 @@ class Layout(NamedTuple):
         """
         sizes = (*tensor.shape, *tensor.stride())
         if any(isinstance(size, torch.SymInt) for size in sizes):
-            raise CaptureError("an autograd function whose code cannot be traced gets a dynamic shape")
+            raise CaptureError(
+                "an autograd function whose code cannot be traced gets a dynamic shape"
+            )
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
@@ -63,7 +65,7 @@ class Place(NamedTuple):
     constant."""
 
     where: str
-    index: int = 0
+    number: int = 0
     value: Any = None
 
 
@@ -139,7 +141,9 @@ def id_of_storage(tensor: Tensor) -> int:
     return int(storage_key(tensor.untyped_storage()))
 
 
-def returned(context: Context, output: Any, given: Sequence[Tensor]) -> tuple[list[Tensor], Returned]:
+def returned(
+    context: Context, output: Any, given: Sequence[Tensor]
+) -> tuple[list[Tensor], Returned]:
     """Return the results of a forward's operator, and what they are."""
     results = _Results(given)
     outputs = output if isinstance(output, (tuple, list)) else (output,)
@@ -173,8 +177,12 @@ def why_not_same(planned: Returned, now: Returned) -> str | None:
     after = {name: (places, nest) for name, places, nest in now.attributes}
     for name in before.keys() | after.keys():
         if before.get(name) is None or not _same(before[name], after.get(name)):
-            return f"its context's attribute {name!r} is another one in each step"
-    return None if _same(replace(planned, attributes=()), replace(now, attributes=())) else "it differs"
+            return f"its context's attribute {name!r} is another one in each call"
+    return (
+        None
+        if _same(replace(planned, attributes=()), replace(now, attributes=()))
+        else "it returns or saves other values"
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -233,7 +241,7 @@ def with_layouts(
                     return run([one.empty() for one in layouts])
             except CaptureError:
                 raise
-            except Exception:  # whatever its code makes of tensors without values
+            except Exception:  # noqa: BLE001 - whatever its code makes of tensors without values
                 return run([one.empty().zero_() for one in layouts])
     except CaptureError:
         raise

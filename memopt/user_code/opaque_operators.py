@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from memopt.errors import CaptureError, ExecutionError
 from memopt.step.operators import Substitute, define
@@ -79,7 +80,7 @@ class CallForm:
     def places(self) -> tuple[int | None, ...]:
         """For every operand, its index among the tensors; None if it is none."""
         found = self.operands([Place("given", i) for i in range(len(self.given))])
-        return tuple(one.index if isinstance(one, Place) else None for one in found)
+        return tuple(one.number if isinstance(one, Place) else None for one in found)
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
@@ -141,11 +142,14 @@ class CallForm:
             differs = why_not_same(self.planned, now)
             if differs is not None:
                 raise ExecutionError(
-                    f"{self.shown} did not do what it did when it was planned: {differs}"
+                    f"{self.shown}, which runs as it is, did otherwise than when it was captured: "
+                    f"{differs}"
                 )
             return _packed(results)
 
-        return _operator(self, "", len(self.given), self.planned.made, kernel)
+        made = _operator(self, "", len(self.given), self.planned.made, kernel)
+        _shown[made] = self.shown
+        return made
 
     def restored(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Context:
         """Return the context that the backward gets."""
@@ -153,7 +157,7 @@ class CallForm:
         def value(place: Place) -> Any:
             if place.where == "constant":
                 return place.value
-            return (given if place.where == "given" else made)[place.index]
+            return (given if place.where == "given" else made)[place.number]
 
         context = Context(self.needs_input_grad)
         context.saved = tuple(map(value, self.planned.saved))
@@ -167,8 +171,8 @@ class CallForm:
         places = [*self.planned.saved]
         for _, leaves, _ in self.planned.attributes:
             places += leaves
-        given = sorted({one.index for one in places if one.where == "given"})
-        made = sorted({one.index for one in places if one.where == "made"})
+        given = sorted({one.number for one in places if one.where == "given"})
+        made = sorted({one.number for one in places if one.where == "made"})
         return tuple(given), tuple(made)
 
 
@@ -239,8 +243,8 @@ class BackwardForm:
             now = tuple(map(Layout.of, results)), owners
             if now != self.planned:
                 raise ExecutionError(
-                    f"the backward of {self.call.shown} did not do what it did when it was "
-                    f"planned: {now}, planned {self.planned}"
+                    f"the backward of {self.call.shown}, which runs as it is, did otherwise than "
+                    f"when it was captured: {now}, planned {self.planned}"
                 )
             return _packed(results)
 
@@ -257,6 +261,8 @@ class _Known:
 
 _known: dict[Function, _Known] = {}
 _names: set[str] = set()
+_shown: dict[Any, str] = {}
+"""The forward's operators → the custom functions' names."""
 _lock = threading.RLock()
 
 
@@ -294,6 +300,15 @@ def call_of(function: Function) -> Substitute:
     return Substitute(function, called)
 
 
+def opaque_notes(module: GraphModule) -> tuple[str, ...]:
+    """Return a note that names the custom functions that a graph calls as they are."""
+    found = {_shown[n.target] for n in module.graph.nodes if n.target in _shown}
+    if not found:
+        return ()
+    names = ", ".join(sorted(found))
+    return (f"Run as they are, once in a step, since they cannot be traced: {names}.",)
+
+
 def _differentiable(form: CallForm) -> Any:
     """Make the autograd function that calls a form's operators."""
     backwards: dict[Any, BackwardForm] = {}
@@ -307,9 +322,9 @@ def _differentiable(form: CallForm) -> Any:
             ctx.set_materialize_grads(planned.materialize)
             given, made = form.kept
             ctx.save_for_backward(*(tensors[i] for i in given), *(results[i] for i in made))
-            places = [one.index for one in planned.outputs if one.where == "made"]
+            places = [one.number for one in planned.outputs if one.where == "made"]
             marked = [planned.outputs[i] for i in planned.constant]
-            constant = [results[one.index] for one in marked if one.where == "made"]
+            constant = [results[one.number] for one in marked if one.where == "made"]
             ctx.mark_non_differentiable(*constant)
             outputs = tuple(results[i] for i in places)
             return outputs[0] if len(outputs) == 1 else outputs
@@ -317,9 +332,7 @@ def _differentiable(form: CallForm) -> Any:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             waiting = iter(gradients)
-            whole = [
-                next(waiting) if one.where == "made" else None for one in form.planned.outputs
-            ]
+            whole = [next(waiting) if one.where == "made" else None for one in form.planned.outputs]
             present = [one for one in whole if one is not None]
             layouts = tuple(None if one is None else Layout.of(one) for one in whole)
             made = BackwardForm(form, layouts, Autocast.now(present))
@@ -338,9 +351,7 @@ def _differentiable(form: CallForm) -> Any:
     return Opaque
 
 
-def _operator(
-    form: CallForm, part: str, count: int, made: Sequence[Layout], kernel: Any
-) -> Any:
+def _operator(form: CallForm, part: str, count: int, made: Sequence[Layout], kernel: Any) -> Any:
     """Define an operator of `count` tensors, under a name that a later process gives it again."""
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()
