@@ -17,6 +17,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
 from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
 from memopt.executor.guard import Guard
+from memopt.executor.refused_outputs import refusing_gradients
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
@@ -24,7 +25,6 @@ from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
-from memopt.step.model_outputs import refusing_gradients
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 

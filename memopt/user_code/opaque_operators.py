@@ -248,7 +248,7 @@ class BackwardForm:
                 )
             return _packed(results)
 
-        return _operator(self.call, "_backward", len(self.read), self.planned[0], kernel)
+        return _operator(self.call, "backward", len(self.read), self.planned[0], kernel)
 
 
 @dataclass
@@ -356,11 +356,12 @@ def _operator(form: CallForm, part: str, count: int, made: Sequence[Layout], ker
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()
     digest = hashlib.sha256(text).hexdigest()[:12]
+    base = "_".join(filter(None, ("opaque", name, part))) + f".f{digest}"
     with _lock:
         number = 0
-        while f"opaque_{name}{part}.f{digest}_{number}" in _names:
+        while f"{base}_{number}" in _names:
             number += 1  # another class of the same name
-        full = f"opaque_{name}{part}.f{digest}_{number}"
+        full = f"{base}_{number}"
         _names.add(full)
     operands = ", ".join(f"Tensor x{i}" for i in range(count))
     results = ", ".join(["Tensor"] * len(made))
