@@ -113,8 +113,8 @@ class CellCache:
             tell_once("finished comparisons in", self._folder, "written", error)
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
-        told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
-        return self._folder / f"{digest(told)}.json"
+        parts = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
+        return self._folder / f"{digest(parts)}.json"
 
     def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
         """Return a loaded plan as a solve of this comparison would have made it."""

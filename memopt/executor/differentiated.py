@@ -192,8 +192,8 @@ def draws(captured: Captured) -> bool:
 
 
 def pattern(call: Call) -> tuple[bool, ...]:
-    """Return which arguments of a call are leaves that require a gradient; calls for a gradient
-    penalty have such arguments, others do not."""
+    """Return which arguments of a call are leaves that require a gradient. (For a gradient penalty
+    a model is called with such arguments, else without.)"""
     return tuple(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         for leaf in call.leaves

@@ -66,8 +66,8 @@ class Handover:
         self._done = 0
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
-        """Attach the chain and return the joint graph's inputs: those whose gradients come later
-        are detached, since the chain has their history.
+        """Attach the chain to its anchor. Return the joint graph's inputs: those of later parts are
+        detached, since autograd gets their gradients from the chain.
 
         Args:
             values: by position.

@@ -118,7 +118,7 @@ class RandomStates:
         found: bytearray = self.settling(saved)()
         return found
 
-    def put_back(self, saved: bytearray) -> None:
+    def restore(self, saved: bytearray) -> None:
         """Rewind to `saved`, after a step that failed: its numbers are drawn again."""
 
         def put() -> None:

@@ -201,7 +201,7 @@ class SelfPlanning:
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
             for call in calls:
-                call = self._seen(_in_order(call.args, call.kwargs))
+                call = self._without_idle_masks(_in_order(call.args, call.kwargs))
                 self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ class SelfPlanning:
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
-            call = self._seen(_in_order(args, kwargs))
+            call = self._without_idle_masks(_in_order(args, kwargs))
             kind = self._kind(call)
             self.around.calling(kind)
             self._in_call.plans = 0
@@ -250,8 +250,9 @@ class SelfPlanning:
             self.calls.original += 1
         return output
 
-    def _seen(self, call: Call) -> Call:
-        """Return a call, with its masks as eager sees them if it can have its own plan."""
+    def _without_idle_masks(self, call: Call) -> Call:
+        """Return the call, marked to be captured without its masks if they mask nothing and a plan
+        of its own can serve it."""
         seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 
@@ -316,7 +317,7 @@ class SelfPlanning:
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """Return the module for a call whose plan no longer fits because something beside the call
         has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
-        call = self._seen(call)
+        call = self._without_idle_masks(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
             if accepts(made.module, call):

@@ -210,8 +210,8 @@ def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGrap
 
 
 def _held_bytes(made: Plan) -> int:
-    """Return the bytes that a graph holds while others run, beside its inputs: saved tensors before
-    its backward, gradients after it. Its outputs count as another graph's inputs."""
+    """Return the bytes that a graph holds while others run: saved tensors before its backward,
+    gradients after it. Its inputs are counted elsewhere, its outputs as inputs of other graphs."""
     graph, program = made.graph, made.program
     boundary = program.boundary
     kept = lifetimes(graph, program).device

@@ -157,7 +157,8 @@ def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Progr
 
 
 def _share(time_s: float, own_s: float) -> float:
-    """Return by what share of its own time a step is slower; 0.0 if that may be rounding."""
+    """Return how much slower a step is, as a share of its own time; 0.0 if the difference may be
+    rounding."""
     return (time_s - own_s) / own_s if time_s > own_s * (1 + 1e-9) else 0.0
 
 

@@ -106,7 +106,8 @@ class Dependencies:
         return next((source for source, known in self.tensors if known is tensor), "")
 
     def with_others(self, others: Iterable[Dependency]) -> Dependencies:
-        """Return the union with other dependencies; of two equal looks, this object's stays."""
+        """Return these dependencies and others; where both look at the same thing, this object's
+        dependency is kept."""
         every = {dependency.look: dependency for dependency in (*others, *self.items)}
         return replace(self, items=tuple(every.values()))
 

@@ -120,7 +120,8 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """Return `TracedOutputs.makes_zeros` of a dynamo graph."""
+    """Return whether a dynamo graph calls a function for whose missing gradients autograd makes
+    zeros, see `TracedOutputs.makes_zeros`."""
     for node in _all_nodes(traced):
         if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True
@@ -330,7 +331,8 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
 
 
 def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of an output's gradient, as traced: the output's, or without its gaps."""
+    """Return the strides with which an output's gradient is traced: the output's own or, if it has
+    gaps, those of the same order of dimensions without gaps."""
     return tuple(torch.empty_like(value, device="meta").stride())
 
 

@@ -113,11 +113,11 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
 
-    def put_back() -> None:
+    def restore() -> None:
         if getattr(owner, name) is value:
             setattr(owner, name, before)
 
-    return put_back
+    return restore
 
 
 def _is_the_users(frame: types.FrameType | None) -> bool:

@@ -252,7 +252,8 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _filling_node() -> int | None:
-    """Return the number of autograd's running node, if it is one of `_FILLS_ITS_OWN`."""
+    """Return the sequence number of the autograd node that runs now, if it is of a kind that fills
+    a tensor of its own (`_FILLS_ITS_OWN`); else None."""
     node = running_node()
     return node_number(node) if node is not None and node.name() in _FILLS_ITS_OWN else None
 

@@ -98,7 +98,8 @@ def _round(
     work_limit: int,
     stop: Callable[[], bool],
 ) -> Outcome:
-    """Join buffers, better and better, and search for placements of the pieces."""
+    """Search for a placement of the joined pieces, then look for better joins, in turn, until a
+    placement is found or the work is spent."""
     nodes, searched, tried = 0, 0, None
     while True:
         pieces = [piece for piece in joined.pieces() if piece.parts[0][0] < len(layout)]

@@ -184,7 +184,7 @@ class Neighbourhood:
         return any(touches[0] < point <= touches[-1] for touches in lives)
 
     def _moves(self) -> Iterator[Change]:
-        """Yield changes that move tensors first, or not at all."""
+        """Yield changes that make one tensor move before all others, or forbid it to move."""
         events = None if self.moved is None else self.moved.events
         if events is None:
             return
@@ -196,7 +196,8 @@ class Neighbourhood:
                 yield partial(self.toggled, [t], True)
 
     def toggled(self, tensors: list[int], first: bool) -> Decisions:
-        """Make tensors move first, or not at all; if all of them do already, undo that."""
+        """Make tensors move before all others (`first`), or forbid them to move; if all of them are
+        so already, undo that."""
         stays, moves_first = self.at.stays.copy(), self.at.first.copy()
         which, other = (moves_first, stays) if first else (stays, moves_first)
         which[tensors], other[tensors] = not which[tensors].all(), False
@@ -221,7 +222,8 @@ class Neighbourhood:
         return self._with_runs(runs)
 
     def _wide(self) -> Iterator[Change]:
-        """Yield the changes of all of a stretch's layers, or of a part of them."""
+        """Yield changes of many equal layers at once: of all layers of a stretch, of its halves, of
+        their halves..."""
         for stretch, layers in self.mover.layers.parts():
             begin, period = stretch.begin + layers[0] * stretch.period, stretch.period
             again = self._again(range(begin, begin + len(layers) * period))
@@ -251,7 +253,8 @@ class Neighbourhood:
         return [p for i in operators for p in self._points.get(i, ())[1:]]
 
     def _place(self, operators: range) -> Iterator[Change]:
-        """Yield the changes of one place of several layers."""
+        """Yield the changes made to all of these operators at once, which have the same place in
+        equal layers."""
         again = self._again(operators)
         if again:
             yield partial(self.without, again)

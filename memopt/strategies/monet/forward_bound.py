@@ -178,7 +178,8 @@ class ForwardBoundModel:
         return found
 
     def _late(self, tensors: Iterable[int], again: set[int], have: set[int]) -> list[int]:
-        """List repeated runs, of those still to come, that make tensors which are not in memory."""
+        """List, of the repeated runs that are still to come, those that are needed to make tensors
+        which are not in memory."""
         wanted: set[int] = set()
         stack = list(tensors)
         while stack:

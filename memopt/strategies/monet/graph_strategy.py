@@ -97,8 +97,8 @@ class GraphStrategy(Strategy):
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
-        """Offer `best` programs of a graph that is too large for `search`; return a bound in s for
-        every plan of the strategy's class."""
+        """Search programs of a graph that is too large for `search`, and offer them to `best`.
+        Return a bound in s for every plan of the strategy's class; None if there is none."""
         return None
 
     def solve(

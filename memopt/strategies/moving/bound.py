@@ -70,7 +70,7 @@ class _HostedUpdate:
 
 @dataclass
 class _Needed:
-    """The work of every program: before the loss boundary (0) and after it (1).
+    """What every program has to do; pairs are (before the loss boundary, after it).
 
     Attributes:
         compute_s: seconds of the operators.
