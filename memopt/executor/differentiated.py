@@ -49,9 +49,9 @@ REMEDIES = {
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Let AOTAutograd's function behind a planned output report outputs without a gradient, for
-    which it would make zeros, and return gradients that are differentiable if they can be. By
-    itself it refuses a second derivative; torch 2.11 does not even refuse."""
+    """Change AOTAutograd's function behind a planned output in two ways. Its backward is told which
+    outputs have no gradient, where autograd would make zeros. And it may return differentiable
+    gradients: by itself it refuses a second derivative (torch 2.11 forgets to refuse)."""
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)

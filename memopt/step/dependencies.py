@@ -157,7 +157,7 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
 
 
 class _Looks:
-    """Source lines that take looks one after another."""
+    """Writes the source of the function that checks all dependencies, one after the other."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.lines: list[str] = []

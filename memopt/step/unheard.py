@@ -121,8 +121,9 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _is_the_users(frame: types.FrameType | None) -> bool:
-    """Return whether a warning comes from a call of `warnings.warn` in code that is not torch's;
-    warnings of torch's kernels come from lines that call none."""
+    """Return whether the user's code has warned: some code outside of torch calls `warnings.warn`
+    in this frame. (A warning of torch's kernels is shown at the line that ran the kernel, which
+    calls no `warn`.)"""
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
     if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:

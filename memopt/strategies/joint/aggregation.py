@@ -51,8 +51,8 @@ class GroupProgram(BinaryProgram):
     Attributes:
         groups: how many layers each group has.
         group: variable → its group; variables outside of groups are missing.
-        twins: (what a variable is of each layer, group) → variable.
-        name: variable → what it is of each layer.
+        name: variable → what it stands for in each layer ("s" of a certain tensor, say).
+        twins: (such a name, group) → variable: the same thing in another group.
     """
 
     groups: Sequence[int] = ()

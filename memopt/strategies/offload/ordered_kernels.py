@@ -21,7 +21,8 @@ Bools = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def fits(need: Ints, amounts: Ints) -> bool:
-    """Tell whether for every operation the amounts it does not touch make room for it."""
+    """Tell whether every operation has room once all amounts that it does not touch are on the
+    host."""
     n = len(amounts) - 1
     before = 0
     for i in range(n):
