@@ -101,7 +101,8 @@ class CompiledStep:
         return "\n".join(lines)
 
     def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
-        """Run a graph. At a step's first, divide the budget among the graphs of the step before."""
+        """Run a graph. The first call of a step divides the budget among the graphs that the step
+        before has run."""
         if not any(map(_waiting, self._now)):
             self.graphs, self._now = self._now or self.graphs, {}
             if self.graphs != self._divided:

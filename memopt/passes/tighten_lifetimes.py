@@ -3,7 +3,7 @@
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
 its reader. This costs nothing as long as memory suffices, but keeps memory full, and lifetimes at
 addresses, which must fit into each other, need room. Where a link is busy all the time anyway,
-computations may also wait for it a little earlier than memory makes them.
+computations may also wait for copies that memory alone does not make them wait for yet.
 """
 
 from __future__ import annotations

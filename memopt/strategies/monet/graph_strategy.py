@@ -227,7 +227,8 @@ class GraphStrategy(Strategy):
     def _smallest(
         self, coarse: Coarsening, smallest: Program, limit_s: float, progress: Progress | None
     ) -> Program:
-        """Return the program of the smallest peak known, or that of a search for it."""
+        """Search for a program of a smaller peak than the smallest one known; return the smaller of
+        both."""
         found = self.least(coarse.graph, LEAST_SHARE * limit_s, progress)
         if found is None:
             return smallest

@@ -161,8 +161,8 @@ def select(
     The labels are sorted by kept data. A label that keeps less has more on the host: it may
     dominate one that keeps more only if it keeps at least `free_kept`, since the host then has room
     for all that can still move. When not exact, only labels of equal kept data are compared, and
-    the last offloaded index is ignored. If more than `width` of them are left, nearly dominated ones are
-    dropped, too, so that those that stay are spread over the front.
+    the last offloaded index is ignored. If more than `width` of them are left, nearly dominated
+    ones are dropped, too, so that those that stay are spread over the front.
     """
     left, cut, position, free = 0, 0, 0, 0
     while position < count:
