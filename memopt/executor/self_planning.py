@@ -160,14 +160,16 @@ class SelfPlanning:
         state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]
         if not isinstance(state, dict):
             return state
-        state = {name: value for name, value in state.items() if not self._gave(name, value)}
+        state = {
+            name: value for name, value in state.items() if not self._is_set_by_memopt(name, value)
+        }
         hooks = state.get(FORWARD_PRE_HOOKS)
         if hooks is not None:
             kept = ((key, hook) for key, hook in hooks.items() if key != self._hook.id)
             state[FORWARD_PRE_HOOKS] = type(hooks)(kept)
         return state
 
-    def _gave(self, name: str, value: Any) -> bool:
+    def _is_set_by_memopt(self, name: str, value: Any) -> bool:
         """Return whether an attribute of the model was set by memopt."""
         return name == _STATE or (name in self._shown and value is self._shown[name])
 
@@ -191,7 +193,7 @@ class SelfPlanning:
         self._hook.remove()
         self.around.remove()
         own = self.model.__dict__
-        for name in [name for name, value in own.items() if self._gave(name, value)]:
+        for name in [name for name, value in own.items() if self._is_set_by_memopt(name, value)]:
             del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:

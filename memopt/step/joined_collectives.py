@@ -172,7 +172,7 @@ def _join_scatters(module: GraphModule, members: Sequence[Node]) -> None:
     for node in sorted(node for node in later if node < last):
         place.append(node)
         place = node
-    ends, reduced = _ends(members)
+    ends, reduced = _final_waits(members)
 
     def call(target: Any, *args: Any) -> Node:
         node = graph.call_function(target, args)
@@ -213,7 +213,7 @@ def _made_of(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _ends(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
+def _final_waits(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
     """Return the waits that end the scatters, and None. If every scattered gradient is then reduced
     over the replicas in the same way (HSDP), return the waits for these reductions instead, and one
     of the reductions."""

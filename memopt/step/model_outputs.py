@@ -241,7 +241,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     for group in members.values():
         for i, one in enumerate(group):
             for other in group[:i]:
-                if not _apart(values[one], values[other]):
+                if not _are_disjoint(values[one], values[other]):
                     shared.update((one, other))
     if gradients.held_bytes:
         beside.append((len(values), gradients.held_bytes))
@@ -257,7 +257,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     )
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_disjoint(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two views of one storage are known to have no element in common: two boxes of
     the same grid, such as slices of one tensor."""
     if 0 in (one.numel(), other.numel()):

@@ -125,7 +125,7 @@ class Ranks:
         for what, expected in everyone[0].items():
             for rank, found in zip(self.members, everyone, strict=True):
                 if found.get(what) != expected:
-                    here, there = _apart(expected, found.get(what, "none"))
+                    here, there = _from_first_difference(expected, found.get(what, "none"))
                     raise RankError(
                         f"the ranks do not have the same {what}: rank {self.members[0]} has "
                         f"{here}, rank {rank} has {there}. {_SAME}"
@@ -286,7 +286,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _apart(one: str, other: str) -> tuple[str, str]:
+def _from_first_difference(one: str, other: str) -> tuple[str, str]:
     """Cut two texts to begin a little before their first difference."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other

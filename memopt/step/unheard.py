@@ -32,7 +32,7 @@ class _Thread(threading.local):
 _HERE = _Thread()
 _CHANGING = ForkedLock()
 _inside = 0
-_put_back: list[Callable[[], None]] = []
+_restorers: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def unheard() -> Iterator[None]:
     global _inside
     with _CHANGING:
         if not _inside:
-            _put_back.extend(_listen())
+            _restorers.extend(_listen())
         _inside += 1
     before, _HERE.unheard = _HERE.unheard, True
     try:
@@ -50,8 +50,8 @@ def unheard() -> Iterator[None]:
         _HERE.unheard = before
         with _CHANGING:
             _inside -= 1
-            while not _inside and _put_back:
-                _put_back.pop()()
+            while not _inside and _restorers:
+                _restorers.pop()()
 
 
 @contextlib.contextmanager

@@ -133,10 +133,11 @@ class _Taken:
         return tuple(
             bases[tensor]
             for tensor in sorted(self.written & bases.keys())
-            if tensor in together.again.kept or any(map(self._leaves, together.holders[tensor]))
+            if tensor in together.again.kept
+            or any(map(self._is_read_outside, together.holders[tensor]))
         )
 
-    def _leaves(self, node: Node) -> bool:
+    def _is_read_outside(self, node: Node) -> bool:
         """Return whether a node's value leaves the region: a kernel outside of it reads the value,
         or the step returns it. Readers that recompute it themselves do not count."""
         together = self.together

@@ -161,11 +161,11 @@ class _Search:
         found.sort(key=lambda row: row[:2])
         rest = [choice for choice in CHOICES if choice not in SCOUTS]
         if self.graph.repeated:
-            self._thorough(found, _leaving(SCOUTS), source)
+            self._thorough(found, _with_carried_shares(SCOUTS), source)
         if updates:
             self._thorough(found, rest, source)
         if self.graph.repeated:
-            self._thorough(found, _leaving(rest), source)
+            self._thorough(found, _with_carried_shares(rest), source)
 
     def _thorough(self, rows: list[Tried], choices: Sequence[RoomChoice], source: str) -> None:
         """Offer programs of more choices, for the first row's base and, if it is nearly as good,
@@ -242,7 +242,7 @@ class _Search:
         return solution_of(program, timeline, bound_s, PROVED, stats)
 
 
-def _leaving(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
+def _with_carried_shares(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
     """Return each choice once for every share in `CARRIED`: the share of the room for tensors that
     stay on the device until the next step."""
     return [replace(one, carried=share) for one in choices for share in CARRIED]
