@@ -99,8 +99,8 @@ def _placed(
     device: Device,
     time_limit_s: float | None,
 ) -> tuple[Program, Placement, bool]:
-    """Place the program; tell whether its lifetimes were tightened for that. They are where
-    addresses cost much or not all fit, if more then fits or the arena is smaller.
+    """Place the program; tell whether its lifetimes were tightened for that. They are tightened if
+    addresses cost much or not all lifetimes fit, and it helps: more fits, or the arena is smaller.
 
     A fetch that comes as late as the link allows has no slack if the link is slower than the device
     says. So transfers stay where the strategy had them if that is good enough.

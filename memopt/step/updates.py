@@ -163,8 +163,8 @@ def _functional_update(overload: Any) -> Any:
 
 @functools.cache
 def _updates(func: Any) -> bool:
-    """Return whether an operator changes its first argument's values only, by its arguments
-    alone."""
+    """Return whether an operator is an update in place: it writes to its first argument and to
+    nothing else, draws no random numbers, and changes neither shape nor strides."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     schema = schema_of(func)
