@@ -83,7 +83,7 @@ class CellCache:
                     smallest_budget_bytes=found.smallest_budget_bytes,
                 )
             made = Plan.of(decode(Reader({**found.plan, self._kind: self._encoded}, "cell")))
-            return Cell.of(label, self._ours(made, strategy), found.solve_time_s)
+            return Cell.of(label, self._as_solved_here(made, strategy), found.solve_time_s)
         except (OSError, PlanFileError):
             return None
 
@@ -113,10 +113,10 @@ class CellCache:
             tell_once("finished comparisons in", self._folder, "written", error)
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
-        told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
-        return self._folder / f"{digest(told)}.json"
+        parts = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
+        return self._folder / f"{digest(parts)}.json"
 
-    def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
+    def _as_solved_here(self, plan: Plan, strategy: Strategy) -> Plan:
         """Return a loaded plan as a solve of this comparison would have made it."""
         on_chain = self._view.exact or strategy.needs == "chain"
         return replace(

@@ -24,7 +24,7 @@ from memopt.models.budget import (
 )
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
 from memopt.models.options import Mode, PassOptions
 from memopt.models.presets import find_device
@@ -51,7 +51,7 @@ _NO_OPERATORS = (
 )
 
 
-@full_collections_put_off()
+@full_collections_deferred()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
     limits, pricing = wanted.limits, wanted.pricing
@@ -239,9 +239,9 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
     covered = has_updates(graph) or graph.boundary_bytes > 0
     captured, model = profiled.captured, profiled.captured.model()
-    told = () if model is None else call_notes(model, captured.call)
-    told = (*checkpoint_notes(captured), *opaque_notes(captured.module), *told)
-    return (*loss_notes(captured, covered=covered), *told, *notes)
+    of_call = () if model is None else call_notes(model, captured.call)
+    of_call = (*checkpoint_notes(captured), *opaque_notes(captured.module), *of_call)
+    return (*loss_notes(captured, covered=covered), *of_call, *notes)
 
 
 def _link_notes(program: Program, device: Device) -> tuple[str, ...]:

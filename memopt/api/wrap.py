@@ -197,7 +197,7 @@ class _Planner:
         self.outputs |= outputs
 
     def promises(self) -> bool:
-        """Whether the user named a budget, other than the smallest."""
+        """Whether the user asked for a certain budget: neither none nor "min"."""
         return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
@@ -311,10 +311,10 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
 
     text = ""
     if request.step.loss_fn is not None:
-        told = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if told is None:
+        known = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if known is None:
             return None
-        text = told
+        text = known
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:

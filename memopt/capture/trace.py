@@ -47,8 +47,8 @@ Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
 
 def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
-    """Return a model's graph, as eager computes it, and its dependencies; inside
-    `tracing_as_eager`.
+    """Return a model's graph, which computes what eager does, and the graph's dependencies. Call it
+    inside `tracing_as_eager`.
 
     Args:
         model, call: the model to trace, and its call.

@@ -54,7 +54,7 @@ class Writer:
         self.looks: dict[Look, Node] = {}
         captured = halves.captured
         self.outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
-        self.results = {*self.outputs, *captured.gradients, *captured.ends}
+        self.results = {*self.outputs, *captured.gradients, *captured.other_results}
         self.arena: ArenaWriter | None = None
         self.position = 0
 

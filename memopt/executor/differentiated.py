@@ -54,9 +54,9 @@ REMEDIES = {
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Let AOTAutograd's function behind a planned output report outputs without a gradient, for
-    which it would make zeros, and return gradients that are differentiable if they can be. By
-    itself it refuses a second derivative; torch 2.11 does not even refuse."""
+    """Change AOTAutograd's function behind a planned output in two ways. Its backward is told which
+    outputs have no gradient, where autograd would make zeros. And it may return differentiable
+    gradients: by itself it refuses a second derivative (torch 2.11 forgets to refuse)."""
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)
@@ -236,8 +236,8 @@ def draws(captured: Captured) -> bool:
 
 
 def pattern(call: Call) -> tuple[bool, ...]:
-    """Return which arguments of a call are leaves that require a gradient; calls for a gradient
-    penalty have such arguments, others do not."""
+    """Return which arguments of a call are leaves that require a gradient. (For a gradient penalty
+    a model is called with such arguments, else without.)"""
     return tuple(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         for leaf in call.leaves

@@ -83,7 +83,7 @@ class Planner(Protocol):
         ...
 
     def promises(self) -> bool:
-        """Return whether the user gave the budget, rather than asking for the smallest."""
+        """Return whether the user asked for a certain budget, not for none or the smallest."""
         ...
 
 
@@ -250,8 +250,9 @@ class PlanMaker:
     def _beyond(
         self, error: InfeasibleBudgetError, holding: bool, call: Call
     ) -> InfeasibleBudgetError:
-        """Return the error for a call beyond the budget. The budget that it names also does for
-        later calls, which find gradients."""
+        """Return the error for a call that no plan within the budget can run. It names the
+        budget with which wrapping would work: also for later calls, which find gradients of
+        earlier ones."""
         least = alone = error.smallest_budget_bytes
         if not holding:
             try:

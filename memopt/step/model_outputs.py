@@ -120,7 +120,8 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """Return `TracedOutputs.makes_zeros` of a dynamo graph."""
+    """Return whether a dynamo graph calls a function for whose missing gradients autograd makes
+    zeros, see `TracedOutputs.makes_zeros`."""
     for node in _all_nodes(traced):
         if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True
@@ -240,7 +241,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     for group in members.values():
         for i, one in enumerate(group):
             for other in group[:i]:
-                if not _apart(values[one], values[other]):
+                if not _are_disjoint(values[one], values[other]):
                     shared.update((one, other))
     if gradients.held_bytes:
         beside.append((len(values), gradients.held_bytes))
@@ -256,7 +257,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     )
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_disjoint(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two views of one storage are known to have no element in common: two boxes of
     the same grid, such as slices of one tensor."""
     if 0 in (one.numel(), other.numel()):
@@ -330,7 +331,8 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
 
 
 def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of an output's gradient, as traced: the output's, or without its gaps."""
+    """Return the strides with which an output's gradient is traced: the output's own or, if it has
+    gaps, those of the same order of dimensions without gaps."""
     return tuple(torch.empty_like(value, device="meta").stride())
 
 

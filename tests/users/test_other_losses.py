@@ -84,7 +84,7 @@ def test_a_named_loss_still_refuses_other_outputs() -> None:
 
 
 def test_masks_of_ones_are_dropped_as_eager_drops_them() -> None:
-    """Under a mask, shared keys are repeated, and their gradients rounded before they are summed."""
+    """Under a mask, shared keys are repeated, and their gradients rounded before the sum."""
     model = llama()
     reference = copy.deepcopy(model)
     batches = [batch(), batch(padded=True), batch()]

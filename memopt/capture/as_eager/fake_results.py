@@ -63,7 +63,7 @@ def fake_results_through(
                     return _in_whole_storage(result, args[0])
             if type(result) is tuple and returns_new_tensors(func):
                 with self:
-                    result = _apart(_asked(func, args, kwargs or {}, result))
+                    result = _in_own_storages(_asked_for(func, args, kwargs or {}, result))
             if not wanted(func, result):
                 return result
             with self:
@@ -87,7 +87,7 @@ def returns_new_tensors(overload: Any) -> bool:
     return all(one.alias_info is None for one in schema_of(overload).returns)
 
 
-def _asked(
+def _asked_for(
     func: Any, args: Any, kwargs: Mapping[str, Any], results: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Return the fake results that a call asks for: some fake kernels (`grid_sample`'s backward)
@@ -98,7 +98,7 @@ def _asked(
     return tuple(one if asked else None for one, asked in zip(results, mask, strict=True))
 
 
-def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_own_storages(results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a kernel's fake results in a storage each: the fake kernel of LSTM's backward on the
     CPU returns one tensor as the gradients of both biases, where the kernel returns two."""
     seen: set[int] = set()
