@@ -35,6 +35,8 @@ from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
+from memopt.models.instances import PaperInstance as PaperInstance
+from memopt.models.instances import instances as instances
 from memopt.models.mesh import Mesh as Mesh
 from memopt.models.network import Network as Network
 from memopt.programs.instructions import Program as Program
