@@ -9,6 +9,7 @@ from memopt.api.comparing import compare as compare
 from memopt.api.comparison import Cell as Cell
 from memopt.api.comparison import Comparison as Comparison
 from memopt.api.curve import curve as curve
+from memopt.api.deferred import DeferredPlan as DeferredPlan
 from memopt.api.fits import Fits as Fits
 from memopt.api.fits import fits as fits
 from memopt.api.plan import Plan as Plan
