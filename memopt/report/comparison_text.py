@@ -77,7 +77,7 @@ def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...])
         import pandas
     except ImportError as error:
         raise ImportError(
-            "to_dataframe needs pandas, which is not installed: pip install memopt[plots]"
+            "to_dataframe needs pandas, which is not installed: pip install pandas"
         ) from error
     rows = [{name: getattr(cell, name) for name in names} for cell in comparison.cells]
     # If pyarrow is installed, pandas turns members of a StrEnum into plain strings.
