@@ -1,4 +1,4 @@
-"""The demo's models: real ones where their packages are installed, else one in plain torch."""
+"""Small models in plain torch, for the demo and the notebooks, and the demo's real ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def gpt2(batch: int = 4, length: int = 128) -> DemoTask:
     )
 
 
-class _Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer of a decoder: causal attention and a feed-forward part, each beside a skip."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -104,13 +104,104 @@ class _Layer(nn.Module):
         return x + wide
 
 
+class Decoder(nn.Module):
+    """A decoder as GPT-2 is one, in plain torch: tokens to logits, or with `labels` to its loss.
+
+    Args:
+        layers, width, heads: its size.
+        vocabulary: how many tokens there are.
+        longest: the longest text, tokens.
+    """
+
+    def __init__(
+        self,
+        layers: int = 12,
+        width: int = 256,
+        heads: int = 8,
+        vocabulary: int = 256,
+        longest: int = 2048,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        self.layers = nn.ModuleList(DecoderLayer(width, heads) for _ in range(layers))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Map (batch, length) to (batch, length, vocabulary), or to the loss of predicting each
+        next label."""
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.last(x))
+        if labels is None:
+            return logits
+        return _token_loss(logits[:, :-1], labels[:, 1:])
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a skip (He et al., arXiv:1512.03385, Figure 2)."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
+        )
+        self.second = nn.Sequential(
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        )
+        self.skip: nn.Module = nn.Identity()
+        if stride > 1 or inside != outside:
+            self.skip = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, inside, h, w) to (batch, outside, h / stride, w / stride)."""
+        return functional.relu(self.second(functional.relu(self.first(x))) + self.skip(x))
+
+
+class ResidualNet(nn.Module):
+    """A ResNet of basic blocks in plain torch; with its defaults ResNet-18's layers.
+
+    Args:
+        classes: how many it tells apart.
+        widths: channels of its groups.
+        blocks: blocks in each group.
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        widths: tuple[int, ...] = (64, 128, 256, 512),
+        blocks: tuple[int, ...] = (2, 2, 2, 2),
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0])
+        )
+        groups = []
+        for group, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            before, stride = widths[max(0, group - 1)], 1 if group == 0 else 2
+            groups += [
+                ResidualBlock(width if block else before, width, 1 if block else stride)
+                for block in range(count)
+            ]
+        self.blocks = nn.Sequential(*groups)
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, 3, h, w) to (batch, classes)."""
+        x = functional.max_pool2d(functional.relu(self.stem(images)), 3, 2, 1)
+        logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return logits
+
+
 def decoder(batch: int = 4, length: int = 128, width: int = 256, layers: int = 12) -> DemoTask:
     """Make a decoder as GPT-2 is one, written in plain torch, on the same bytes."""
     torch.manual_seed(0)
-    body = [_Layer(width, heads=8) for _ in range(layers)]
     return DemoTask(
         f"a decoder of {layers} layers, d={width}, {batch} x {length} bytes of text",
-        nn.Sequential(nn.Embedding(256, width), *body, nn.LayerNorm(width), nn.Linear(width, 256)),
+        Decoder(layers, width, longest=length),
         _text_batches(batch, length),
         _token_loss,
     )
