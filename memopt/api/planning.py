@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from memopt.api.cluster import on_mesh, with_cluster
+from memopt.api.deferred import deferred
 from memopt.api.plan import Plan
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan, planned_device, reporting_on
@@ -58,6 +60,7 @@ def plan(
         model: an nn.Module (with `inputs`): capture, profile, solve. Or a Chain, a Graph or a
             profiled model (`memopt.profiler.profile_model`): solve only.
         inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+            None, for a module: a `DeferredPlan`, which is made at the first training step.
         budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
             "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
             limit, but for an estimate the device's capacity. "6GiB reserved" limits the bytes that
@@ -138,8 +141,15 @@ def plan(
         PassOptions(order, place),
         progress=progress,
     )
+    if inputs is None and mesh is None and _is_module(model):
+        return deferred(model, wanted)
     with on_mesh(model, mesh, mode) as built:
         return Plan.of(with_cluster(make_plan(built, inputs, wanted), mesh, inputs))
+
+
+def _is_module(model: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def solve(

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from memopt.step.profiled import Profiled
 
 _NO_OPERATORS = (
-    "order=True and place=True work on the operators of a graph; a Chain has none: plan "
-    "the model itself or its Graph (strategies for chains take those, too)"
+    "order=True and place=True work on operators; of a Chain {} plans schedules: take a strategy "
+    'that plans its operators, such as "monet", or plan the model itself'
 )
 
 
@@ -144,9 +144,9 @@ def solve(
 ) -> PlanRecord:
     """Solve a cost model and finish the program; see `plan`. A caller that solves one graph often
     passes its `view`, so that it is made once."""
-    if (order or place) and isinstance(cost_model, Chain):
-        raise ValueError(_NO_OPERATORS)
     target = Target.of(strategy, cost_model, view)
+    if (order or place) and target.bare_chain is not None:
+        raise ValueError(_NO_OPERATORS.format(strategy.name))
     graph = target.graph
     baseline = baseline_figures(graph, profiled)
     reason = target.why_not()
@@ -172,11 +172,12 @@ def solve(
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
         solution = attempts.within(budget_bytes)
+    target = target.resolved(solution)
     limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
     passes = PassOptions(order=order, place=place)
     finished = finish(target, solution, limit, device, passes, time_limit_s)
     if isinstance(finished, Solution):
-        raise infeasible(finished, budget_bytes, strategy, graph, profiled)
+        raise infeasible(finished, budget_bytes, strategy, target.graph, profiled)
     return _record(target, finished, limit, baseline, device, profiled)
 
 

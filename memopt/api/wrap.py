@@ -105,10 +105,6 @@ def wrap(
     """
     from torch import nn
 
-    from memopt.capture.remedies import inside_fabric
-    from memopt.executor.self_planning import SelfPlanning
-    from memopt.step.optimizer_state import optimizer_state
-
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     on_mismatch = parse_mismatch(on_mismatch)
@@ -121,12 +117,26 @@ def wrap(
         PassOptions(order, place),
         progress=progress,
     )
-    planner = _Planner(request, loss_fn, targets)
-    inner = inside_fabric(model) or model
+    planned_by(OwnCallsPlanner(request, loss_fn, targets), model, on_mismatch, shapes, most_plans)
+    return model
+
+
+def planned_by(
+    planner: OwnCallsPlanner,
+    model: nn.Module,
+    on_mismatch: Mismatch,
+    shapes: Iterable[Any] = (),
+    most_plans: int = 16,
+) -> None:
+    """Let a planner plan a model's own calls; arguments and errors as of `wrap`."""
+    from memopt.capture.remedies import inside_fabric
+    from memopt.executor.self_planning import SelfPlanning
+    from memopt.step.optimizer_state import optimizer_state
+
+    inner, optimizer = inside_fabric(model) or model, planner.request.step.optimizer
     optimizer_state(optimizer, inner.parameters())
     made = SelfPlanning(inner, planner, most_plans, on_mismatch, with_state=optimizer is None)
     made.prepare(shapes)
-    return model
 
 
 def unwrap(model: M) -> M:
@@ -169,12 +179,19 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 
 @dataclass
-class _Planner:
-    """Makes the plans of a wrapped model."""
+class OwnCallsPlanner:
+    """Makes the plans of a wrapped model.
+
+    Attributes:
+        request: what is asked for.
+        loss_fn, targets: as of `wrap`.
+        made: called with each plan.
+    """
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+    made: Callable[[Plan], None] | None = None
     labelled: bool = True
     """Whether calls with `labels` compute their own loss."""
     outputs: frozenset[int] = frozenset()
@@ -209,6 +226,19 @@ class _Planner:
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
         """Plan a call; return the model under its plan, and the plan."""
+        module, plan = self._planned(model, call, asked, instead, family)
+        if self.made is not None:
+            self.made(plan)
+        return module, plan
+
+    def _planned(
+        self,
+        model: nn.Module,
+        call: Call,
+        asked: Asked,
+        instead: OnMismatch,
+        family: ArenaFamily,
+    ) -> tuple[PlannedModule, Plan]:
         from memopt.capture.training_call import NoLossError
 
         request = self._request(call, asked)

@@ -154,7 +154,7 @@ class PlanMaker:
         if least is not None:
             made = self._asked(holding, call, charges, least)
         made.enough = charges
-        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        remedy = "" if least is None else f": give at least budget={least}"
         self._tell(
             "beyond",
             f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
@@ -191,7 +191,7 @@ class PlanMaker:
             f"met, {then}",
             f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
             f"{made.plan.budget} bytes, for what its plan did not know of ({_listed(charges)}). "
-            f"{then}; with loss_fn= memopt.wrap knows your loss before the first step",
+            f"{then}; with loss_fn= memopt knows your loss before the first step",
         )
 
     def _tell(self, what: str, text: str) -> None:
@@ -262,7 +262,7 @@ class PlanMaker:
             except ValueError:
                 # Gradients of a whole step are not kept.
                 pass
-        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        remedy = "" if least is None else f": give at least budget={least}"
         if least != alone:
             remedy += f" ({alone} if gradients are never there when a forward begins)"
         text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
@@ -285,7 +285,7 @@ class PlanMaker:
             return
         if held_bytes + backward_bytes(plan.graph, plan.program) <= plan.budget:
             return
-        remedy = "" if least is None else f"give memopt.wrap at least budget={least}, or "
+        remedy = "" if least is None else f"give at least budget={least}, or "
         raise InfeasibleBudgetError(
             f"a backward is to add to gradients of {format_bytes(held_bytes)}, and within "
             f"{plan.budget} bytes this step can be planned only if those that are there at its "

@@ -58,6 +58,18 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def test_no_hint_names_a_package_that_no_index_has() -> None:
+    """memopt is on no package index: a hint names the packages that an extra stands for."""
+    wrong = [
+        str(path.relative_to(ROOT))
+        for folder in ("memopt", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".ipynb"} and "history" not in path.parts
+        if re.search(r"pip install '?memopt", path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+
+
 def test_guides_have_few_words() -> None:
     counts = {
         named(page): len(page.read_text(encoding="utf-8").split())
