@@ -206,8 +206,9 @@ def ordered_and_placed(
         least = solution.smallest
         if not passes["order"] or least is None or budget.device_bytes is None:
             return solution
-        free = replace(budget, device_bytes=None)
-        found = ordered_and_placed(graph, least, lower, free, device, ORDER_ONLY, time_limit_s)
+        # As for "min": within the budget that is named, whose plan may compute in place.
+        named = replace(budget, device_bytes=solution.smallest_budget_bytes)
+        found = ordered_and_placed(graph, least, lower, named, device, ORDER_ONLY, time_limit_s)
         assert found.program is not None
         peak_bytes = replay(graph, found.program).peak_bytes
         if peak_bytes > budget.device_bytes:

@@ -104,7 +104,7 @@ class Auto(Strategy):
             except KeyboardInterrupt:
                 break
             (at_once if over else outcomes).append(outcome)
-            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-9):
+            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-12):
                 break
         tried = tuple(outcome.line for outcome in outcomes)
         asked = {outcome.name for outcome in outcomes}
@@ -155,7 +155,7 @@ def _with_plan(
     slower = sorted(
         (o for o in outcomes if o.plans and o is not best), key=lambda outcome: outcome.time_s
     )
-    if best.time_s <= least_s * (1 + 1e-9):
+    if best.time_s <= least_s * (1 + 1e-12):
         reason = f"{best.name}: nothing runs twice or waits, so no plan is faster"
     elif slower and slower[0].time_s > best.time_s:
         ratio = slower[0].time_s / best.time_s - 1
