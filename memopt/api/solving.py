@@ -82,7 +82,23 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             if wanted.step.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, step.profiled, whole_step=step.whole_step)
                 chosen = with_host_budget(chosen, host_bytes)
-        return _planned(step, chosen, host_bytes, wanted)
+        plan = _planned(step, chosen, host_bytes, wanted)
+        _check_copies(plan, step)
+        return plan
+
+
+def _check_copies(plan: PlanRecord, step: Preparation) -> None:
+    """Refuse a plan with transfers for a device that computes in the host's memory."""
+    if step.profiled is None or not plan.program.has_transfers:
+        return
+    from memopt.step.backend import backend_of
+
+    where = step.profiled.torch_device
+    if not backend_of(where).copies:
+        raise ValueError(
+            f"this plan moves tensors to the host, but {where} computes in the host's own memory, "
+            'where that frees nothing: plan with one that only recomputes, strategy="rotor"'
+        )
 
 
 def _planned(

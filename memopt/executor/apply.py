@@ -167,7 +167,8 @@ def _graphed(
     spare_bytes = None if plan.budget is None else plan.budget - plan.peak_bytes
     # A test's capturer stands in for the device, too.
     on = device if isinstance(capturer, bool) else torch.device("cuda")
-    reason = why_not(lowering, plan.program, on, spare_bytes)
+    library_bytes = 0 if plan.record is None else plan.record.library_bytes
+    reason = why_not(lowering, plan.program, on, spare_bytes, library_bytes)
     if reason is not None:
         raise ValueError(f"this plan's step cannot be captured as a CUDA graph: {reason}")
     graphs = CudaGraphs(device) if isinstance(capturer, bool) else capturer

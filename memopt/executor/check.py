@@ -235,7 +235,7 @@ def loss_of(output: Any, loss_fn: Any, targets: Any, gradients: OutputGradients)
 def summed(output: Any, gradients: OutputGradients) -> torch.Tensor:
     """Sum the differentiable outputs. Each that has a tangent in the plan gets a real one, in its
     planned layout."""
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     strides = dict(gradients.strides)
     for position, value in differentiable(output, gradients.unused).items():
         layout = strides.get(position)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memopt.step.accelerator import Generator
 from memopt.step.backend import backend_of
 
 _lock = threading.RLock()
@@ -27,19 +28,15 @@ _lock = threading.RLock()
 class _Rewound(threading.local):
     """The generator that each thread has rewound, and the state to restore."""
 
-    moved: tuple[torch.Generator, torch.Tensor] | None = None
+    moved: tuple[Generator, torch.Tensor] | None = None
 
 
 _HERE = _Rewound()
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _generator(device: torch.device) -> Generator:
     runtime = backend_of(device).runtime
-    if runtime is None:
-        return torch.default_generator
-    index = runtime.current_device() if device.index is None else device.index
-    generator: torch.Generator = runtime.default_generators[index]
-    return generator
+    return torch.default_generator if runtime is None else runtime.generator(device)
 
 
 class Replay:
@@ -61,7 +58,7 @@ class Replay:
         _restore()
 
 
-def _state_of(generator: torch.Generator) -> bytearray:
+def _state_of(generator: Generator) -> bytearray:
     return bytearray(generator.get_state().numpy())
 
 

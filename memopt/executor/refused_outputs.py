@@ -61,7 +61,7 @@ def refusing_gradients(
     if not first:
         return output
     own = tuple(first.values())
-    reached = wanted or [torch.empty(0, requires_grad=True)]
+    reached = wanted or [torch.empty(0, requires_grad=True, device="cpu")]
     run = None if instead is None else partial(instead, own)
     made = _Refusing.apply(run, len(own), *(leaves[i] for i in own), *reached)  # type: ignore[no-untyped-call]
     by_value = dict(zip(first, made, strict=True))

@@ -76,7 +76,7 @@ def _hardsigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _hardsigmoid_masked(g: Tensor, bits: Tensor) -> Any:
     # ATen's own kernel, with an input inside or outside of the sloped range.
-    inside = torch.where(unpack(bits, g.shape), torch.zeros((), dtype=g.dtype), 9.0)
+    inside = torch.where(unpack(bits, g.shape), g.new_zeros(()), 9.0)
     return ATEN.hardsigmoid_backward(g, inside.to(g.dtype))
 
 

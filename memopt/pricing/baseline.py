@@ -304,7 +304,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
             for _ in range(2):
                 arrivals.gradients.clear()
                 arrivals.held.clear()
-                reached = torch.empty(0, requires_grad=True)
+                reached = torch.empty(0, requires_grad=True, device="cpu")
                 cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
                 with kept.first_run():
                     value = loss.value(tree.with_tensors(cut))

@@ -24,7 +24,7 @@ from memopt.models.progress import Progress
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.pricing.baseline import LossUse, loss_text, measure_baseline, measure_loss
 from memopt.pricing.cache import Cost, ProfileCache
-from memopt.pricing.measure import MeasureOptions, environment, measure
+from memopt.pricing.measure import MeasureOptions, measure, priced_for
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering, build
@@ -220,7 +220,7 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     alone = " alone" if loss is not None and loss.alone else ""
     text = "\n".join([function + alone, *(one.text for one in lowering.signatures)])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{environment(device)}|baseline {digest}"
+    return f"{priced_for(device)}|baseline {digest}"
 
 
 def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def _several_norms(arguments: tuple[Any, ...]) -> None:
     if not matrices.numel():
         return
     *batch, rows, _ = matrices.shape
-    norms = torch.full((matrices[..., 0, 0].numel(),), _LARGE_NORM)
+    norms = torch.full((matrices[..., 0, 0].numel(),), _LARGE_NORM, device="cpu")
     for position, smaller in enumerate((1.0, 2.0)[: len(norms) - 1]):
         norms[position] = smaller
     matrices.copy_((norms / rows).reshape(*batch, 1, 1).expand(matrices.shape))

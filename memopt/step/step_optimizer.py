@@ -263,5 +263,5 @@ def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         )
     size_bytes = value.untyped_storage().nbytes()
     storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
-    empty = torch.empty(0, dtype=value.dtype)
+    empty = torch.empty(0, dtype=value.dtype, device="cpu")
     return empty.set_(storage, 0, value.size(), value.stride())

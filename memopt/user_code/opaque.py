@@ -251,4 +251,4 @@ def with_layouts(
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
-        state.put_back()
+        state.restore()

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call
+from memopt.step.numerics import precisions, set_precision
 from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -214,7 +215,7 @@ def _settings() -> Callable[[], None]:
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    precision, each = _matmul_precision(), precisions()
     attention = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
 
     def restore() -> None:
@@ -222,12 +223,23 @@ def _settings() -> Callable[[], None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if torch.get_float32_matmul_precision() != precision:
+        if precision is not None and _matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+        for name, value in precisions().items():
+            if value != each[name]:
+                set_precision(name, each[name])
         for name, enabled in attention.items():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
     return restore
+
+
+def _matmul_precision() -> str | None:
+    """Return torch's one precision of float32 products; None if they are set one by one."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _other_generators() -> Callable[[], None]:

@@ -143,7 +143,8 @@ def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
 
 
 def _place(one: Subgraph, device: torch.device) -> str:
-    return f"{device.type}|{one.key}"
+    # The device's number is in the compiled code, which launches on its streams.
+    return f"{device}|{one.key}"
 
 
 def _divided(lowering: Lowering, anchors: set[Node]) -> Found:

@@ -278,6 +278,10 @@ def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
+def _shown(value: Any) -> str:
+    return value.type if isinstance(value, torch.device) else str(value)
+
+
 def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[TensorLayout]) -> str:
     numbers = {node: position for position, node in enumerate(graph.nodes)}
 
@@ -287,6 +291,6 @@ def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[Tens
     lines = [_FORM, *map(str, layouts), "->", *map(str, results)]
     for node in graph.nodes:
         if node.op != "placeholder":
-            shown = each(str, named(node.args)), each(str, named(node.kwargs))
+            shown = each(_shown, named(node.args)), each(_shown, named(node.kwargs))
             lines.append(f"{node.target}{shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
