@@ -98,11 +98,11 @@ def apply_plan(
     """Apply a plan; see `Plan.apply`.
 
     Args:
-        plan, model, inputs, interpreted, checked: as of `Plan.apply`.
+        plan, model, inputs, interpreted, checked: as in `Plan.apply`.
         on_mismatch: handles calls that were not planned; None: they raise.
         recorder: is told when each instruction runs.
         family: programs whose arena the module shares, if that keeps the budget.
-        cuda_graph: as of `Plan.apply`; or a capturer, for tests.
+        cuda_graph: as in `Plan.apply`; or a capturer, for tests.
         last: keeps the capture of a model that had to be captured anew, for the next time.
     """
     if not isinstance(model, nn.Module):

@@ -73,7 +73,7 @@ class _Steps:
     def clear(self) -> None:
         """Remove gradients, and restore Python objects to their state before a step."""
         clear_gradients(self.model, self.call.tensors())
-        self.world.put_back()
+        self.world.restore()
 
     @unheard()
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:

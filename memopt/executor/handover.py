@@ -67,8 +67,8 @@ class Handover:
         self._done = 0
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
-        """Attach the chain and return the joint graph's inputs: those whose gradients come later
-        are detached, since the chain has their history.
+        """Attach the chain to its anchor. Return the joint graph's inputs: those of later parts are
+        detached, since autograd gets their gradients from the chain.
 
         Args:
             values: by position.
@@ -81,7 +81,7 @@ class Handover:
         token = None
         for number in range(len(self._parts) - 1, 0, -1):
             later = self._parts[number]
-            token = _Later.apply(self, number, token, *(values[i] for i in later))  # type: ignore[no-untyped-call]
+            token = _LaterPart.apply(self, number, token, *(values[i] for i in later))  # type: ignore[no-untyped-call]
             for i in later:
                 found[i] = values[i].detach()
         found[anchor] = _Anchor.apply(values[anchor], token)  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ class _Anchor(torch.autograd.Function):
         return gradients[0], ctx.token
 
 
-class _Later(torch.autograd.Function):
+class _LaterPart(torch.autograd.Function):
     """A part of the backward after the first."""
 
     @staticmethod

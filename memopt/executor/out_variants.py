@@ -139,8 +139,8 @@ def _variant(target: Any, device: str) -> OutVariant | None:
 
 
 def _suits(node: Node) -> bool:
-    """Return whether composed variants can run a call: not dropout without training or of nothing,
-    softmax of nothing, or a fill with anything but a real number."""
+    """Return whether composed variants can run a call. They run no dropout, and no softmax, of an
+    empty tensor; no dropout outside of training; and no fill with anything but a real number."""
     if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
     if node.target is aten._safe_softmax.default:

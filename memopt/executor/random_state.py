@@ -25,13 +25,13 @@ from memopt.step.backend import backend_of
 _lock = threading.RLock()
 
 
-class _PutBack(threading.local):
+class _Rewound(threading.local):
     """The generator that each thread has rewound, and the state to restore."""
 
     moved: tuple[Generator, torch.Tensor] | None = None
 
 
-_HERE = _PutBack()
+_HERE = _Rewound()
 
 
 def _generator(device: torch.device) -> Generator:
@@ -55,14 +55,14 @@ class Replay:
         generator.set_state(earlier)
 
     def __exit__(self, *_: object) -> None:
-        _put_back()
+        _restore()
 
 
 def _state_of(generator: Generator) -> bytearray:
     return bytearray(generator.get_state().numpy())
 
 
-def _put_back() -> None:
+def _restore() -> None:
     if _HERE.moved is not None:
         generator, state = _HERE.moved
         generator.set_state(state)
@@ -72,7 +72,7 @@ def _put_back() -> None:
 def _settle() -> None:
     """Restore the generator and release the lock, if this thread still holds them."""
     with _lock:
-        _put_back()
+        _restore()
     try:
         while True:
             _lock.release()
@@ -115,7 +115,7 @@ class RandomStates:
         found: bytearray = self.settling(saved)()
         return found
 
-    def put_back(self, saved: bytearray) -> None:
+    def restore(self, saved: bytearray) -> None:
         """Rewind to `saved`, after a step that failed: its numbers are drawn again."""
 
         def put() -> None:

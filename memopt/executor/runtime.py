@@ -217,7 +217,7 @@ class Runtime:
                 for target, value in moves:
                     target.detach().copy_(value)
         elif drawn is not None and self.random is not None:
-            self.random.put_back(drawn)
+            self.random.restore(drawn)
 
     def _forward(self, args: list[Any]) -> list[Any]:
         call = self._local.call and self._local.call()

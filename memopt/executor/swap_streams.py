@@ -297,7 +297,8 @@ class StreamSwap:
         return tensor
 
     def settle(self) -> None:
-        """Do nothing: a copy that dies lets its stream wait for its transfer."""
+        """Do nothing: when an unfinished copy is dropped, its stream waits for the transfer by
+        itself."""
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""

@@ -127,8 +127,8 @@ def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, floa
 
 
 def _bandwidth(place: torch.device) -> float:
-    """Return bytes per second of additions of usual tensors, many in turn with their results kept,
-    as in a step: together they exceed any cache."""
+    """Measure the memory bandwidth, bytes per second: by additions of tensors that are too large
+    together for any cache, each with a result of its own."""
     elements = STREAM_ELEMENTS * (1 if backend_of(place).on_host else 16)
     left = [torch.rand(elements, device=place) for _ in range(STREAMS)]
     right = [torch.rand(elements, device=place) for _ in range(STREAMS)]

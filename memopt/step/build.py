@@ -90,7 +90,8 @@ class Lowering:
 def held_by(
     nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
 ) -> tuple[int, ...]:
-    """Return the indices of the tensors that nodes hold, each once; anything else holds none."""
+    """Return the indices of the tensors that these nodes hold, each once. Whatever is no node holds
+    none."""
     held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
     return tuple(dict.fromkeys(t for t in held if t is not None))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.step.dearest import make_dearest
+from memopt.step.costliest import make_costliest
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.tensors import conjugated, negated
@@ -154,7 +154,7 @@ class Answers(dict[Any, Any]):
     """A cache of answers about calls; it is emptied when it holds too many."""
 
     def find(self, key: Any, find: Callable[[], Any]) -> Any:
-        """Return the answer for a key, which `find` finds if it is unknown."""
+        """Return the answer for a key; compute it by `find` if it is not in the cache."""
         if key not in self:
             if len(self) >= _MOST_ANSWERS:
                 self.clear()
@@ -227,5 +227,5 @@ class StandIns:
         if one.text in self._given:
             return copied(self._given[one.text])
         args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
-        make_dearest(one.target, args)
+        make_costliest(one.target, args)
         return args, kwargs

@@ -41,8 +41,8 @@ class Update:
         self._run: weakref.ref[Run] | None = None
 
     def begin(self, run: Run) -> None:
-        """Begin a train step, which updates by `run`. It is held weakly, so that an interrupted
-        step does not seem to be running still."""
+        """Begin a train step, whose updates `run` makes. Only a weak reference to `run` is kept: a
+        step that was interrupted does not seem to be running still."""
         self._run = weakref.ref(run)
 
     def end(self) -> None:

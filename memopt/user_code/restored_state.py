@@ -72,7 +72,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._copies:
                 self._copies[key] = _copied(storage)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the sizes and the values of the copied storages."""
         for key, copy in self._copies.items():
             storage = self._storages[key]
@@ -115,7 +115,8 @@ def _storage(tensor: Any) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's values are; `resize_` changes all of it but the storage."""
+    """Return what says where a tensor's values lie: address, offset, sizes and strides. All four
+    may change in `resize_`."""
     return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -136,7 +137,7 @@ class _UserTensors:
         for tensor, *_ in self._flags:
             tensor.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the tensors, except for their values."""
         for tensor, data in self._places:
             if _place(tensor) != _place(data):
@@ -175,18 +176,18 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
             yield kept
     finally:
 
-        def put_back() -> None:
+        def restore_everything() -> None:
             settings()
             restore()
-            reached.put_back()
-            tensors.put_back()
-            kept.put_back()
+            reached.restore()
+            tensors.restore()
+            kept.restore()
 
         try:
-            put_back()
+            restore_everything()
         except BaseException:
             # Ctrl-C interrupted the restoring: restore everything again.
-            put_back()
+            restore_everything()
             raise
 
 

@@ -66,7 +66,8 @@ def fake_results_through(
                     return _in_whole_storage(result, args[0])
             if type(result) is tuple and returns_new_tensors(func):
                 with self:
-                    result = _apart(_asked(func, args, kwargs or {}, _placed(func, result)))
+                    whole = _asked_for(func, args, kwargs or {}, _placed(func, result))
+                    result = _in_own_storages(whole)
             if not wanted(func, result):
                 return result
             with self:
@@ -90,7 +91,7 @@ def returns_new_tensors(overload: Any) -> bool:
     return all(one.alias_info is None for one in schema_of(overload).returns)
 
 
-def _asked(
+def _asked_for(
     func: Any, args: Any, kwargs: Mapping[str, Any], results: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Return the fake results that a call asks for: some fake kernels (`grid_sample`'s backward)
@@ -112,7 +113,7 @@ def _placed(func: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_own_storages(results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a kernel's fake results in a storage each: the fake kernel of LSTM's backward on the
     CPU returns one tensor as the gradients of both biases, where the kernel returns two."""
     seen: set[int] = set()
