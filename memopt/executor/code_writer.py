@@ -17,6 +17,7 @@ from memopt.executor.values import Halves, argument_in, unpacked
 from memopt.executor.views import is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.step.backend import is_on_host
 from memopt.step.collectives import WAIT, is_wait, waited
 
 
@@ -88,6 +89,9 @@ class Writer(ExpressionWriter):
                 if self.arena is not None:
                     self.arena.before(self, "swap out", (tensor,))
                 base = self.value(self.lowering.bases[tensor])
+                if is_on_host(self.lowering.bases[tensor].meta["val"], self.lowering.device):
+                    self.emit(f"host_{tensor} = swap.stayed({base})")
+                    return
                 address = self.halves.host_placement.offsets[tensor]
                 self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
                 self.swapping_out.add(tensor)

@@ -48,7 +48,7 @@ class ExpressionWriter:
         self.looks: dict[Look, Node] = {}
         captured = halves.captured
         outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
-        self.results = {*outputs, *captured.gradients, *captured.ends}
+        self.results = {*outputs, *captured.gradients, *captured.other_results}
         self.outside = seen_outside(outputs, self.lowering.views)
         self.arena: ArenaWriter | None = None
         self._below = False

@@ -26,7 +26,8 @@ def other_parameters(
     optimizer: torch.optim.Optimizer,
     named: Iterable[tuple[str, nn.Parameter]],
 ) -> str | None:
-    """Return the first parameter that only one of an optimizer and the planned one trains.
+    """Say which parameter one of the two optimizers, this one and the planned one, trains and the
+    other does not; None: they train the same ones.
 
     Args:
         profiled: the planned step.
