@@ -86,7 +86,7 @@ class CellCache:
             encoded = self._operators if self._view.exact and not of_chain else self._encoded
             whole = {**found.plan, "chain" if of_chain else "graph": encoded}
             made = Plan.of(decode(Reader(whole, "cell")))
-            return Cell.of(label, self._ours(made, strategy), found.solve_time_s)
+            return Cell.of(label, self._as_solved_here(made, strategy), found.solve_time_s)
         except (OSError, PlanFileError):
             return None
 
@@ -116,8 +116,8 @@ class CellCache:
             tell_once("finished comparisons in", self._folder, "written", error)
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
-        told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
-        return self._folder / f"{digest(told)}.json"
+        parts = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
+        return self._folder / f"{digest(parts)}.json"
 
     @functools.cached_property
     def _operators(self) -> object:
@@ -125,7 +125,7 @@ class CellCache:
         assert isinstance(self._view, ChainGraph)
         return codec.encode(self._view.operators)
 
-    def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
+    def _as_solved_here(self, plan: Plan, strategy: Strategy) -> Plan:
         """Return a loaded plan as a solve of this comparison would have made it."""
         view, graph, on_chain = self._view, self._view.graph, strategy.needs == "chain"
         if isinstance(view, ChainGraph):

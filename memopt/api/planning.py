@@ -104,7 +104,7 @@ def plan(
             freed early. Their stand-ins raise NotReturnedError when used. In eval mode and without
             gradients everything is returned.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
-            `order` and `place` likewise.
+            `order` and `place` has as many.
         kernels: the kernels that operators run: "aten", torch's own, as in eager mode; "compiled",
             Inductor's fused ones wherever operators between matrix products, convolutions and
             attentions can be fused (they round otherwise, and draw other random numbers); "auto",
@@ -158,7 +158,7 @@ def solve(
     strategy: Strategy,
     **how: Any,
 ) -> Plan:
-    """Solve a cost model once; arguments as of `memopt.api.solving.solve`."""
+    """Solve a cost model once; the arguments are those of `memopt.api.solving.solve`."""
     return Plan.of(solve_record(cost_model, budget, strategy, **how))
 
 
@@ -183,9 +183,9 @@ def profile(
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Graph:
-    """Capture and price a model's training step, measured here or estimated for `device`; the
-    graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
-    `plan`."""
+    """Capture and price a model's training step, measured here or estimated for `device`; the graph
+    can be planned, linearized (`graph.to_chain()`) and saved without torch. The arguments are those
+    of `plan`."""
     target = planned_device(device, mode)
     step = StepOptions(loss_fn, targets, optimizer)
     pricing = Pricing(device, mode, kernels, cache)

@@ -194,6 +194,8 @@ class OwnCallsPlanner:
     made: Callable[[Plan], None] | None = None
     labelled: bool = True
     """Whether calls with `labels` compute their own loss."""
+    outputs: frozenset[int] = frozenset()
+    """The leaves of the output that the loss was seen to use; empty: unknown."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
@@ -201,8 +203,18 @@ class OwnCallsPlanner:
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
+    def guesses_loss(self, call: Call) -> bool:
+        """Whether a plan for the call is for the `loss` in its output."""
+        named = self.loss_fn is not None or self.request.step.returns == "loss"
+        return not named and (bool(self.outputs) or self.charges_loss(call))
+
+    def train_with(self, outputs: frozenset[int]) -> None:
+        """Plan for a loss that uses these leaves of the output, too, from now on."""
+        self.labelled = False
+        self.outputs |= outputs
+
     def promises(self) -> bool:
-        """Whether the user named a budget, other than the smallest."""
+        """Whether the user asked for a certain budget: neither none nor "min"."""
         return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
@@ -290,10 +302,13 @@ class OwnCallsPlanner:
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
         from memopt.capture.training_call import own_loss
+        from memopt.step.loss import LossOfOutputs
 
         loss_fn, targets = self.loss_fn, self.targets
         if loss_fn is None and self.charges_loss(call):
             loss_fn = own_loss
+        elif loss_fn is None and self.outputs:
+            loss_fn = LossOfOutputs(self.outputs)
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         limits, step = self.request.limits, self.request.step
@@ -326,10 +341,10 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
 
     text = ""
     if request.step.loss_fn is not None:
-        told = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if told is None:
+        known = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if known is None:
             return None
-        text = told
+        text = known
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:

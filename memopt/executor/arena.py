@@ -22,6 +22,7 @@ from memopt.errors import InvalidProgramError
 from memopt.executor.out_variants import OutVariant, out_variants_of
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.placed import ALIGNMENT_BYTES
+from memopt.step.backend import is_on_host
 from memopt.step.build import Lowering
 from memopt.step.signature import values_of
 from memopt.torch_private.modes import profiler_looks_on
@@ -95,7 +96,7 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
     at: dict[tuple[int, int], int] = {}
     for position, tensor, offset in program.offsets:
         like = _like(lowering, runs.get(position), out_variants, tensor)
-        if tensor in results or like is None or like.numel() == 0:
+        if tensor in results or like is None or like.numel() == 0 or is_on_host(like, device):
             continue
         if offset % ALIGNMENT_BYTES:
             name = lowering.graph.tensors[tensor].name

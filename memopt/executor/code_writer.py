@@ -27,6 +27,7 @@ from memopt.executor.values import (
 from memopt.executor.views import Look, is_laid_out_one_way, look_of, looked
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.step.backend import is_on_host
 from memopt.step.collectives import WAIT, is_wait, waited
 from memopt.step.in_place import in_place_call
 
@@ -54,7 +55,7 @@ class Writer:
         self.looks: dict[Look, Node] = {}
         captured = halves.captured
         self.outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
-        self.results = {*self.outputs, *captured.gradients, *captured.ends}
+        self.results = {*self.outputs, *captured.gradients, *captured.other_results}
         self.arena: ArenaWriter | None = None
         self.position = 0
 
@@ -194,6 +195,9 @@ class Writer:
                 if self.arena is not None:
                     self.arena.before(self, "swap out", (tensor,))
                 base = self.value(self.lowering.bases[tensor])
+                if is_on_host(self.lowering.bases[tensor].meta["val"], self.lowering.device):
+                    self.emit(f"host_{tensor} = swap.stayed({base})")
+                    return
                 address = self.halves.host_placement.offsets[tensor]
                 self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
                 self.swapping_out.add(tensor)

@@ -86,7 +86,7 @@ def _backward(
         given = {i for positions in complete.values() for i in positions}
         _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
         return writer
-    results = (*halves.gradients, *halves.captured.ends)
+    results = (*halves.gradients, *halves.captured.other_results)
     gradients = [writer.argument(g) for g in results]
     writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()")
     return writer

@@ -67,8 +67,8 @@ Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.T
 
 @functools.cache
 def looked() -> Looked:
-    """Return a function that makes a view by shape, strides and offset; for plain tensors it
-    bypasses dispatcher and autograd."""
+    """Return the function that makes strided views of a tensor by shape, strides and offset. For
+    plain tensors it is the one that bypasses dispatcher and autograd."""
     native = private("torch._C._dynamo.guards._reinterpret_tensor")
 
     def look(

@@ -19,7 +19,7 @@ class Variant:
         time_s: seconds.
         workspace_bytes: peak during the call minus its outputs, bytes.
         in_place: tensors whose storage its first output may take over.
-        on_host: as of `Implementation`.
+        on_host: as in `Implementation`.
     """
 
     reads: tuple[int, ...]

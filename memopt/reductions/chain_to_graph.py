@@ -59,7 +59,7 @@ _BACKWARDS = {
 
 @dataclass(frozen=True)
 class ChainGraph(ChainView):
-    """A chain and the graph made of it; see the module."""
+    """A chain, and the equivalent graph that `chain_to_graph` makes of it."""
 
     exact: ClassVar[bool] = True
 

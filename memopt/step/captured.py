@@ -94,7 +94,7 @@ class Captured:
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
         outputs: facts about the leaves of the output.
-        ends: results of the backward part besides gradients (whole steps).
+        other_results: results of the backward part besides gradients (whole steps).
         effects: the forward's side effects. If the graph returns values for them, `compiled`
             returns a pair of the model's output and these values.
     """
@@ -114,7 +114,7 @@ class Captured:
     dependencies: Dependencies = field(default_factory=Dependencies)
     trace: str = ""
     outputs: TracedOutputs = NO_OUTPUTS
-    ends: tuple[Any, ...] = ()
+    other_results: tuple[Any, ...] = ()
     effects: SideEffects = NO_EFFECTS
 
     @property

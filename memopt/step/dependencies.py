@@ -106,7 +106,8 @@ class Dependencies:
         return next((source for source, known in self.tensors if known is tensor), "")
 
     def with_others(self, others: Iterable[Dependency]) -> Dependencies:
-        """Return the union with other dependencies; of two equal looks, this object's stays."""
+        """Return these dependencies and others; where both look at the same thing, this object's
+        dependency is kept."""
         every = {dependency.look: dependency for dependency in (*others, *self.items)}
         return replace(self, items=tuple(every.values()))
 
@@ -156,7 +157,7 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
 
 
 class _Looks:
-    """Source lines that take looks one after another."""
+    """Writes the source of the function that checks all dependencies, one after the other."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.lines: list[str] = []

@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 
 class LastAnswer(Generic[T]):
-    """Remembers the answer to the last question: a plan is named, found again and wrapped, each
-    time lowered and checked."""
+    """A cache of one answer: planning asks for the same plan several times in a row, and lowering
+    and checking it take long."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[object, ...], T] | None = None
 
     def of(self, question: tuple[object, ...], find: Callable[[], T]) -> T:
-        """Return the answer, found anew for another question."""
+        """Return the answer to a question; find it if the question is not the last one."""
         if self._last is None or self._last[0] != question:
             self._last = question, find()
         return self._last[1]
