@@ -204,7 +204,7 @@ class PlannedModule(nn.Module):
         calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
             _warn_of_gradients(self, self.__dict__["_memopt_spare"])
-        held = [p.value(model, ()) for p in captured.primals if p.held]
+        held = captured.held_values(model, ())
 
         def used(why: str) -> None:
             # Such calls are made to be differentiated: they run unplanned from now on.
