@@ -72,10 +72,10 @@ class RotorMenus(Strategy):
         deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
         best, least_s = Incumbent(graph, budget_bytes), time_lower_bound(graph)
         if budget_bytes is None:
-            program, exact = fastest_program(graph, self.allowed)
+            fastest, exact = fastest_program(graph, self.allowed)
             if exact:
-                return unlimited(graph, program)
-            best.offer(program)
+                return unlimited(graph, fastest)
+            best.offer(fastest)
             budget_bytes = memory_upper_bound(graph)
         view = linearize(graph)
         program, smallest = rotor_programs(graph, budget_bytes, view, deadline)
