@@ -76,7 +76,7 @@ class BinaryProgram:
     count: int = 0
 
     def amount(self, cost: float = 0.0) -> int:
-        """Add a continuous variable from 0 on, for rows that are not of memory."""
+        """Add a continuous variable of at least 0. Memory rows cannot contain it."""
         added = self.variable(cost)
         self.amounts.add(added)
         return added

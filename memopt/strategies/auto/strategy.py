@@ -123,8 +123,8 @@ class Auto(Strategy):
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
     if progress is None:
         return None
-    told = progress
-    return lambda fraction, what: told((index + fraction) / count, f"{name}: {what}")
+    whole = progress
+    return lambda fraction, what: whole((index + fraction) / count, f"{name}: {what}")
 
 
 def _without_plan(outcomes: list[MemberOutcome], left: bool, stats: dict[str, object]) -> Solution:

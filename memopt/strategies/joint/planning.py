@@ -278,7 +278,7 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Recompute to meet larger budgets; the mover does the rest."""
+        """Offer Rotor's programs within larger budgets; the mover makes them fit by transfers."""
         if self.deadline.passed(0.5, "joint: larger budgets"):
             return
         timeline = replay(self.graph, self.small[0])
@@ -334,7 +334,7 @@ class JointPlanning:
         return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
 
     def _finish(self, search: LocalSearch) -> None:
-        """Take the result of a local search."""
+        """Take over the best program of a finished local search."""
         self.changes_tried += search.tried
         if search.best is None:
             return

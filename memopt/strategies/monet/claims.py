@@ -34,7 +34,8 @@ def counted_exactly(graph: Graph) -> bool:
 def solution(
     graph: Graph, program: Program, bound_s: float, proved: float, stats: dict[str, object]
 ) -> Solution:
-    """Return the `solution_of` a program that moves nothing."""
+    """Return the solution that consists of a program without transfers, see `solution_of` in
+    `memopt.strategies.base`."""
     return solution_of(program, replay(graph, program), bound_s, proved, stats)
 
 

@@ -103,8 +103,8 @@ class GraphStrategy(Strategy):
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
-        """Offer `best` programs of a graph that is too large for `search`; return a bound in s for
-        every plan of the strategy's class."""
+        """Search programs of a graph that is too large for `search`, and offer them to `best`.
+        Return a bound in s for every plan of the strategy's class; None if there is none."""
         return None
 
     def solve(
@@ -240,7 +240,8 @@ class GraphStrategy(Strategy):
     def _smallest(
         self, coarse: Coarsening, smallest: Program, limit_s: float, progress: Progress | None
     ) -> Program:
-        """Return the program of the smallest peak known, or that of a search for it."""
+        """Search for a program of a smaller peak than the smallest one known; return the smaller of
+        both."""
         found = self.least(coarse.graph, LEAST_SHARE * limit_s, progress)
         if found is None:
             return smallest
