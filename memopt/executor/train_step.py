@@ -310,14 +310,13 @@ class TrainStep:
         for primal, gradient in zip(captured.primals, gradients, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient
-        leaves = call.leaves
-        pass_on(
-            [
-                (leaves[primal.index], gradient)
-                for primal, gradient in zip(captured.primals, gradients, strict=True)
-                if primal.index is not None and gradient is not None
-            ]
-        )
+        given = [
+            (call.leaves[primal.index], gradient)
+            for primal, gradient in zip(captured.primals, gradients, strict=True)
+            if primal.index is not None and gradient is not None
+        ]
+        del results, gradients, gradient
+        pass_on(given)
         if rules.scaled:
             self._scaling.update(not self.skipped)
         changes.complete = True
