@@ -104,7 +104,7 @@ class Auto(Strategy):
             except KeyboardInterrupt:
                 break
             (at_once if over else outcomes).append(outcome)
-            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-9):
+            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-12):
                 break
         tried = tuple(outcome.line for outcome in outcomes)
         asked = {outcome.name for outcome in outcomes}
@@ -123,8 +123,8 @@ class Auto(Strategy):
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
     if progress is None:
         return None
-    told = progress
-    return lambda fraction, what: told((index + fraction) / count, f"{name}: {what}")
+    whole = progress
+    return lambda fraction, what: whole((index + fraction) / count, f"{name}: {what}")
 
 
 def _without_plan(outcomes: list[MemberOutcome], left: bool, stats: dict[str, object]) -> Solution:
@@ -155,7 +155,7 @@ def _with_plan(
     slower = sorted(
         (o for o in outcomes if o.plans and o is not best), key=lambda outcome: outcome.time_s
     )
-    if best.time_s <= least_s * (1 + 1e-9):
+    if best.time_s <= least_s * (1 + 1e-12):
         reason = f"{best.name}: nothing runs twice or waits, so no plan is faster"
     elif slower and slower[0].time_s > best.time_s:
         ratio = slower[0].time_s / best.time_s - 1
