@@ -19,9 +19,9 @@ from memopt.models.chain import Chain
 NO_SAVE, CHECKPOINT, ALL, BACKWARD, DROP_A, DROP_SAVED = range(6)
 PERSISTENT, REVOLVE, OPTIMAL, FREE, LAZY = range(5)
 """Classes: Definition 4.1; that with F_all^ℓ only right before B^ℓ; Definition 4.3, without F_∅^ℓ
-while ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but a
-forward only runs on from the highest value below what the next backward lacks, and every ā is there
-for its own backward."""
+while ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but
+a forward only runs on from the highest value below what the next backward lacks, and every ā is
+there for its own backward."""
 
 WIDTH = 12
 """Bits of a set: stages 0 to 11."""
