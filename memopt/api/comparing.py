@@ -42,6 +42,7 @@ FAST = (
     "vdnn",
     "dynprog",
     "tflms",
+    "auto",
 )
 """The strategies compared by default: they take seconds for a model, not minutes."""
 
@@ -283,6 +284,8 @@ class _Table:
                 view=self.view,
             )
         except InfeasibleBudgetError as error:
+            if not error.proved:
+                return empty(Status.UNKNOWN, str(error), error.smallest_budget_bytes)
             return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))

@@ -50,7 +50,7 @@ M = TypeVar("M", bound="nn.Module")
 def wrap(
     model: M,
     budget: int | float | str | None = None,
-    strategy: str | Strategy = "rotor",
+    strategy: str | Strategy = "auto",
     *,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]] = (),

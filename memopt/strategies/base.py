@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
@@ -77,6 +77,8 @@ class Strategy(ABC):
         references: the papers it implements.
         decides_in_place: whether its programs say what is computed in place; else planning does
             that wherever a program allows it.
+        refines_smallest: whether `budget="min"` also searches within less than the smallest budget
+            that a solution names.
     """
 
     name: ClassVar[str]
@@ -84,11 +86,16 @@ class Strategy(ABC):
     features: ClassVar[Features] = Features()
     references: ClassVar[tuple[str, ...]] = ()
     decides_in_place: ClassVar[bool] = False
+    refines_smallest: ClassVar[bool] = True
 
     def only_exact_implementations(self) -> bool | None:
         """Tell whether `memopt.plan`, looking for alternatives of operators, leaves out
         implementations that change rounding; None: it does not look for any."""
         return None
+
+    def wants_implementations(self, step_s: float) -> bool:
+        """Tell whether a step of so many seconds is worth looking for alternatives."""
+        return True
 
     @property
     def plans_forward(self) -> bool:
@@ -142,3 +149,19 @@ class Strategy(ABC):
             time_limit_s: seconds to spend at most, where the strategy can stop early.
             progress: called now and then.
         """
+
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        """Plan as `solve` does; `known` are programs of the graph within the budget, the fastest
+        first, from which a strategy that improves programs starts."""
+        return self.solve(
+            cost_model, budget_bytes, device=device, time_limit_s=time_limit_s, progress=progress
+        )

@@ -71,10 +71,12 @@ class Planning:
 
     def smallest(self) -> tuple[int, Solution] | None:
         """Return (the smallest budget that the strategy can meet, total bytes; the plan for it)."""
-        budget_bytes = self._smallest_budget()
+        budget_bytes = self.smallest_budget()
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
+        if not self.target.strategy.refines_smallest:
+            return budget_bytes, solution
         # With in-place outputs, the plan may need less than the budget it was searched for; and a
         # search within less may find a plan that the one for the smallest budget missed.
         for _ in range(MOST_SEARCHES):
@@ -90,7 +92,8 @@ class Planning:
         # Whoever asks again gets this plan, also to reorder it.
         return self._kept(budget_bytes, solution), solution
 
-    def _smallest_budget(self) -> int | None:
+    def smallest_budget(self) -> int | None:
+        """Return the smallest budget that the strategy names, total bytes, if it knows any."""
         view = self.target.linearized
         if view is not None:
             found = smallest_budget(view, self.attempt)

@@ -74,6 +74,7 @@ class JointPlanning:
         changes: the most changes that each annealing tries.
         seed: the local search's.
         least_bytes: tensors smaller than this never move; None: as SMALL says.
+        known: programs to start from, in place of those of strategies for chains.
     """
 
     graph: Graph
@@ -92,6 +93,7 @@ class JointPlanning:
     decisions: tuple[Decisions, Moved] | None = None
     changes_tried: int = 0
     least_bytes: int | None = None
+    known: tuple[Program, ...] = ()
     stats: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,6 +134,9 @@ class JointPlanning:
         """Plan, and return the solution with its proof."""
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
+        for program in self.known:
+            self.offer(program, "known")
+            self._seed(program)
         possible = memory_lower_bound(self.graph) <= self.limit_bytes
         if not self.done and possible and not self._deep(members):
             self._relax()
@@ -141,7 +146,7 @@ class JointPlanning:
             )
             if not self.done:
                 # First, since what it learns about stages also serves the larger budgets.
-                self._start([member for member in chains if not self.near])
+                self._start([member for member in chains if not (self.near or self.known)])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
