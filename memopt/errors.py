@@ -39,6 +39,10 @@ class InfeasibleBudgetError(MemoptError):
         )
 
 
+class TableTooLargeError(MemoptError, MemoryError):
+    """A dynamic program's tables would need more memory than they may; they were not made."""
+
+
 class CaptureError(MemoptError):
     """The model cannot be captured as one graph; the message names the place and the remedy."""
 

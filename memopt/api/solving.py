@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -153,17 +155,21 @@ def solve(
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
 
+    limit_s = math.inf if time_limit_s is None else time_limit_s
+    end_s = time.monotonic() + limit_s
+
     def attempt(budget_bytes: int | None) -> Solution:
+        # All attempts share the time.
         return strategy.solve(
             target.solved,
             budget_bytes,
             device=device,
-            time_limit_s=time_limit_s,
+            time_limit_s=None if time_limit_s is None else max(0.0, end_s - time.monotonic()),
             progress=progress,
         )
 
     budget_bytes: int | None
-    attempts = Planning(target, device, attempt)
+    attempts = Planning(target, device, attempt, end_s)
     if budget == MINIMUM:
         least = attempts.smallest()
         if least is None:

@@ -183,9 +183,7 @@ def _in_order(
     return tuple(sorted(members, key=lambda member: rank[member.strategy.name]))
 
 
-def _solution(
-    search: Portfolio, members: Sequence[Member], refused: tuple[str, ...]
-) -> Solution:
+def _solution(search: Portfolio, members: Sequence[Member], refused: tuple[str, ...]) -> Solution:
     """Return the search's solution, with what each member did."""
     asked = {outcome.name for outcome in search.outcomes}
     left = tuple(m.strategy.name for m in members if m.strategy.name not in asked)

@@ -343,7 +343,7 @@ class JointPlanning:
         for program in programs[1:]:
             self._seed(program)
         starts = [self.table.runs_of(self.small[0]), *self.runs]
-        runs, least_bytes = least_memory(self.mover, starts)
+        runs, least_bytes = least_memory(self.mover, starts, self.deadline)
         found = program_within(self.mover, runs, max(least_bytes, self.limit_bytes))
         return smaller(self.mover, [found, *programs])
 

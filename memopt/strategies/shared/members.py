@@ -14,6 +14,7 @@ from memopt.models.status import Status
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.chain_view import ChainView
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
@@ -92,7 +93,7 @@ class Member:
 
         note = ""
         try:
-            solution = self.target.solve(budget_bytes, attempt)
+            solution = self.target.solve(budget_bytes, attempt, Deadline(begin + share_s))
             solution, note = self._checked(solution, budget_bytes, device)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
