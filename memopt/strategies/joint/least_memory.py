@@ -38,7 +38,7 @@ def least_memory(
     going = True
     large = len(mover.table.graph.operators) > LARGE
     until = deadline if deadline is not None and large else Deadline()
-    while going and tried < CHANGES:
+    while going and tried < CHANGES and until.left_s:
         going = False
         at = Decisions(mover.used(runs), nothing, nothing)
         for change in Neighbourhood(mover, at, None, rng).changes():

@@ -144,6 +144,7 @@ class GraphStrategy(Strategy):
         too_slow = _building_s(coarse.graph) > SEARCH_SHARE * deadline.left_s
         # Without a start, the search leaves time for a plan of the smallest peak.
         search_s = limit_s if best.program is not None else limit_s * (1 - LEAST_SHARE)
+        search_s = 0.0 if too_slow else search_s
         status, found, bound_s, whole_s = Status.UNKNOWN, None, None, None
         impossible = memory_lower_bound(graph) > limit_bytes
         if not ((exact and not too_slow) or impossible):
@@ -152,9 +153,7 @@ class GraphStrategy(Strategy):
         until = Deadline(begin + search_s, progress)
         if impossible:
             status, proves = Status.INFEASIBLE, True
-        elif (
-            not (too_slow or best.near(whole_s, CLOSE) or (whole_s and too_large)) and until.left_s
-        ):
+        elif until.left_s and not (best.near(whole_s, CLOSE) or (whole_s and too_large)):
             status, found, bound_s = self.search(coarse.graph, limit_bytes, until)
             stats["solver"] = str(status)
         if bound_s is not None and not proves:
