@@ -183,7 +183,7 @@ def solve(
     finished = finish(target, solution, limit, device, passes, time_limit_s)
     if isinstance(finished, Solution):
         raise infeasible(finished, budget_bytes, strategy, graph, profiled)
-    return _record(target, finished, limit, baseline, device, profiled)
+    return finished_record(target, finished, limit, baseline, device, profiled)
 
 
 def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures:
@@ -195,7 +195,7 @@ def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures
     return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
 
 
-def _record(
+def finished_record(
     target: Target,
     finished: FinishedProgram,
     budget: Budget,

@@ -97,6 +97,25 @@ class Strategy(ABC):
         """Tell whether a step of so many seconds is worth looking for alternatives."""
         return True
 
+    def at_first(self) -> Strategy | None:
+        """Return the same strategy, but with a plan at once, which this one improves; None: there
+        is none."""
+        return None
+
+    def improved_by(self) -> Strategy | None:
+        """Return the strategy that this one is the `at_first` of; None: it is of none."""
+        return None
+
+    def worth_improving(self, step_s: float, bound_s: float, limit_s: float | None) -> bool:
+        """Tell whether a plan of `at_first` is worth a search.
+
+        Args:
+            step_s: the time of its step, seconds.
+            bound_s: a lower bound on any step's time.
+            limit_s: the time that the user gives the search, if that is given.
+        """
+        return False
+
     @property
     def plans_forward(self) -> bool:
         """Tell whether its plans may need less memory, without a backward, than running every

@@ -71,12 +71,14 @@ class Auto(Strategy):
             above, and 60 for members of your own.
         gap: share of the bound by which the plan may be slower where the search ends.
         host_budget_bytes: the most that may be on the host at once; None: no limit.
+        at_once: ask only members that have a plan at once.
     """
 
     members: tuple[Strategy, ...] = ()
     time_limit_s: float | None = None
     gap: float = 0.01
     host_budget_bytes: int | None = None
+    at_once: bool = False
 
     name: ClassVar[str] = "auto"
     needs: ClassVar[str] = "any"
@@ -101,6 +103,17 @@ class Auto(Strategy):
 
     def wants_implementations(self, step_s: float) -> bool:
         return worth_s(MOST_SAVED * step_s) > 0
+
+    def at_first(self) -> Strategy | None:
+        return None if self.members or self.at_once else replace(self, at_once=True)
+
+    def improved_by(self) -> Strategy | None:
+        return replace(self, at_once=False) if self.at_once else None
+
+    def worth_improving(self, step_s: float, bound_s: float, limit_s: float | None) -> bool:
+        limited = limit_s is not None or self.time_limit_s is not None
+        near = step_s <= bound_s * (1 + self.gap)
+        return not near and (limited or worth_s(step_s - bound_s) > 0)
 
     def candidates(
         self, device: Device | None, cost_model: CostModel | None = None
@@ -137,6 +150,8 @@ class Auto(Strategy):
             refused += without
         if not self.members and isinstance(cost_model, Graph) and not forward:
             members = _in_order(members, cost_model, budget_bytes)
+        if self.at_once:
+            members = tuple(member for member in members if member.quick)
         search = self._portfolio(cost_model, budget_bytes, device, time_limit_s, progress)
         search.run(members)
         return _solution(search, members, refused)
