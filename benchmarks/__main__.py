@@ -11,7 +11,8 @@ import sys
 import time
 
 NAMES = (
-    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_grid", "offload_paper",
+    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_portfolio", "limits",
+    "offload_paper",
     "offload_solve", "olla_tables", "olla_steps", "olla_programs", "minimalloc",
     "hard_placements", "forward_graphs", "joint_tables", "joint_deep", "joint_pictures",
     "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
