@@ -9,8 +9,10 @@ from memopt.api.comparing import compare as compare
 from memopt.api.comparison import Cell as Cell
 from memopt.api.comparison import Comparison as Comparison
 from memopt.api.curve import curve as curve
+from memopt.api.deferred import DeferredPlan as DeferredPlan
 from memopt.api.fits import Fits as Fits
 from memopt.api.fits import fits as fits
+from memopt.api.opaque import opaque as opaque
 from memopt.api.plan import Plan as Plan
 from memopt.api.plan import load as load
 from memopt.api.planning import plan as plan
@@ -35,6 +37,8 @@ from memopt.models.device import Device as Device
 from memopt.models.graph import Graph as Graph
 from memopt.models.graph import Operator as Operator
 from memopt.models.graph import Tensor as Tensor
+from memopt.models.instances import PaperInstance as PaperInstance
+from memopt.models.instances import instances as instances
 from memopt.models.mesh import Mesh as Mesh
 from memopt.models.network import Network as Network
 from memopt.programs.instructions import Program as Program

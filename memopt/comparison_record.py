@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.budget import format_bytes, parse_budget
 from memopt.plan_record import BaselineFigures, PlanRecord
 from memopt.strategies import Status
+
+_ROUNDING = 1e-9
 
 AnyCell = TypeVar("AnyCell", bound="CellRecord", covariant=True)
 
@@ -22,17 +25,19 @@ class CellRecord:
         strategy: its name (with its parameters, where two of one name are compared).
         budget_bytes: None: no limit.
         status: OPTIMAL (in the strategy's class), FEASIBLE, INFEASIBLE, or UNKNOWN: stopped
-            before it found a plan, or it cannot plan this model (`note` says why).
+            before it found a plan, or it cannot plan this model.
         solve_time_s: seconds that planning took.
         peak_bytes: replayed peak; this and the next four fields are None without a plan.
         step_time_s: replayed step time, seconds.
         overhead: extra time over running every operator once, as a share of that.
         lower_bound_s: no plan of the strategy's class within the budget is faster; seconds.
-        gap: (step_time_s - lower_bound_s) / lower_bound_s.
+        gap: (step_time_s - least) / least, where `least` holds for plans of every kind: each
+            operator that the step needs, once, the fastest way.
         smallest_budget_bytes: without a plan, the smallest budget known to be feasible.
         measured_peak_bytes: of a real step; None unless run.
         measured_time_s: median of real steps, seconds; None unless run.
         note: why there is no plan.
+        applies: False: the strategy cannot plan this model; `note` says why.
         plan: the plan; None without one.
     """
 
@@ -49,6 +54,7 @@ class CellRecord:
     measured_peak_bytes: int | None = None
     measured_time_s: float | None = None
     note: str = ""
+    applies: bool = True
     plan: PlanRecord | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -63,9 +69,19 @@ class CellRecord:
             plan.step_time_s,
             plan.overhead,
             plan.lower_bound_s,
-            plan.gap,
+            max(0.0, relative_gap(plan.step_time_s, time_lower_bound(plan.graph))),
             plan=plan,
         )
+
+    @property
+    def verdict(self) -> str:
+        """Return the status in a word or two, for people: "optimal" where no plan of any kind is
+        faster, "best of class" where none of the strategy's own class is."""
+        if not self.applies:
+            return "n/a"
+        if self.status is Status.OPTIMAL and (self.gap or 0.0) > _ROUNDING:
+            return "best of class"
+        return self.status.value
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class ComparisonRecord(Generic[AnyCell]):
         compute_time_s: the time of every operator run once, seconds.
         measured_baseline: the step without memopt, measured beside the plans; None unless run.
         complete: False: interrupted, and cells (or measurements) are missing.
+        left_out: which strategies are not compared by default, and why, for people.
     """
 
     cells: tuple[AnyCell, ...]
@@ -85,6 +102,7 @@ class ComparisonRecord(Generic[AnyCell]):
     compute_time_s: float
     measured_baseline: BaselineFigures | None = None
     complete: bool = True
+    left_out: tuple[str, ...] = ()
 
     @property
     def budgets(self) -> tuple[int | None, ...]:

@@ -1,7 +1,8 @@
 """The demo: two real models, trained eagerly and under memopt at three budgets, side by side.
 
 Weights are random. Data come with installed packages: scikit-learn's digits for ResNet-50, the
-text of Python's own documentation, byte by byte, for a 12-layer GPT-2.
+text of Python's own documentation, byte by byte, for a 12-layer GPT-2. Without transformers and
+torchvision it is one model, a decoder in plain torch.
 """
 
 from __future__ import annotations
@@ -9,20 +10,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from operator import truediv
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from memopt.api.plan import Plan
 from memopt.api.planning import plan as make_plan
-from memopt.commands.torchvision import REMEDY, without_broken_torchvision
+from memopt.demo_models import DemoTask, tasks
 from memopt.executor.check import unmetered_bytes
 from memopt.models.budget import format_bytes
 from memopt.pricing.memory import MemoryUse, metered
@@ -35,86 +34,6 @@ ROUNDS = 7
 FIRST = "sequential"
 """The strategy of the first plan: it solves without compiling anything."""
 SHARES = (0.6, 0.3, 0.0)
-_MISSING = "the demo needs {name}; install it with: pip install 'memopt[dev]' torchvision"
-
-
-@dataclass(frozen=True)
-class DemoTask:
-    """A model, an endless stream of batches, and its loss: `loss(model, batch)`."""
-
-    name: str
-    model: nn.Module
-    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-    loss: Callable[[Any, Tensor], Tensor]
-
-
-def resnet50(batch: int = 8, size: int = 128) -> DemoTask:
-    """Make torchvision's ResNet-50 on scikit-learn's digits, enlarged to size x size."""
-    try:
-        # Neither package has type information.
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-        from torchvision import models  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(_MISSING.format(name="torchvision and scikit-learn")) from error
-    torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            chosen = torch.randint(len(images), (batch,), generator=generator)
-            small = images[chosen, None].expand(-1, 3, -1, -1)
-            yield functional.interpolate(small, size=(size, size)), labels[chosen]
-
-    return DemoTask(
-        f"ResNet-50, {batch} images of {size} x {size}",
-        models.resnet50(num_classes=10),
-        batches,
-        functional.cross_entropy,
-    )
-
-
-def gpt2(batch: int = 4, length: int = 128) -> DemoTask:
-    """Make Hugging Face's GPT-2, 12 layers, d = 256, on the bytes of Python's documentation."""
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel
-    except ImportError as error:
-        raise ImportError(_MISSING.format(name="transformers")) from error
-    from pydoc_data import topics
-
-    torch.manual_seed(0)
-    text = "\n".join(topics.topics.values()).encode("ascii", "ignore")
-    tokens = torch.tensor(list(text), dtype=torch.long)
-    config = GPT2Config(
-        n_layer=12,
-        n_embd=256,
-        n_head=8,
-        n_positions=length,
-        vocab_size=256,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
-            rows = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])
-            yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    return DemoTask(
-        f"GPT-2, 12 layers, d=256, {batch} x {length} bytes of text",
-        GPT2LMHeadModel(config),
-        batches,
-        _token_loss,
-    )
-
-
-def _token_loss(output: Any, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 def _steps(
@@ -249,10 +168,8 @@ def _difference(expected: list[dict[str, Tensor]], found: list[dict[str, Tensor]
 
 def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
     """Draw memory over the step at each model's smallest budget, beside the unplanned order."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError("the picture needs matplotlib: pip install 'memopt[plots]'") from error
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(len(plans), 1, figsize=(9, 3.6 * len(plans)), squeeze=False)
     for (name, made), ax in zip(plans.items(), axes[:, 0], strict=True):
         least = list(made.values())[-1]
@@ -271,10 +188,9 @@ def main(path: Path = Path("out/demo.png")) -> None:
     console = Console()
     drawn: dict[str, dict[str, Plan]] = {}
     begin = time.perf_counter()
-    with without_broken_torchvision() as fault:
-        tasks = [gpt2()] if fault else [gpt2(), resnet50()]
-    if fault:
-        console.print(f"ResNet-50 is left out: torchvision fails ({fault}); {REMEDY}", style="red")
+    models, missing = tasks()
+    for line in missing:
+        console.print(line, highlight=False)
 
     def made_one(name: str, plan: Plan) -> None:
         spent = time.perf_counter() - begin
@@ -283,7 +199,7 @@ def main(path: Path = Path("out/demo.png")) -> None:
         )
         console.print(f"  {spent:3.0f} s  {name}: {peaks}", highlight=False)
 
-    for number, task in enumerate(tasks):
+    for number, task in enumerate(models):
         console.print(f"[bold]{task.name}[/bold]: capturing, measuring, planning ...")
         if number == 0:
             made_one(f"{FIRST}, estimated", first_plan(task))
@@ -291,12 +207,16 @@ def main(path: Path = Path("out/demo.png")) -> None:
         console.print(f"  running {ROUNDS} rounds of eager and {len(plans)} plans, in turn ...")
         console.print(compare(task, plans))
         drawn[task.name] = plans
-    draw(drawn, path)
+    try:
+        draw(drawn, path)
+        picture = f"Picture: {path}"
+    except ImportError:
+        picture = "No picture: it needs matplotlib (pip install matplotlib)"
     seconds = time.perf_counter() - begin
     console.print(
         f"Totals include parameters. 'time / eager' is the median of {ROUNDS} interleaved rounds, "
         f"'spread' their range. 'gradient diff' is the largest difference from eager over three "
-        f"optimizer steps. Picture: {path} ({seconds:.0f} s in all)"
+        f"optimizer steps. {picture} ({seconds:.0f} s in all)"
     )
 
 

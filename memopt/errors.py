@@ -63,6 +63,10 @@ class ExecutionError(MemoptError):
     """A planned step cannot go on (saved state gone, parameter changed, double backward...)."""
 
 
+class NotYetPlannedError(MemoptError, AttributeError):
+    """A plan made without inputs was asked for figures before its first training step."""
+
+
 class RankError(MemoptError):
     """Ranks that plan or run one step together differ, or one of them failed."""
 

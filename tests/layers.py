@@ -113,9 +113,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.models",
         "memopt.pricing",
         "memopt.executor",
-        "memopt.commands",
         "memopt.api",
+        "memopt.demo_models",
     ),
+    "memopt.demo_models": ("memopt.commands",),
     "memopt.cli": ("memopt", "memopt.commands", "memopt.demo"),
     "memopt.__main__": ("memopt.cli",),
     "memopt": (

@@ -23,6 +23,7 @@ from memopt.models.device import Device
 from memopt.models.folders import default_directory, drop_oldest, tell_once
 from memopt.models.reader import Reader, canonical, digest, parse
 from memopt.plan_record import BaselineFigures
+from memopt.reductions.chain_to_graph import ChainGraph
 from memopt.strategies import STRATEGIES, Status, Strategy
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ class CellCache:
         self._view = view
         self._profiled, self._baseline = profiled, baseline
         self._folder = (folder or default_directory()) / "cells-v1"
-        self._kind = "chain" if view.exact else "graph"
         self._encoded = codec.encode(view.chain if view.exact else view.graph)
         whole = [code_digest(), self._encoded, codec.encode(device), repr(time_limit_s)]
         self._key = digest(whole)
@@ -82,8 +82,11 @@ class CellCache:
                     found.solve_time_s,
                     smallest_budget_bytes=found.smallest_budget_bytes,
                 )
-            made = Plan.of(decode(Reader({**found.plan, self._kind: self._encoded}, "cell")))
-            return Cell.of(label, self._ours(made, strategy), found.solve_time_s)
+            of_chain = self._view.exact and found.plan["program"] is None
+            encoded = self._operators if self._view.exact and not of_chain else self._encoded
+            whole = {**found.plan, "chain" if of_chain else "graph": encoded}
+            made = Plan.of(decode(Reader(whole, "cell")))
+            return Cell.of(label, self._as_solved_here(made, strategy), found.solve_time_s)
         except (OSError, PlanFileError):
             return None
 
@@ -113,17 +116,26 @@ class CellCache:
             tell_once("finished comparisons in", self._folder, "written", error)
 
     def _path(self, strategy: Strategy, budget: int | str | None) -> Path:
-        told = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
-        return self._folder / f"{digest(told)}.json"
+        parts = [self._key, type(strategy).__name__, repr(strategy), repr(budget)]
+        return self._folder / f"{digest(parts)}.json"
 
-    def _ours(self, plan: Plan, strategy: Strategy) -> Plan:
+    @functools.cached_property
+    def _operators(self) -> object:
+        """The graph of a bare chain's operators, encoded."""
+        assert isinstance(self._view, ChainGraph)
+        return codec.encode(self._view.operators)
+
+    def _as_solved_here(self, plan: Plan, strategy: Strategy) -> Plan:
         """Return a loaded plan as a solve of this comparison would have made it."""
-        on_chain = self._view.exact or strategy.needs == "chain"
+        view, graph, on_chain = self._view, self._view.graph, strategy.needs == "chain"
+        if isinstance(view, ChainGraph):
+            on_chain = plan.is_of_chain
+            graph = view.graph if on_chain else view.operators
         return replace(
             plan,
             strategy=strategy,
-            graph=self._view.graph,
-            chain=self._view.chain if on_chain else None,
+            graph=graph,
+            chain=view.chain if on_chain else None,
             baseline=self._baseline,
             profiled=self._profiled,
             record=None if self._profiled is None else self._profiled.record,

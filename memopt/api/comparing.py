@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memopt.reductions.chain_view import ChainView
     from memopt.step.profiled import Profiled
 
-FAST = (
+DEFAULT = (
     "store-all",
     "sequential",
     "revolve",
@@ -42,9 +42,14 @@ FAST = (
     "vdnn",
     "dynprog",
     "tflms",
-    "auto",
+    "offload-graph",
+    "monet",
+    "olla",
 )
-"""The strategies compared by default: they take seconds for a model, not minutes."""
+"""The strategies compared by default: every family but joint and auto, which run others."""
+
+DEFAULT_LIMIT_S = 10.0
+"""Seconds for each cell of a default comparison, where no limit is given."""
 
 POINTS = 5
 """How many budgets, evenly from the smallest feasible one to the baseline's peak, by default."""
@@ -80,13 +85,14 @@ def compare(
         inputs: example inputs.
         budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
             meet); None: `points` of them, from that smallest one to what suffices without a plan.
-        strategies: names or instances; None: the fast ones that can plan this model, those that
-            move data only for a device whose link is known.
+        strategies: names or instances; None: of every family those that can plan this model, those
+            that move data only for a device whose link is known. Joint wants a minute for each
+            plan: name it to compare it.
         points: how many budgets where none are named, at least 2.
         run: also run every plan on the real model, in turn with each other and with the unplanned
             step, and measure peak and step time. The model is left as it was.
         loss_fn, targets, device, mode, optimizer, kernels: as for `memopt.plan`.
-        time_limit_s: seconds for each cell.
+        time_limit_s: seconds for each cell; None: ten, or with `strategies` no limit but theirs.
         workers: how many cells are planned at a time, in threads; None: as many as there are
             usable cores, at most four. Plans do not depend on it unless a time limit cuts them
             short; planning times do. Real steps always run alone.
@@ -104,6 +110,8 @@ def compare(
         raise ValueError(f"compare: points must be at least 2, got {points}")
     target = planned_device(device, mode)
     chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
+    if chosen is None and time_limit_s is None:
+        time_limit_s = DEFAULT_LIMIT_S
     for budget in budgets or ():
         parse_budget(None if budget == MINIMUM else budget, 1)
     with reporting(progress) as report:
@@ -130,8 +138,8 @@ def compare(
 
 def default_strategies(
     cost_model: Chain | Graph, view: ChainView, device: Device
-) -> tuple[Strategy, ...]:
-    """Return the fast strategies that can plan a cost model.
+) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+    """Return the strategies that are compared by default, and why others of them are left out.
 
     Args:
         cost_model: the chain or graph to plan.
@@ -139,13 +147,25 @@ def default_strategies(
         device: strategies that move data are left out if the speed of its link is unknown, since
             every transfer would look free.
     """
-    fast = [one for one in STRATEGIES if one.name in FAST]
-    return tuple(
-        one
-        for one in fast
-        if (device.is_linked or not one.features.offload)
-        and Target.of(one, cost_model, view).why_not() is None
-    )
+    chosen: list[Strategy] = []
+    unlinked: list[str] = []
+    refused: list[str] = []
+    for one in STRATEGIES:
+        if one.name not in DEFAULT:
+            continue
+        reason = Target.of(one, cost_model, view).why_not()
+        if one.features.offload and not device.is_linked:
+            unlinked.append(one.name)
+        elif reason is not None:
+            refused.append(f"not compared: {reason}")
+        else:
+            chosen.append(one)
+    if unlinked:
+        refused.append(
+            f"not compared: {', '.join(unlinked)}: they move data, and the link's speed is unknown "
+            "(device=memopt.measure_device(), or a preset)"
+        )
+    return tuple(chosen), tuple(refused)
 
 
 class _Table:
@@ -166,9 +186,10 @@ class _Table:
         self.view = chain_view(cost_model)
         self.graph = self.view.graph
         self.baseline = baseline_figures(self.graph, profiled)
-        self.strategies = (
-            default_strategies(cost_model, self.view, device) if chosen is None else chosen
-        )
+        self.left_out: tuple[str, ...] = ()
+        if chosen is None:
+            chosen, self.left_out = default_strategies(cost_model, self.view, device)
+        self.strategies = chosen
         if not self.strategies:
             raise ValueError("compare: no strategy to compare; name some in strategies=")
         names = [one.name for one in self.strategies]
@@ -192,7 +213,13 @@ class _Table:
             ]
             found = run_all(tasks, self.workers, progress)
         cells = tuple(found.results[number] for number in sorted(found.results))
-        return Comparison(cells, self.baseline, self.graph.compute_time_s, complete=found.complete)
+        return Comparison(
+            cells,
+            self.baseline,
+            self.graph.compute_time_s,
+            complete=found.complete,
+            left_out=self.left_out,
+        )
 
     def _budgets(
         self, budgets: Sequence[WrittenBudget] | None, points: int, progress: Progress
@@ -263,15 +290,16 @@ class _Table:
         size = None if isinstance(budget, str) else budget
         begin = time.perf_counter()
 
-        def empty(status: Status, note: str, smallest_bytes: int | None = None) -> Cell:
+        def empty(
+            status: Status, note: str, smallest_bytes: int | None = None, applies: bool = True
+        ) -> Cell:
             spent_s = time.perf_counter() - begin
-            return Cell(
-                label, size, status, spent_s, smallest_budget_bytes=smallest_bytes, note=note
-            )
+            cell = Cell(label, size, status, spent_s, note=note, applies=applies)
+            return replace(cell, smallest_budget_bytes=smallest_bytes)
 
         reason = Target.of(strategy, self.cost_model, self.view).why_not()
         if reason is not None:
-            return empty(Status.UNKNOWN, reason)
+            return empty(Status.UNKNOWN, reason, applies=False)
         try:
             plan = solve(
                 self.cost_model,

@@ -74,7 +74,8 @@ class Plan(PlanRecord):
                 (slower; for debugging).
             cuda_graph: capture the step of a plan with addresses (`place=True`) after two steps
                 and replay it as two CUDA graphs, for steps of many short kernels. Not for steps
-                that draw random numbers, move tensors to the host or depend on values.
+                that run a random operator twice, work on the host or depend on values. Gradients
+                come all at once, inside DistributedDataParallel, too.
 
         Raises:
             PlanFileError: the model, its mode or the inputs are not the planned ones; the

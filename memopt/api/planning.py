@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from memopt.api.cluster import on_mesh, with_cluster
+from memopt.api.deferred import deferred
 from memopt.api.plan import Plan
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan, planned_device, reporting_on
@@ -58,6 +60,7 @@ def plan(
         model: an nn.Module (with `inputs`): capture, profile, solve. Or a Chain, a Graph or a
             profiled model (`memopt.profiler.profile_model`): solve only.
         inputs: example inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+            None, for a module: a `DeferredPlan`, which is made at the first training step.
         budget: total device memory of a step: bytes, a share of the baseline peak in (0, 1],
             "6GiB" (2^30) or "6GB" (10^9), "min" (the smallest the strategy can meet), or None: no
             limit, but for an estimate the device's capacity. "6GiB reserved" limits the bytes that
@@ -101,7 +104,7 @@ def plan(
             freed early. Their stand-ins raise NotReturnedError when used. In eval mode and without
             gradients everything is returned.
         time_limit_s: stop the solver after so many seconds with its best plan and bound; each of
-            `order` and `place` likewise.
+            `order` and `place` has as many.
         kernels: the kernels that operators run: "aten", torch's own, as in eager mode; "compiled",
             Inductor's fused ones wherever operators between matrix products, convolutions and
             attentions can be fused (they round otherwise, and draw other random numbers); "auto",
@@ -138,8 +141,15 @@ def plan(
         PassOptions(order, place),
         progress=progress,
     )
+    if inputs is None and mesh is None and _is_module(model):
+        return deferred(model, wanted)
     with on_mesh(model, mesh, mode) as built:
         return Plan.of(with_cluster(make_plan(built, inputs, wanted), mesh, inputs))
+
+
+def _is_module(model: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def solve(
@@ -148,7 +158,7 @@ def solve(
     strategy: Strategy,
     **how: Any,
 ) -> Plan:
-    """Solve a cost model once; arguments as of `memopt.api.solving.solve`."""
+    """Solve a cost model once; the arguments are those of `memopt.api.solving.solve`."""
     return Plan.of(solve_record(cost_model, budget, strategy, **how))
 
 
@@ -173,9 +183,9 @@ def profile(
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> Graph:
-    """Capture and price a model's training step, measured here or estimated for `device`; the
-    graph can be planned, linearized (`graph.to_chain()`) and saved without torch. Arguments as in
-    `plan`."""
+    """Capture and price a model's training step, measured here or estimated for `device`; the graph
+    can be planned, linearized (`graph.to_chain()`) and saved without torch. The arguments are those
+    of `plan`."""
     target = planned_device(device, mode)
     step = StepOptions(loss_fn, targets, optimizer)
     pricing = Pricing(device, mode, kernels, cache)

@@ -42,7 +42,7 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
-        f'{_held(graph, profiled)}; {proved}. Raise the budget, pass budget="min", or {others}',
+        f'{_fixed(graph, profiled)}; {proved}. Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )
@@ -61,7 +61,7 @@ def _others(strategy: Strategy, graph: Graph) -> str:
     return 'use strategy="auto", the default, which asks all of them'
 
 
-def _held(graph: Graph, profiled: Profiled | None) -> str:
+def _fixed(graph: Graph, profiled: Profiled | None) -> str:
     """Name the bytes that no plan can free, for a message."""
     if profiled is None:
         return ""

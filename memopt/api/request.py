@@ -16,7 +16,7 @@ class PlanRequest:
 
     Attributes:
         strategy: a name or an instance.
-        limits, step, pricing, passes: the other arguments of `memopt.plan`; see there.
+        limits, step, pricing, passes: the other arguments of `memopt.plan`, by records.
         charges: the memory that the loop around a wrapped model needs beside its steps.
         progress: whether to show a bar, or the callback that progress is reported to.
     """

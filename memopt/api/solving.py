@@ -26,7 +26,7 @@ from memopt.models.budget import (
 )
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
 from memopt.models.options import Mode, PassOptions
 from memopt.models.presets import find_device
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from memopt.step.profiled import Profiled
 
 _NO_OPERATORS = (
-    "order=True and place=True work on the operators of a graph; a Chain has none: plan "
-    "the model itself or its Graph (strategies for chains take those, too)"
+    "order=True and place=True work on operators; of a Chain {} plans schedules: take a strategy "
+    'that plans its operators, such as "monet", or plan the model itself'
 )
 
 
-@full_collections_put_off()
+@full_collections_deferred()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
     limits, pricing = wanted.limits, wanted.pricing
@@ -84,7 +84,23 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
             if wanted.step.offload_optimizer:
                 host_bytes = left_on_host(host_bytes, step.profiled, whole_step=step.whole_step)
                 chosen = with_host_budget(chosen, host_bytes)
-        return _planned(step, chosen, host_bytes, wanted)
+        plan = _planned(step, chosen, host_bytes, wanted)
+        _check_copies(plan, step)
+        return plan
+
+
+def _check_copies(plan: PlanRecord, step: Preparation) -> None:
+    """Refuse a plan with transfers for a device that computes in the host's memory."""
+    if step.profiled is None or not plan.program.has_transfers:
+        return
+    from memopt.step.backend import backend_of
+
+    where = step.profiled.torch_device
+    if not backend_of(where).copies:
+        raise ValueError(
+            f"this plan moves tensors to the host, but {where} computes in the host's own memory, "
+            'where that frees nothing: plan with one that only recomputes, strategy="rotor"'
+        )
 
 
 def _planned(
@@ -146,9 +162,9 @@ def solve(
 ) -> PlanRecord:
     """Solve a cost model and finish the program; see `plan`. A caller that solves one graph often
     passes its `view`, so that it is made once."""
-    if (order or place) and isinstance(cost_model, Chain):
-        raise ValueError(_NO_OPERATORS)
     target = Target.of(strategy, cost_model, view)
+    if (order or place) and target.bare_chain is not None:
+        raise ValueError(_NO_OPERATORS.format(strategy.name))
     graph = target.graph
     baseline = baseline_figures(graph, profiled)
     reason = target.why_not()
@@ -178,11 +194,12 @@ def solve(
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)
         solution = attempts.within(budget_bytes)
+    target = target.resolved(solution)
     limit = Budget(budget_bytes, host_limit(strategy, host_budget_bytes))
     passes = PassOptions(order=order, place=place)
     finished = finish(target, solution, limit, device, passes, time_limit_s)
     if isinstance(finished, Solution):
-        raise infeasible(finished, budget_bytes, strategy, graph, profiled)
+        raise infeasible(finished, budget_bytes, strategy, target.graph, profiled)
     return finished_record(target, finished, limit, baseline, device, profiled)
 
 
@@ -237,6 +254,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
         return ()
     from memopt.capture.training_call import call_notes
     from memopt.profiler.session import checkpoint_notes, loss_notes
+    from memopt.user_code.opaque_operators import opaque_notes
 
     notes = profiled.notes
     state = profiled.optimizer
@@ -244,9 +262,9 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
     covered = has_updates(graph) or graph.boundary_bytes > 0
     captured, model = profiled.captured, profiled.captured.model()
-    told = () if model is None else call_notes(model, captured.call)
-    told = (*checkpoint_notes(captured), *told)
-    return (*loss_notes(captured, covered=covered), *told, *notes)
+    of_call = () if model is None else call_notes(model, captured.call)
+    of_call = (*checkpoint_notes(captured), *opaque_notes(captured.module), *of_call)
+    return (*loss_notes(captured, covered=covered), *of_call, *notes)
 
 
 def _link_notes(program: Program, device: Device) -> tuple[str, ...]:

@@ -109,10 +109,6 @@ def wrap(
     """
     from torch import nn
 
-    from memopt.capture.remedies import inside_fabric
-    from memopt.executor.self_planning import SelfPlanning
-    from memopt.step.optimizer_state import optimizer_state
-
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     on_mismatch = parse_mismatch(on_mismatch)
@@ -125,13 +121,27 @@ def wrap(
         PassOptions(order, place),
         progress=progress,
     )
-    improve = improve and not (order or place)
-    planner = _Planner(request, loss_fn, targets, improve)
-    inner = inside_fabric(model) or model
+    planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
+    planned_by(planner, model, on_mismatch, shapes, most_plans)
+    return model
+
+
+def planned_by(
+    planner: OwnCallsPlanner,
+    model: nn.Module,
+    on_mismatch: Mismatch,
+    shapes: Iterable[Any] = (),
+    most_plans: int = 16,
+) -> None:
+    """Let a planner plan a model's own calls; arguments and errors as of `wrap`."""
+    from memopt.capture.remedies import inside_fabric
+    from memopt.executor.self_planning import SelfPlanning
+    from memopt.step.optimizer_state import optimizer_state
+
+    inner, optimizer = inside_fabric(model) or model, planner.request.step.optimizer
     optimizer_state(optimizer, inner.parameters())
     made = SelfPlanning(inner, planner, most_plans, on_mismatch, with_state=optimizer is None)
     made.prepare(shapes)
-    return model
 
 
 def unwrap(model: M) -> M:
@@ -174,16 +184,25 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 
 @dataclass
-class _Planner:
-    """Makes the plans of a wrapped model."""
+class OwnCallsPlanner:
+    """Makes the plans of a wrapped model.
+
+    Attributes:
+        request: what is asked for.
+        loss_fn, targets: as of `wrap`.
+        made: called with each plan.
+    """
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+    made: Callable[[Plan], None] | None = None
     improve: bool = False
     """Whether the first plan is one made at once, if the strategy has one."""
     labelled: bool = True
     """Whether calls with `labels` compute their own loss."""
+    outputs: frozenset[int] = frozenset()
+    """The leaves of the output that the loss was seen to use; empty: unknown."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
@@ -191,8 +210,18 @@ class _Planner:
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
+    def guesses_loss(self, call: Call) -> bool:
+        """Whether a plan for the call is for the `loss` in its output."""
+        named = self.loss_fn is not None or self.request.step.returns == "loss"
+        return not named and (bool(self.outputs) or self.charges_loss(call))
+
+    def train_with(self, outputs: frozenset[int]) -> None:
+        """Plan for a loss that uses these leaves of the output, too, from now on."""
+        self.labelled = False
+        self.outputs |= outputs
+
     def promises(self) -> bool:
-        """Whether the user named a budget, other than the smallest."""
+        """Whether the user asked for a certain budget: neither none nor "min"."""
         return self.request.limits.budget not in (None, MINIMUM)
 
     def __call__(
@@ -204,6 +233,19 @@ class _Planner:
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
         """Plan a call; return the model under its plan, and the plan."""
+        module, plan = self._planned(model, call, asked, instead, family)
+        if self.made is not None:
+            self.made(plan)
+        return module, plan
+
+    def _planned(
+        self,
+        model: nn.Module,
+        call: Call,
+        asked: Asked,
+        instead: OnMismatch,
+        family: ArenaFamily,
+    ) -> tuple[PlannedModule, Plan]:
         from memopt.capture.training_call import NoLossError
 
         request = self._request(call, asked)
@@ -296,10 +338,13 @@ class _Planner:
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
         from memopt.capture.training_call import own_loss
+        from memopt.step.loss import LossOfOutputs
 
         loss_fn, targets = self.loss_fn, self.targets
         if loss_fn is None and self.charges_loss(call):
             loss_fn = own_loss
+        elif loss_fn is None and self.outputs:
+            loss_fn = LossOfOutputs(self.outputs)
         if callable(targets):
             targets = targets(*call.args, **call.kwargs)
         limits, step = self.request.limits, self.request.step
@@ -332,10 +377,10 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
 
     text = ""
     if request.step.loss_fn is not None:
-        told = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if told is None:
+        known = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if known is None:
             return None
-        text = told
+        text = known
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:

@@ -30,7 +30,7 @@ _KNOWN = weakref.WeakKeyDictionary()
 
 
 @aside
-def captured_again(
+def reused_capture(
     model: nn.Module,
     call: Call,
     gradients: Callable[[], OutputGradients],
@@ -38,8 +38,8 @@ def captured_again(
     *,
     kernels: str = "aten",
 ) -> Captured:
-    """Return a capture in use of an equal call, with this call, if nothing that it depends on has
-    changed; else capture anew.
+    """Reuse a capture of an equal call that is still in use, if nothing that it depends on has
+    changed; else capture the model. The result has the given call as its example call.
 
     Args:
         model, call, gradients: as for `capture`.
@@ -66,7 +66,8 @@ def captured_again(
 
 
 def _kind(model: nn.Module, call: Call) -> _Kind:
-    """Return what captures depend on besides what they watch themselves."""
+    """Return a key that two calls share only if one capture can serve both. What captures check
+    themselves (`Captured.dependencies`) is no part of it."""
     leaves = [
         (described(leaf), isinstance(leaf, torch.Tensor) and leaf.is_leaf) for leaf in call.leaves
     ]

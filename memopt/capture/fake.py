@@ -74,9 +74,8 @@ def real_call(call: Call) -> Call:
     def made(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "meta" and type(tensor) in (torch.Tensor, nn.Parameter):
             return tensor
-        return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype).requires_grad_(
-            tensor.requires_grad
-        )
+        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+        return zeros.requires_grad_(tensor.requires_grad)
 
     return call.with_tensors(made)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.torch_private.aot import code_written_late, values_described_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
@@ -16,7 +16,7 @@ def lean_trace() -> Iterator[None]:
     never run (it is written when they run), and without a second description of every value."""
     with (
         ONE_TRACE_AT_A_TIME,
-        full_collections_put_off(),
+        full_collections_deferred(),
         code_written_late(),
         values_described_once(),
     ):

@@ -122,7 +122,7 @@ def check_objects_kept(model: nn.Module, call: Call) -> None:
 
 
 def _parts(one: Any) -> dict[str, tuple[Any, ...]]:
-    """Return for each attribute of an object its structure, and the ids of its leaves."""
+    """Return the structure of each attribute of an object, and the ids of its leaves."""
     found = {}
     for name, value in attributes(one).items():
         leaves, spec = pytree.tree_flatten(opened(value))

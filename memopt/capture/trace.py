@@ -16,6 +16,7 @@ from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
 from memopt.capture.lean_trace import lean_trace
+from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.real_values import real_values_uncopied
 from memopt.capture.uncaptured import (
     check_not_drawn_in_numpy,
@@ -46,8 +47,8 @@ Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
 
 def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
-    """Return a model's graph, as eager computes it, and its dependencies; inside
-    `tracing_as_eager`.
+    """Return a model's graph, which computes what eager does, and the graph's dependencies. Call it
+    inside `tracing_as_eager`.
 
     Args:
         model, call: the model to trace, and its call.
@@ -150,15 +151,26 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
 
     def trace() -> Any:
         # A model that asks for strides gets those of its kernels.
-        with layouts_of_kernels(computing_device(model, call)), leaving_out_words():
-            return dynamo_capture(model, *call.opened)
+        with (
+            layouts_of_kernels(computing_device(model, call)),
+            leaving_out_words(),
+            opaque_calls() as again,
+        ):
+            found = dynamo_capture(model, *call.opened)
+            in_vain = again(found[0])
+        return trace() if in_vain else found
 
     try:
         found: tuple[GraphModule, TraceGuards] = with_one_sequence(
             lambda: with_whole_masks(call, trace)
         )
     except capture_errors() as error:
-        if hooks_set(model, call, error):
+        refusal, function = refusal_in(error), untraceable(error)
+        if refusal is not None:
+            raise refusal from error
+        if function is not None:
+            declare_opaque(function)
+        if function is not None or hooks_set(model, call, error):
             return _dynamo_trace(model, call)
         raise CaptureError(why_not_captured(model, call, error)) from error
     except AssertionError as error:

@@ -106,12 +106,20 @@ def _devices() -> Iterator[tuple[str, str]]:
     """List the devices that torch computes on here."""
     import torch
 
+    from memopt.step.accelerator import Accelerator, accelerator_kind
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{capability}, {torch.get_num_threads()} threads"
-    yield "cuda", f"{torch.version.cuda or 'not built'}, {torch.cuda.device_count()} devices"
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        yield f"cuda:{number}", f"{found.name}, {format_bytes(found.total_memory)}"
+    kind, cuda = accelerator_kind(), torch.version.cuda or "not built"
+    count = torch.accelerator.device_count() if kind else 0
+    yield "accelerator", f"{kind or 'none'}, {count} devices (CUDA: {cuda})"
+    if kind is None:
+        return
+    runtime = Accelerator(kind)
+    for number in range(count):
+        place = torch.device(kind, number)
+        _, total_bytes = runtime.mem_get_info(place)
+        yield str(place), f"{runtime.get_device_name(place)}, {format_bytes(total_bytes)}"
 
 
 def _caches(folder: Path) -> str:

@@ -188,7 +188,7 @@ def _loaded(name: str, sizes: Sizes, fault: str | None) -> NamedModel:
         import transformers
     except ImportError as error:
         raise TargetError(
-            "hf: needs Hugging Face transformers: pip install memopt[notebooks]"
+            "hf: needs Hugging Face transformers: pip install transformers"
         ) from error
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path

@@ -33,8 +33,8 @@ class WholeForward:
     calls: int = 0
 
     def reads_whole(self) -> bool:
-        """Whether a parameter that is read now is read whole: in a forward, in a backward (which
-        may run a part of the forward again) and in what dynamo traces."""
+        """Whether reading a parameter now gathers it: during a forward, a backward (which may run a
+        part of the forward again) and a trace by dynamo. Otherwise the registered shard is read."""
         if torch.compiler.is_dynamo_compiling():
             return True
         return self.calls > 0 or backward_number() != -1

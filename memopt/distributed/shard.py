@@ -57,7 +57,7 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ValueError(
             "shard takes a DeviceMesh of one dimension, or of two (replicas, shards): "
-            'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))'
+            "torch.distributed.device_mesh.init_device_mesh(device_type, (ranks,))"
         )
     if is_sharded(model):
         raise ValueError("the model is sharded already; shard the outermost module, once")

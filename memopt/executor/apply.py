@@ -98,11 +98,11 @@ def apply_plan(
     """Apply a plan; see `Plan.apply`.
 
     Args:
-        plan, model, inputs, interpreted, checked: as of `Plan.apply`.
+        plan, model, inputs, interpreted, checked: as in `Plan.apply`.
         on_mismatch: handles calls that were not planned; None: they raise.
         recorder: is told when each instruction runs.
         family: programs whose arena the module shares, if that keeps the budget.
-        cuda_graph: as of `Plan.apply`; or a capturer, for tests.
+        cuda_graph: as in `Plan.apply`; or a capturer, for tests.
         last: keeps the capture of a model that had to be captured anew, for the next time.
     """
     if not isinstance(model, nn.Module):
@@ -167,7 +167,8 @@ def _graphed(
     spare_bytes = None if plan.budget is None else plan.budget - plan.peak_bytes
     # A test's capturer stands in for the device, too.
     on = device if isinstance(capturer, bool) else torch.device("cuda")
-    reason = why_not(lowering, plan.program, on, spare_bytes)
+    library_bytes = 0 if plan.record is None else plan.record.library_bytes
+    reason = why_not(lowering, plan.program, on, spare_bytes, library_bytes)
     if reason is not None:
         raise ValueError(f"this plan's step cannot be captured as a CUDA graph: {reason}")
     graphs = CudaGraphs(device) if isinstance(capturer, bool) else capturer

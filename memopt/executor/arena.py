@@ -20,8 +20,10 @@ from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
 from memopt.executor.out_variants import OutVariant, out_variants_of
+from memopt.executor.views import looked_at_plain
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.placed import ALIGNMENT_BYTES
+from memopt.step.backend import is_on_host
 from memopt.step.build import Lowering
 from memopt.step.signature import values_of
 from memopt.torch_private.modes import profiler_looks_on
@@ -95,7 +97,7 @@ def arena_layout(lowering: Lowering, program: Program, device: torch.device) -> 
     at: dict[tuple[int, int], int] = {}
     for position, tensor, offset in program.offsets:
         like = _like(lowering, runs.get(position), out_variants, tensor)
-        if tensor in results or like is None or like.numel() == 0:
+        if tensor in results or like is None or like.numel() == 0 or is_on_host(like, device):
             continue
         if offset % ALIGNMENT_BYTES:
             name = lowering.graph.tensors[tensor].name
@@ -222,6 +224,21 @@ class Arenas:
             self.family.admit(layout.extent_bytes, 0, None)
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots; the allocator often returns the same address again."""
+        self._views: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
+        self._view = looked_at_plain()
+
+    def view(self, slot: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> int:
+        """Return the position, in what `complete` gives, of a view of a slot."""
+        key = slot, shape, strides, offset
+        return self._views.setdefault(key, len(self.layout.slots) + len(self._views))
+
+    def complete(self, slots: list[Tensor]) -> list[Tensor]:
+        """Return an arena's slots, followed by all views of them; these are made once."""
+        made = len(slots) - len(self.layout.slots)
+        if made < len(self._views):
+            for slot, shape, strides, offset in list(self._views)[made:]:
+                slots.append(self._view(slots[slot], shape, strides, offset))
+        return slots
 
     def lease(self) -> ArenaLease:
         """Lease an arena for one step."""
@@ -287,6 +304,6 @@ class Arenas:
         # The family may have grown between the two.
         used = slice(self.layout.extent_bytes)
         fork.memory[used].copy_(lease.memory[used])
-        slots = {id(slot): fork.slots[i] for i, slot in enumerate(lease.slots)}
+        slots = {id(a): b for a, b in zip(lease.slots, fork.slots, strict=False)}
         slots[id(lease)] = fork  # type: ignore[assignment]  # the lease is replaced like its slots
         return [slots.get(id(value), value) for value in saved]

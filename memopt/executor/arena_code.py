@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from memopt.executor.arena import ArenaLayout
+from memopt.executor.arena import Arenas
 from memopt.executor.values import unpacked
+from memopt.executor.views import Look
 from memopt.step.signature import values_of
 
 
@@ -18,9 +19,16 @@ class HalfWriter(Protocol):
     """The part of a half's writer that an arena needs (see `memopt.executor.code_writer`)."""
 
     globals: dict[str, Any]
+    direct: bool
 
     def emit(self, line: str) -> None:
         """Add a line."""
+
+    def kernel(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Return the name of a callee for these arguments."""
+
+    def named(self, label: str, callee: Any) -> str:
+        """Return the name of a callee."""
 
     def bind(self, node: Node) -> str:
         """Note that a node's variable holds its value now."""
@@ -33,18 +41,33 @@ class ArenaWriter:
     """Writes the calls whose results have slots and, with `checked`, the lines that
     `memopt.executor.arena_check` needs. Shared by both halves, as it tracks the slots in use."""
 
-    def __init__(self, layout: ArenaLayout, checked: bool) -> None:
-        self.layout = layout
+    def __init__(self, arenas: Arenas, checked: bool) -> None:
+        self.arenas = arenas
+        self.layout = arenas.layout
         self.checked = checked
         self.used: dict[int, int] = {}
         """Live tensor → its slot."""
+        self.slots: dict[Node, int] = {}
+        """Node whose variable is a slot itself → that slot."""
         self.written: list[int] = []
         self.transient: list[int] = []
 
     def begin(self, writer: HalfWriter) -> None:
         """Emit the first lines of the forward."""
         writer.emit("arena = arenas.lease()")
-        writer.emit("slots = arena.slots")
+        self.take(writer)
+
+    def take(self, writer: HalfWriter) -> None:
+        """Emit the line that takes the slots, and the views that were made with them."""
+        slots = "arenas.complete(arena.slots)" if writer.direct else "arena.slots"
+        writer.emit(f"slots = {slots}")
+
+    def look(self, found: Look) -> str:
+        """Return a view of a slot, which is made once for all steps; "": it is of no slot."""
+        slot = self.slots.get(found.root)
+        if slot is None:
+            return ""
+        return f"slots[{self.arenas.view(slot, found.shape, found.strides, found.offset)}]"
 
     def call(
         self,
@@ -72,13 +95,19 @@ class ArenaWriter:
                 name = writer.bind(kept[i])
                 writer.emit(f"{name} = {target}")
                 target = name
+                if slot is not None:
+                    self.slots[kept[i]] = slot
             targets.append(target)
         self._note(held, slots, set(outputs))
         if absent:
             return f"{absent}.into({', '.join(targets)})"
-        writer.globals[variant.label] = variant.target
         arguments += [f"{n}={t}" for n, t in zip(variant.names, targets, strict=True)]
-        return f"{variant.label}({', '.join(arguments)})"
+        into = dict(zip(variant.names, values_of(node), strict=True))
+        if variant.composed:
+            name = writer.named(variant.label, variant.target)
+        else:
+            name = writer.kernel(variant.target, node.args, {**node.kwargs, **into})
+        return f"{name}({', '.join(arguments)})"
 
     def _note(
         self, held: tuple[int | None, ...], slots: list[int | None], outputs: set[int]
@@ -121,15 +150,20 @@ class ArenaWriter:
 
     def taken(self, writer: HalfWriter, tensor: int, outputs: Iterable[int], what: str) -> None:
         """Move a tensor's slot to the outputs that were computed in place over it."""
-        slot = self.used.pop(tensor, None)
+        slot = self._leave(tensor)
         if slot is not None:
             self.used |= dict.fromkeys(outputs, slot)
             self.written, self.transient = [slot], []
             self.after(writer, what)
 
+    def _leave(self, tensor: int) -> int | None:
+        """Note that a tensor has left its slot, and return that."""
+        self.slots.pop(self.layout.lowering.bases.get(tensor), None)  # type: ignore[arg-type]
+        return self.used.pop(tensor, None)
+
     def free(self, writer: HalfWriter, tensor: int) -> None:
         """End a tensor's lifetime."""
-        slot = self.used.pop(tensor, None)
+        slot = self._leave(tensor)
         if self.checked and slot is not None:
             writer.emit(f"arena.freed([{slot}])")
 

@@ -73,7 +73,7 @@ class _Steps:
     def clear(self) -> None:
         """Remove gradients, and restore Python objects to their state before a step."""
         clear_gradients(self.model, self.call.tensors())
-        self.world.put_back()
+        self.world.restore()
 
     @unheard()
     def run(self, module: nn.Module, run_backward: OwnBackward) -> Any:
@@ -235,7 +235,7 @@ def loss_of(output: Any, loss_fn: Any, targets: Any, gradients: OutputGradients)
 def summed(output: Any, gradients: OutputGradients) -> torch.Tensor:
     """Sum the differentiable outputs. Each that has a tangent in the plan gets a real one, in its
     planned layout."""
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     strides = dict(gradients.strides)
     for position, value in differentiable(output, gradients.unused).items():
         layout = strides.get(position)

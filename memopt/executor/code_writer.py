@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.collectives import UnderWay
+from memopt.executor.direct_calls import runs_below_autograd
+from memopt.executor.expressions import ExpressionWriter
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.released import released
-from memopt.executor.values import (
-    Halves,
-    argument_in,
-    attribute_of,
-    base_of,
-    kernel_of,
-    unpacked,
-)
-from memopt.executor.views import Look, is_laid_out_one_way, look_of, looked
+from memopt.executor.values import Halves, argument_in, unpacked
+from memopt.executor.views import is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
+from memopt.step.backend import is_on_host
 from memopt.step.collectives import WAIT, is_wait, waited
-from memopt.step.in_place import in_place_call
 
 
-class Writer:
-    """Emits one half of a step and tracks which nodes have a variable."""
+class Writer(ExpressionWriter):
+    """Emits one half of a step."""
 
-    def __init__(self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any]) -> None:
-        self.halves = halves
-        self.lowering = halves.lowering
-        self.names = names
-        self.globals = globals_
-        self.lines: list[str] = []
-        self.bound: set[Node] = set()
-        self.variables: dict[int, list[Node]] = {}
+    def __init__(
+        self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any], direct: bool
+    ) -> None:
+        super().__init__(halves, names, globals_, direct)
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
         self.updating: set[int] = set()
@@ -49,114 +35,15 @@ class Writer:
         # Tensors of CPU collectives that a thread of the process group may still hold.
         self.held: set[int] = set()
         self.ran: set[int] = set()
-        # Results whose layout is certain, and the views that were made of them.
-        self.laid_out: set[Node] = set()
-        self.looks: dict[Look, Node] = {}
-        captured = halves.captured
-        self.outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
-        self.results = {*self.outputs, *captured.gradients, *captured.ends}
-        self.arena: ArenaWriter | None = None
         self.position = 0
 
-    def emit(self, line: str) -> None:
-        self.lines.append(f"    {line}")
-
-    def bind(self, node: Node) -> str:
-        self.bound.add(node)
-        for tensor in self.lowering.storages.get(node, ()):
-            if tensor is not None:
-                self.variables.setdefault(tensor, []).append(node)
-        return node.name
-
-    def constant(self, value: Any) -> str:
-        if value is None or isinstance(value, (bool, int, str)):
-            return repr(value)
-        if isinstance(value, float) and math.isfinite(value):
-            return repr(value)
-        key = ("constant", repr(value))
-        if key not in self.names:
-            self.names[key] = f"k{len(self.names)}"
-            self.globals[self.names[key]] = value
-        return self.names[key]
-
-    def argument(self, value: Any) -> str:
-        if isinstance(value, Node):
-            return self.value(value)
-        if isinstance(value, (list, tuple)):
-            inner = ", ".join(self.argument(v) for v in value)
-            if isinstance(value, list):
-                return f"[{inner}]"
-            return f"({inner},)" if value else "()"
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in value.items()) + "}"
-        return self.constant(value)
-
-    def call(self, node: Node) -> str:
-        if node.target is operator.getitem:
-            return f"{self.argument(node.args[0])}[{node.args[1]!r}]"
-        return self.call_of(node.target, node.args, node.kwargs)
-
-    def call_over(self, node: Node, tensor: int) -> str:
-        """Return the call that writes a node's result over its argument in storage `tensor`."""
-        return self.call_of(*in_place_call(node, argument_in(self.lowering, node, tensor)))
-
-    def call_of(self, target: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-        arguments = [self.argument(a) for a in args]
-        arguments += [f"{k}={self.argument(v)}" for k, v in kwargs.items()]
-        return f"{self.kernel(target)}({', '.join(arguments)})"
-
-    def kernel(self, target: Any) -> str:
-        """Return the name of a callee. Two kernels of one operator (memopt's form of it and
-        torch's) have two names."""
-        plain = "".join(c if c.isalnum() else "_" for c in str(target))
-        names = itertools.chain([plain], (f"{plain}_{i}" for i in itertools.count(2)))
-        return next(n for n in names if self.globals.setdefault(n, target) == target)
-
-    def value(self, node: Node) -> str:
-        """Return the variable of a node's value; a view without one is made first."""
-        if node in self.bound:
-            return node.name
-        if node.op == "get_attr":
-            self.globals[node.name] = attribute_of(self.halves, node)
-            return node.name
-        kernel = kernel_of(self.lowering, node)
-        if kernel is not None:
-            base = base_of(self.lowering, node)
-            if base in self.bound and base is not node:
-                return base.name
-            raise InvalidProgramError(f"{node.name} is read before {kernel.name} has run")
-        if node not in self.lowering.views:
-            raise InvalidProgramError(f"{node.name} is read while it is not on the device")
-        text = self.look(node) or self.call(node)
-        if is_wait(node.target):
-            for other in self.sending.beside(node):
-                self.settle(other)
-            self.landed(self.sending.waited(node))
-            text = self.waiting(text)
-        self.emit(f"{self.bind(node)} = {text}")
-        return node.name
-
-    def look(self, node: Node) -> str | None:
-        """Return a view as one strided view of a result whose layout is certain, or as a name that
-        it already has; None: it must be made by the captured view calls."""
-        found = None if node in self.outputs else look_of(node, self.lowering.views)
-        if found is None:
-            return None
-        if kernel_of(self.lowering, found.root) is not None:
-            found = replace(found, root=base_of(self.lowering, found.root))
-        if found.root not in self.bound:
-            return None
-        if node not in self.results:
-            # Results of the step are tensors of their own: a gradient becomes a parameter's.
-            known = found.root if found.is_whole else self.looks.get(found)
-            if known is not None and known in self.bound:
-                return known.name
-        if found.root not in self.laid_out:
-            return None
-        if node not in self.results:
-            self.looks[found] = node
-        self.globals.setdefault("looked", looked())
-        return f"looked({found.root.name}, {found.shape}, {found.strides}, {found.offset})"
+    def arrived(self, node: Node, text: str) -> str:
+        if not is_wait(node.target):
+            return text
+        for other in self.sending.beside(node):
+            self.settle(other)
+        self.landed(self.sending.waited(node))
+        return self.waiting(text)
 
     def waiting(self, text: str) -> str:
         """Return the text of a wait for a collective, recorded if the step is."""
@@ -166,7 +53,7 @@ class Writer:
         """Emit waits for the collectives that use a tensor, before its memory is given up."""
         for result, used in self.sending.take(tensor):
             base = self.lowering.bases[result].name
-            self.emit(self.waiting(f"{self.kernel(WAIT)}({base})"))
+            self.emit(self.waiting(f"{self.named(str(WAIT), WAIT)}({base})"), above=True)
             self.landed(used)
 
     def landed(self, tensors: Iterable[int]) -> None:
@@ -182,18 +69,21 @@ class Writer:
             case Free(tensor):
                 self.free(tensor)
             case SwapOut(tensor) if tensor in self.halves.moved:
-                self.emit(f"homes.back({tensor})")
+                self.emit(f"homes.back({tensor})", above=True)
                 self.swapping_out.add(tensor)
             case SwapIn(tensor) if tensor in self.halves.moved:
                 node = self.lowering.bases.get(tensor)
                 target = "" if node is None else f"{self.bind(node)} = "
-                self.emit(f"{target}homes.bring({tensor})")
+                self.emit(f"{target}homes.bring({tensor})", above=True)
                 self.swapping_in.add(tensor)
             case SwapOut(tensor):
                 self.settle(tensor)
                 if self.arena is not None:
                     self.arena.before(self, "swap out", (tensor,))
                 base = self.value(self.lowering.bases[tensor])
+                if is_on_host(self.lowering.bases[tensor].meta["val"], self.lowering.device):
+                    self.emit(f"host_{tensor} = swap.stayed({base})")
+                    return
                 address = self.halves.host_placement.offsets[tensor]
                 self.emit(f"host_{tensor} = swap.out({base}, {address}, lease)")
                 self.swapping_out.add(tensor)
@@ -205,7 +95,7 @@ class Writer:
                 self.swapping_in.add(tensor)
             case DropHost(tensor):
                 if tensor in self.updating:
-                    self.emit(f"homes.updated({tensor})")
+                    self.emit(f"homes.updated({tensor})", above=True)
                     self.updating.discard(tensor)
                 self.arrive(tensor)
                 self.emit(f"del host_{tensor}")
@@ -225,7 +115,8 @@ class Writer:
     def arrive(self, tensor: int) -> None:
         if tensor in self.swapping_in or tensor in self.swapping_out:
             moved = tensor in self.halves.moved
-            self.emit(f"homes.wait({tensor})" if moved else f"swap.wait(host_{tensor})")
+            wait = f"homes.wait({tensor})" if moved else f"swap.wait(host_{tensor})"
+            self.emit(wait, above=moved)
             if self.arena is not None and tensor in self.swapping_in:
                 self.arena.brought(self, tensor)
             self.swapping_in.discard(tensor)
@@ -246,6 +137,7 @@ class Writer:
                 self.arrive(tensor)
         if in_place is not None:
             self.settle(in_place)
+        self.above = not runs_below_autograd(node.target)
         into = self.into_arena(op, node, outputs, reads)
         text = into or self.run_of(op, node, in_place)
         indent = ""
@@ -275,13 +167,16 @@ class Writer:
         elif len(kept) == 1:
             self.emit(f"{indent}{self.bind(kept[0][1])} = {text}[{kept[0][0]}]{note}")
         elif kept:
-            self.emit(f"{indent}result = {text}{note}")
+            names = ["_"] * len(self.lowering.storages[node])
             for position, base, _ in kept:
-                self.emit(f"{self.bind(base)} = result[{position}]")
-            self.emit("del result")
+                names[position] = self.bind(base)
+            self.emit(f"{indent}{', '.join(names)} = {text}{note}")
+            if "_" in names:
+                self.emit("del _")
         else:
             self.emit(f"{indent}{text}{note}")
         self.sending.start(op, () if at_once else outputs)
+        self.above = False
         if in_place is not None:
             if self.arena is not None:
                 self.arena.taken(self, in_place, outputs, operator.name)
@@ -332,7 +227,8 @@ class Writer:
         """Emit the optimizer's update on the host, which reads the host copy of the gradient."""
         _, _, gradient = gradient_of(self.lowering, op)
         self.updating.add(gradient)
-        self.emit(f"homes.update({op}, host_{gradient})  # {self.lowering.nodes[op].args[0]}")
+        name = self.lowering.nodes[op].args[0]
+        self.emit(f"homes.update({op}, host_{gradient})  # {name}", above=True)
 
     def free(self, tensor: int) -> None:
         self.settle(tensor)
@@ -348,7 +244,7 @@ class Writer:
         if names:
             self.emit(f"del {names}")
         if tensor in self.halves.moved:
-            self.emit(f"homes.drop({tensor})")
+            self.emit(f"homes.drop({tensor})", above=True)
         if self.arena is not None:
             self.arena.free(self, tensor)
 
@@ -363,9 +259,9 @@ class Writer:
         for tensor in self.halves.from_before:
             node = self.lowering.bases.get(tensor)
             target = "" if node is None else f"{self.bind(node)} = "
-            self.emit(f"{target}homes.resume({tensor})")
+            self.emit(f"{target}homes.resume({tensor})", above=True)
 
     def unpack(self, nodes: Iterable[Node | None], source: str) -> None:
         names = [self.bind(n) if n is not None else "_" for n in nodes]
         if names:
-            self.emit(f"{', '.join(names)}, = {source}")
+            self.emit(f"{', '.join(names)}, = {source}", above=True)

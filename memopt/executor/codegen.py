@@ -6,6 +6,7 @@ what runs; `memopt.executor.interpret` is the oracle it is tested against.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.code_writer import Writer
 from memopt.executor.collectives import UnderWay
+from memopt.executor.direct_calls import all_plain
 from memopt.executor.homes import Homes
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
@@ -35,14 +37,15 @@ def _crossing(halves: Halves, arena: ArenaWriter | None) -> list[str]:
 
 
 def _forward(
-    halves: Halves, names: dict[Any, str], globals_: dict[str, Any], arena: ArenaWriter | None
-) -> Writer:
-    writer = Writer(halves, names, globals_)
+    halves: Halves, names: dict[Any, str], globals_: dict[str, Any], arena: ArenaWriter | None,
+    direct: bool,
+) -> Writer:  # fmt: skip
+    writer = Writer(halves, names, globals_, direct)
     writer.arena = arena
     writer.primals()
     writer.resume()
     if halves.host_placement.offsets:
-        writer.emit("lease = swap.lease()")
+        writer.emit("lease = swap.lease()", above=True)
     if arena is not None:
         arena.begin(writer)
     for position, instruction in enumerate(halves.forward):
@@ -51,7 +54,7 @@ def _forward(
     bases = [halves.lowering.bases.get(t) for t in halves.carried]
     saved = [writer.value(b) for b in bases if b is not None]
     saved += _crossing(halves, arena)
-    writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]")
+    writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]", above=True)
     return writer
 
 
@@ -59,7 +62,7 @@ def _backward(
     forward: Writer, names: dict[Any, str], globals_: dict[str, Any], in_parts: bool
 ) -> Writer:
     halves = forward.halves
-    writer = Writer(halves, names, globals_)
+    writer = Writer(halves, names, globals_, forward.direct)
     writer.arena = forward.arena
     writer.swapping_out = set(forward.swapping_out)
     writer.swapping_in = set(forward.swapping_in)
@@ -68,16 +71,16 @@ def _backward(
     writer.ran = {run.op for i, run in halves.program.computes if i < halves.boundary}
     writer.primals()
     writer.unpack([None, *halves.captured.tangents], "arguments")
-    writer.emit("del _")
-    writer.emit("arguments.clear()")
+    writer.emit("del _", above=True)
+    writer.emit("arguments.clear()", above=True)
     bases = [halves.lowering.bases.get(t) for t in halves.carried]
     targets = [writer.bind(b) for b in bases if b is not None]
     targets += _crossing(halves, forward.arena)
     if targets:
-        writer.emit(f"{', '.join(targets)}, = saved")
+        writer.emit(f"{', '.join(targets)}, = saved", above=True)
+    writer.emit("saved.clear()", above=True)
     if forward.arena is not None:
-        writer.emit("slots = arena.slots")
-    writer.emit("saved.clear()")
+        forward.arena.take(writer)
     complete = halves.complete_gradients if in_parts else {}
     for position, instruction in enumerate(halves.backward, halves.boundary + 1):
         writer.recorded(position, instruction)
@@ -86,9 +89,9 @@ def _backward(
         given = {i for positions in complete.values() for i in positions}
         _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
         return writer
-    results = (*halves.gradients, *halves.captured.ends)
+    results = (*halves.gradients, *halves.captured.other_results)
     gradients = [writer.argument(g) for g in results]
-    writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()")
+    writer.emit(f"return ({', '.join(gradients)},)" if gradients else "return ()", above=True)
     return writer
 
 
@@ -99,7 +102,7 @@ def _hand_over(writer: Writer, positions: Iterable[int]) -> None:
     if not pairs:
         return
     given = ", ".join(f"({i}, {writer.argument(gradient)})" for i, gradient in pairs)
-    writer.emit(f"yield ({given},)")
+    writer.emit(f"yield ({given},)", above=True)
     for tensor in held_by((gradient for _, gradient in pairs), writer.lowering.storages):
         nodes = [n for n in writer.variables.pop(tensor, []) if n in writer.bound]
         writer.bound.difference_update(nodes)
@@ -133,6 +136,33 @@ def generate(
         `backward(primals, arguments, saved) -> gradients`, where `arguments` is the token and
         the tangents, emptied at once, and so is `saved`.
     """
+    made = functools.partial(_generate, halves, swap, random, recorder, arenas, homes, in_parts)
+    forward, backward, source = made(True)
+    # With the same variables across the boundary, so that one half can follow the other's.
+    otherwise = functools.cache(functools.partial(made, False))
+
+    def planned_forward(primals: list[Any]) -> Any:
+        run = forward if all_plain(primals) else otherwise()[0]
+        return run(primals)
+
+    def planned_backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> Any:
+        run = backward if all_plain(primals, arguments, saved) else otherwise()[1]
+        return run(primals, arguments, saved)
+
+    return planned_forward, planned_backward, source
+
+
+def _generate(
+    halves: Halves,
+    swap: Any,
+    random: Any,
+    recorder: Recorder | None,
+    arenas: Arenas | None,
+    homes: Homes | None,
+    in_parts: bool,
+    direct: bool,
+) -> tuple[Any, Any, str]:
+    """Compile a program as `generate` does; `direct`: for plain tensors with nobody looking on."""
     globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch, "homes": homes}
     if recorder is not None:
         globals_["record"] = recorder
@@ -140,8 +170,8 @@ def generate(
     arena = None
     if arenas is not None:
         globals_["arenas"] = arenas
-        arena = ArenaWriter(arenas.layout, isinstance(arenas, CheckedArenas))
-    forward = _forward(halves, names, globals_, arena)
+        arena = ArenaWriter(arenas, isinstance(arenas, CheckedArenas))
+    forward = _forward(halves, names, globals_, arena, direct)
     backward = _backward(forward, names, globals_, in_parts)
     source = "\n".join(
         [

@@ -6,26 +6,35 @@ choose kernels and make workspaces then), the next one is captured. The arena, t
 incoming gradients and all results of the step are static tensors. Inputs are copied in and
 results copied out, so that users see a module like any other; parameters are read where they are.
 
-Not yet run on a device: the order of captures, copies and replays is tested with a stand-in.
+Random operators draw anew in each replay: a capture registers the device's generator, and a replay
+advances it (CUDAGeneratorImpl.cpp, "CUDA Graph-safe RNG states"). Transfers become a graph's own
+copies: their streams join the capture by the events that they wait for, and the capture ends when
+all that they were given has joined the compute stream (`StreamSwap.captured`).
+
+Not yet run on a GPU: a stand-in on the test accelerator records and replays what a capture would.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch.fx import Node
 
 from memopt.errors import ExecutionError
 from memopt.executor.partial_backward import PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
-from memopt.models.graph import Graph, TensorKind
+from memopt.models.graph import TensorKind
 from memopt.programs.instructions import Program
+from memopt.step.backend import LARGEST_BLOCK_BYTES, is_on_host
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
+from memopt.step.nodes import HOST_RESULTS, is_random, tensors_of
 
 WARM_UP = 2
 """Number of steps that run uncaptured first."""
@@ -46,26 +55,60 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            # Torch's own is made once, on the device that is current then: on another one a
+            # capture would see no kernel, and its replay change nothing.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
         """Capture as `Capturer.capture` does."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool):
-            results = run()
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                results = run()
         return results, graph.replay
 
 
-def static_bytes(graph: Graph) -> int:
+def static_bytes(lowering: Lowering, library_bytes: int = 0) -> int:
     """Return the bytes that a captured step holds beyond the plan: copies of its inputs, of the
-    incoming gradients, and of its results."""
+    incoming gradients, and of its results, what attention leaves on the host otherwise, and the
+    libraries' workspaces, which a capture's stream has of its own.
+
+    Args:
+        lowering: of the captured model.
+        library_bytes: the workspaces of a step that is not captured.
+    """
+    graph = lowering.graph
     inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
-    return sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
+    copied = sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
+    seeds = sum(len(HOST_RESULTS.get(node.target, ())) for node in lowering.nodes)
+    return copied + seeds * LARGEST_BLOCK_BYTES + library_bytes
+
+
+def _why_not_run(lowering: Lowering, node: Node) -> str | None:
+    """Return why a kernel call cannot be captured, or would not do the same in a replay."""
+    if any(tag in _BY_VALUE for tag in getattr(node.target, "tags", ())):
+        return "what it does depends on values"
+    made, read = tensors_of(node), tensors_of(*node.all_input_nodes)
+    home = lowering.device
+    here = [is_on_host(value, home) for value in made]
+    if is_random(node) and all(here) and any(here):
+        return "it draws random numbers on the host, which would be the same in every replay"
+    if any(here) and not all(is_on_host(value, home) for value in read):
+        return None if node.target in HOST_RESULTS else "it copies to the host"
+    if not all(here) and any(is_on_host(value, home) and value.dim() for value in read):
+        return "it reads a tensor on the host"
+    return None
 
 
 def why_not(
-    lowering: Lowering, program: Program, device: torch.device, spare_bytes: int | None
+    lowering: Lowering,
+    program: Program,
+    device: torch.device,
+    spare_bytes: int | None,
+    library_bytes: int = 0,
 ) -> str | None:
     """Return why a program's step cannot be captured; None if it can.
 
@@ -74,28 +117,35 @@ def why_not(
         program: its plan.
         device: where it runs.
         spare_bytes: what the budget leaves beside the plan's peak; None: there is no limit.
+        library_bytes: as of `static_bytes`.
     """
     graph = lowering.graph
+    runs: Counter[int] = Counter()
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device, and the model is on {device}"
     if not program.offsets:
         return "its tensors have no fixed addresses: plan with place=True"
-    if program.has_transfers:
-        return "it moves tensors to the host; plan with a strategy that does not"
     for position, run in program.computes:
         operator = graph.operators[run.op]
-        if operator.random:
+        runs[run.op] += 1
+        if operator.random and runs[run.op] > 1:
             return (
-                f"{operator.name!r} draws random numbers, which would be the same in every replay; "
-                "set dropout to 0 or put the model into eval mode for it"
+                f"{operator.name!r} runs twice and must draw the same random numbers again, for "
+                "which the generator is rewound on the host: plan with a strategy that moves "
+                'tensors instead of computing them again (strategy="offload-graph"), with a larger '
+                "budget, or without dropout"
             )
-        target: Any = lowering.node_of(run.op, run.implementation).target
-        if any(tag in _BY_VALUE for tag in getattr(target, "tags", ())):
-            return f"instruction {position}, {operator.name!r}: what it does depends on values"
-    needed_bytes = static_bytes(graph)
+        reason = _why_not_run(lowering, lowering.node_of(run.op, run.implementation))
+        if reason is not None:
+            return (
+                f"instruction {position}, {operator.name!r}: {reason}; make what it needs on the "
+                "model's device (device=x.device), or apply the plan without cuda_graph=True"
+            )
+    needed_bytes = static_bytes(lowering, library_bytes)
     if spare_bytes is not None and needed_bytes > spare_bytes:
         return (
-            f"inputs and results have copies of {format_bytes(needed_bytes)}, for which the budget "
+            f"copies of inputs and results and the capture's own workspaces take "
+            f"{format_bytes(needed_bytes)}, for which the budget "
             f"leaves {format_bytes(max(0, spare_bytes))}: raise it by "
             f"{needed_bytes - spare_bytes} bytes"
         )
@@ -131,6 +181,8 @@ class GraphedProgram:
             backward=self.backward,
             fork=self._no_fork,
             partial=self._partial,
+            # A replay gives all gradients at once, inside DistributedDataParallel, too.
+            handover=None,
         )
 
     def forward(self, primals: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -153,7 +205,7 @@ class GraphedProgram:
             for i in self._inputs:
                 self._primals[i] = _copy(primals[i])
             self._addresses = self._where(primals)
-            self._forward_results, self._replay_forward = self._capturer.capture(
+            self._forward_results, self._replay_forward = self._captured(
                 lambda: self._program.forward(list(self._primals))
             )
         self._check_addresses(primals)
@@ -176,7 +228,7 @@ class GraphedProgram:
             return self._program.backward(primals, arguments, saved)
         if self._replay_backward is None:
             self._arguments = [_copy(value) for value in arguments]
-            (self._gradients, _), self._replay_backward = self._capturer.capture(
+            (self._gradients, _), self._replay_backward = self._captured(
                 lambda: (
                     list(
                         self._program.backward(
@@ -193,6 +245,19 @@ class GraphedProgram:
         self._replay_backward()
         saved.clear()
         return tuple(_copy(value) for value in self._gradients)
+
+    def _captured(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+        """Capture a half of the step; its transfers end within it."""
+        if self._program.transfers is None:
+            return self._capturer.capture(run)
+        with self._program.transfers.captured() as join:
+
+            def joined() -> tuple[list[Any], list[Any]]:
+                results = run()
+                join()
+                return results
+
+            return self._capturer.capture(joined)
 
     def _partial(self, missing: frozenset[int]) -> PartialBackward | None:
         """Return the backward for missing gradients, as `Installed.partial` does.

@@ -40,7 +40,12 @@ PARTIAL = (
     "the backward of a planned call begins at some of its outputs only, and what autograd makes of "
     "the others' missing gradients is not in the plan"
 )
+OTHER_LOSS = (
+    "the call has `labels`, and what is trained with is not the `loss` in its output, for which "
+    "the step was planned"
+)
 REMEDIES = {
+    OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",
     DIFFERENTIATED: "train it without a plan (memopt.unwrap(model), or planned.original)",
     PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
     "without a plan (memopt.unwrap(model), or planned.original)",
@@ -49,9 +54,9 @@ REMEDIES = {
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Let AOTAutograd's function behind a planned output report outputs without a gradient, for
-    which it would make zeros, and return gradients that are differentiable if they can be. By
-    itself it refuses a second derivative; torch 2.11 does not even refuse."""
+    """Change AOTAutograd's function behind a planned output in two ways. Its backward is told which
+    outputs have no gradient, where autograd would make zeros. And it may return differentiable
+    gradients: by itself it refuses a second derivative (torch 2.11 forgets to refuse)."""
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)
@@ -74,6 +79,9 @@ class AsOriginal:
         guard: checks whether the call is still the planned one.
         random: random states of the device; None: the call draws no random numbers.
         used: is told why, before the call runs again.
+
+    Attributes:
+        other_loss: whether a backward began at outputs that the step has no backward for.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class AsOriginal:
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used = autocast_state(), used
         self._random = random
+        self.other_loss = False
         self._replay = [] if random is None else random.replay_from_now()
 
     def check_unchanged(self, values: Sequence[Any]) -> None:
@@ -98,8 +107,10 @@ class AsOriginal:
 
         Raises:
             ExecutionError: one has changed since the forward, whose values the planned
-                backward uses.
+                backward uses; or the unplanned model has run for other outputs' gradients.
         """
+        if self.other_loss:
+            raise ExecutionError(f"{OTHER_LOSS} alone. You can {REMEDIES[OTHER_LOSS]}")
         difference = self._guard.late_difference(self._model, values)
         if difference is not None:
             raise ExecutionError(
@@ -124,19 +135,59 @@ class AsOriginal:
         found: tuple[Any, ...] = run(tangents, why)
         return found
 
+    def gradients_from(
+        self, positions: Sequence[int], gradients: Sequence[Any], wanted: Sequence[torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Return the gradients of the tensors `wanted` from those of the output leaves at
+        `positions`, for which the step has no planned backward.
+
+        Raises:
+            ExecutionError: the forward cannot run again as it ran.
+        """
+
+        def run() -> tuple[Any, ...]:
+            leaves = self._outputs_again(self._call, OTHER_LOSS)
+            pairs = [
+                (leaves[position], gradient)
+                for position, gradient in zip(positions, gradients, strict=True)
+                if gradient is not None
+            ]
+            return _gradients_of(pairs, wanted)
+
+        self.other_loss = True
+        found = run() if self._random is None else self._random.settling(run)()
+        return found
+
     def _gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
-        differentiated = torch.is_grad_enabled()
         captured, model, call = self._captured, self._model, self._call
-        written = next(_read_and_written(captured), None)
+        wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
+        # Hooks of the user's tensors run when they get these gradients, so they must not run here.
+        inner = _aliased(call)
+        primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
+        found = self._outputs_again(inner, why)
+        if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
+            raise ExecutionError(
+                f"{why}; its forward cannot run again for that: a gradient comes from "
+                f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
+                f"{REMEDIES[why]}"
+            )
+        pairs = [
+            (found[_leaf_of(placeholder, why)], tangent)
+            for placeholder, tangent in zip(captured.tangents, tangents, strict=True)
+            if tangent is not None
+        ]
+        by_position = dict(zip(wanted, _gradients_of(pairs, primals), strict=True))
+        return tuple(by_position.get(i) for i in range(len(captured.gradients)))
+
+    def _outputs_again(self, inner: Call, why: str) -> list[Any]:
+        """Run the unplanned forward as this call's ran; return the leaves of its output."""
+        model, call = self._model, self._call
+        written = next(_read_and_written(self._captured), None)
         if written is not None:
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: it has updated {written}, which it "
                 f"reads. You can {REMEDIES[why]}"
             )
-        wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
-        # Hooks of the user's tensors run when they get these gradients, so they must not run here.
-        inner = _aliased(call)
-        primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
         with ExitStack() as stack:
             stack.enter_context(state_restored(model, call))
             stack.enter_context(unplanned())
@@ -151,29 +202,22 @@ class AsOriginal:
                     f"{why}; its forward cannot run again for that as it ran: {error}"
                 ) from error
             self._used(why)
-            output = model(*inner.args, **inner.kwargs)
-        found = pytree.tree_leaves(output)
-        if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
-            raise ExecutionError(
-                f"{why}; its forward cannot run again for that: a gradient comes from "
-                f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
-                f"{REMEDIES[why]}"
-            )
-        pairs = [
-            (found[_leaf_of(placeholder, why)], tangent)
-            for placeholder, tangent in zip(captured.tangents, tangents, strict=True)
-            if tangent is not None
-        ]
-        with autocast_off(), gradient_hooks_off(primals):
-            gradients = torch.autograd.grad(
-                [output for output, _ in pairs],
-                primals,
-                [tangent for _, tangent in pairs],
-                create_graph=differentiated,
-                allow_unused=True,
-            )
-        by_position = dict(zip(wanted, gradients, strict=True))
-        return tuple(by_position.get(i) for i in range(len(captured.gradients)))
+            return list(pytree.tree_leaves(model(*inner.args, **inner.kwargs)))
+
+
+def _gradients_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    """Return the gradients of the tensors `wanted`, without their hooks, from those of others."""
+    differentiated = torch.is_grad_enabled()
+    with autocast_off(), gradient_hooks_off(wanted):
+        return torch.autograd.grad(
+            [output for output, _ in pairs],
+            wanted,
+            [gradient for _, gradient in pairs],
+            create_graph=differentiated,
+            allow_unused=True,
+        )
 
 
 def _aliased(call: Call) -> Call:
@@ -192,8 +236,8 @@ def draws(captured: Captured) -> bool:
 
 
 def pattern(call: Call) -> tuple[bool, ...]:
-    """Return which arguments of a call are leaves that require a gradient; calls for a gradient
-    penalty have such arguments, others do not."""
+    """Return which arguments of a call are leaves that require a gradient. (For a gradient penalty
+    a model is called with such arguments, else without.)"""
     return tuple(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
         for leaf in call.leaves

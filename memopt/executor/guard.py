@@ -121,7 +121,7 @@ class Guard:
         parameters: (name, description) of every parameter and buffer.
         ties: (name, earlier name) of each parameter and buffer that is an earlier one's tensor.
         apart: names of tensors that must not be tied later, since the step updates them.
-        autocast: its dtype on cpu and cuda.
+        autocast: its dtype on the CPU and the accelerator.
         keeps_casts: whether autocast caches the casts of parameters.
         dependencies: everything else that the trace relied on; None: not known.
     """
@@ -218,7 +218,7 @@ class Guard:
             yield from self._other_ties(tensors)
         yield from self._other_identities(model, call.leaves)
         if autocast_state() != self.autocast:
-            yield f"autocast: planned {self.autocast}, got {autocast_state()} (on cpu, cuda)"
+            yield f"autocast: planned {self.autocast}, got {autocast_state()} (on CPU, accelerator)"
         if any(self.autocast) and torch.is_autocast_cache_enabled() != self.keeps_casts:
             was, now = self.keeps_casts, not self.keeps_casts
             yield f"autocast: planned with cache_enabled={was}, got cache_enabled={now}"

@@ -66,18 +66,21 @@ class Handover:
         self._done = 0
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
-        """Attach the chain and return the joint graph's inputs: those whose gradients come later
-        are detached, since the chain has their history.
+        """Attach the chain to its anchor. Return the joint graph's inputs: those of later parts are
+        detached, since autograd gets their gradients from the chain.
 
         Args:
             values: by position.
             anchor: position, in the first part, of the parameter that the chain is attached to.
         """
         found = list(values)
+        # A token on the device, so that autograd runs each part in the thread and on the stream of
+        # the forward, as it runs a backward's first.
+        self.zero = torch.zeros((), device=values[anchor].device)
         token = None
         for number in range(len(self._parts) - 1, 0, -1):
             later = self._parts[number]
-            token = _Later.apply(self, number, token, *(values[i] for i in later))  # type: ignore[no-untyped-call]
+            token = _LaterPart.apply(self, number, token, *(values[i] for i in later))  # type: ignore[no-untyped-call]
             for i in later:
                 found[i] = values[i].detach()
         found[anchor] = _Anchor.apply(values[anchor], token)  # type: ignore[no-untyped-call]
@@ -120,7 +123,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        ctx.token = token.new_zeros(token.shape)
+        ctx.token = token.detach()
         return value.detach()
 
     @staticmethod
@@ -128,7 +131,7 @@ class _Anchor(torch.autograd.Function):
         return gradients[0], ctx.token
 
 
-class _Later(torch.autograd.Function):
+class _LaterPart(torch.autograd.Function):
     """A part of the backward after the first."""
 
     @staticmethod
@@ -136,13 +139,13 @@ class _Later(torch.autograd.Function):
         ctx: Any, handover: Handover, number: int, token: torch.Tensor | None, *values: torch.Tensor
     ) -> torch.Tensor:
         ctx.handover, ctx.number, ctx.ends = handover, number, token is None
-        return torch.zeros(())
+        return handover.zero.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         handover: Handover = ctx.handover
         found = handover.next_part(ctx.number)
-        token = None if ctx.ends else torch.zeros(())
+        token = None if ctx.ends else handover.zero.detach()
         own = (found.pop(i) for i in handover._parts[ctx.number])
         return (None, None, token, *own)
 

@@ -127,7 +127,7 @@ class Homes:
         """Begin a step with a tensor on the device, fetched if its value is on the host (before the
         first step, or after a failed one); return a parameter's device copy."""
         there = self._there[tensor] = dict[str, torch.Tensor]()
-        for key, value in self._held(tensor).items():
+        for key, value in self._values(tensor).items():
             home = self._is_home(tensor, key, value)
             copy = self._copies[tensor, key] if home else None
             there[key] = value.to(self._device) if copy is None else self._swap.bring(copy)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ class Homes:
         swap, brought = self._swap, dict[str, torch.Tensor]()
         self._there[tensor] = brought
         self._host.until((self.parameters if tensor in self.parameters else self.states)[tensor])
-        for key in self._held(tensor):
+        for key in self._values(tensor):
             brought[key] = swap.bring(self._copies[tensor, key])  # type: ignore[arg-type]
         return brought.get("")
 
@@ -164,8 +164,8 @@ class Homes:
 
     @contextmanager
     def updating(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Let the model and the optimizer hold the device copies of a parameter and its state. If
-        the block fails, they hold the former ones again."""
+        """Let the model and the optimizer hold the device copies of a parameter and its state
+        inside; if the block fails, the copies that they held before."""
         own, state = self._tensors.get(id(parameter)), self._state_tensors.get(id(parameter))
         states, data = self._optimizer.state, parameter.data
         before = states.get(parameter)
@@ -225,7 +225,7 @@ class Homes:
 
     def _leave(self, tensor: int) -> None:
         """Copy to the host the values of a tensor that are not there."""
-        for key, value in self._held(tensor).items():
+        for key, value in self._values(tensor).items():
             known = value is self._views.get((tensor, key))
             if not known and not self._is_home(tensor, key, value):
                 self._store(tensor, key, value)
@@ -243,8 +243,9 @@ class Homes:
         assert self.swap is not None
         return self.swap
 
-    def _held(self, tensor: int) -> dict[str, torch.Tensor]:
-        """Return the values of a tensor that the model, or the optimizer, has now."""
+    def _values(self, tensor: int) -> dict[str, torch.Tensor]:
+        """Return a tensor's values as the model or the optimizer has them now, by the state's key
+        ("" for a parameter)."""
         if tensor in self.parameters:
             return {"": self.parameters[tensor].data}
         return _movable(self._optimizer.state.get(self.states[tensor], {}))
@@ -255,7 +256,7 @@ class Homes:
 
     def _is_shown(self, tensor: int, key: str, value: torch.Tensor) -> bool:
         """Return whether the model holds the device copy, as it does once that has been updated."""
-        held = self._held(tensor).get(key)
+        held = self._values(tensor).get(key)
         return held is not None and held.data_ptr() == value.data_ptr()
 
     def _store(self, tensor: int, key: str, value: torch.Tensor) -> None:

@@ -68,11 +68,11 @@ class InStep:
             except Exception as error:
                 self.failed = f"{type(error).__name__}: {error}"
                 if not is_of_group(error):
-                    self.ranks.tell(f"in {part} of a planned step: {self.failed}")
+                    self.ranks.report_failure(f"in {part} of a planned step: {self.failed}")
                     raise
-                told = self.ranks.told()
-                if told is None:
+                reported = self.ranks.reported_failure()
+                if reported is None:
                     raise lost(error, f"{part} of a planned step runs") from error
-                raise RankError(f"{told}. The step is over on every rank") from error
+                raise RankError(f"{reported}. The step is over on every rank") from error
 
         return runs

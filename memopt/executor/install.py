@@ -99,6 +99,7 @@ def install(
         fork=list if arenas is None else arenas.fork,
         handover=order,
         partial=partial,
+        transfers=mover if isinstance(mover, StreamSwap) else None,
     )
 
 
@@ -107,7 +108,7 @@ def _mover(
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
     if not backend_of(device).on_host and (pool_bytes or halves.moved):
-        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder)
+        return StreamSwap(DeviceStreams(device, recorder), pool_bytes, recorder, device)
     return ThreadSwap(recorder)
 
 

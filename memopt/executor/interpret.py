@@ -151,7 +151,7 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
         arguments.clear()
         for instruction in halves.backward:
             machine.step(instruction)
-        results = (*halves.gradients, *captured.ends)
+        results = (*halves.gradients, *captured.other_results)
         return tuple(map_arg(g, machine.read) for g in results)
 
     return forward, backward

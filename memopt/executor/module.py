@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from memopt.capture.training_call import as_planned
@@ -15,6 +17,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
 from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
 from memopt.executor.guard import Guard
+from memopt.executor.refused_outputs import refusing_gradients
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
@@ -22,12 +25,15 @@ from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
-from memopt.step.model_outputs import refusing_gradients
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that was not planned, the difference) → the module to call."""
+
+OtherLoss: TypeAlias = Callable[[frozenset[int]], None]
+"""Called with the positions of the output's leaves that have got gradients, though the plan's loss
+does not use them."""
 
 
 class PlannedModule(nn.Module):
@@ -62,6 +68,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_twice"] = set()
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_arrived"] = None
+        self.__dict__["_memopt_other_loss"] = None
         self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
 
     @property
@@ -197,7 +204,7 @@ class PlannedModule(nn.Module):
         calls.planned += 1
         if self.__dict__["_memopt_spare"] is not None:
             _warn_of_gradients(self, self.__dict__["_memopt_spare"])
-        held = [p.value(model, ()) for p in captured.primals if p.held]
+        held = captured.held_values(model, ())
 
         def used(why: str) -> None:
             # Such calls are made to be differentiated: they run unplanned from now on.
@@ -207,10 +214,15 @@ class PlannedModule(nn.Module):
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
-        output = refusing_gradients(
-            runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"]),
-            captured.outputs.gradients.refused,
-        )
+        output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
+        other_loss: OtherLoss | None = self.__dict__["_memopt_other_loss"]
+        refused = captured.outputs.gradients.refused
+        if refused and other_loss is not None:
+            wanted = _trained(model, call)
+            other = partial(_gradients_of_other_loss, again, wanted, other_loss)
+            output = refusing_gradients(output, refused, other, wanted)
+        else:
+            output = refusing_gradients(output, refused)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -251,6 +263,31 @@ def original_of(planned: PlannedModule) -> nn.Module:
 def count_in(planned: PlannedModule, calls: Calls) -> None:
     """Count the calls of a planned module in `calls` from now on."""
     planned.__dict__["_memopt_calls"] = calls
+
+
+def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
+    """Let the unplanned model run, and then call `met`, when outputs get gradients that the plan's
+    loss does not use; else that is an error."""
+    planned.__dict__["_memopt_other_loss"] = met
+
+
+def _trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """Return the leaves of autograd that a call may have gradients of."""
+    given = [one for one in call.tensors() if one.requires_grad]
+    return [*(one for one in model.parameters() if one.requires_grad), *given]
+
+
+def _gradients_of_other_loss(
+    again: AsOriginal,
+    wanted: Sequence[torch.Tensor],
+    met: OtherLoss,
+    positions: tuple[int, ...],
+    gradients: Sequence[Any],
+) -> Sequence[Any]:
+    found = again.gradients_from(positions, gradients, wanted)
+    pairs = zip(positions, gradients, strict=True)
+    met(frozenset(position for position, gradient in pairs if gradient is not None))
+    return found
 
 
 def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
@@ -306,6 +343,7 @@ _OWN = (
     "_memopt_calls",
     "_memopt_spare",
     "_memopt_arrived",
+    "_memopt_other_loss",
     "_memopt_twice",
 )
 

@@ -19,10 +19,11 @@ from torch.fx import Node
 
 from memopt.executor.composed_variants import EVERYWHERE, ON_CPU
 from memopt.pricing.workspace import with_state
-from memopt.step.backend import backend_of, estimated_backend
+from memopt.step.backend import backend_of, estimated_backend, is_on_host
 from memopt.step.build import Lowering
 from memopt.step.dropout import EAGER_DROPOUT
 from memopt.step.memory_layout import fills_storage, storage_of
+from memopt.step.nodes import tensors_of
 from memopt.step.profiled import Profiled
 from memopt.step.signature import Arguments, signature, values_of
 from memopt.step.trial import poisoned, same_bits
@@ -60,6 +61,8 @@ def out_variant_of(node: Node, device: torch.device | None) -> OutVariant | None
         device: where the model runs, and the variant is tried; None: nothing may be computed.
     """
     variant = _possible(node)
+    if any(is_on_host(value, device) for value in tensors_of(node)):
+        return None  # an arena is on the device
     if variant is None or device is None:
         return variant
     return variant if _gives_the_same(variant, node, device) else None
@@ -136,8 +139,8 @@ def _variant(target: Any, device: str) -> OutVariant | None:
 
 
 def _suits(node: Node) -> bool:
-    """Return whether composed variants can run a call: not dropout without training or of nothing,
-    softmax of nothing, or a fill with anything but a real number."""
+    """Return whether composed variants can run a call. They run no dropout, and no softmax, of an
+    empty tensor; no dropout outside of training; and no fill with anything but a real number."""
     if node.target in (torch.ops.aten.native_dropout.default, EAGER_DROPOUT):
         return node.args[2] is not False and _tensor(node, 0).numel() > 0
     if node.target is aten._safe_softmax.default:

@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
+from memopt.executor.module import OnMismatch, PlannedModule, when_arrived, when_other_loss
 from memopt.executor.surroundings import Surroundings, bytes_of
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
@@ -88,8 +88,16 @@ class Planner(Protocol):
         """Return whether plans for such calls charge the loss that they are trained with."""
         ...
 
+    def guesses_loss(self, call: Call) -> bool:
+        """Return whether plans for such calls are for a loss that the user did not name."""
+        ...
+
+    def train_with(self, outputs: frozenset[int]) -> None:
+        """Make plans for a loss that uses these leaves of the output, too, from now on."""
+        ...
+
     def promises(self) -> bool:
-        """Return whether the user gave the budget, rather than asking for the smallest."""
+        """Return whether the user asked for a certain budget, not for none or the smallest."""
         ...
 
     def improving(
@@ -121,12 +129,14 @@ class Made:
         charges: memory that it charges beside the step.
         enough: the largest charges for which it need not be made again.
         search: for a better plan; None: there is none.
+        other_loss: whether it is for a loss that is not the one that is trained with.
     """
 
     module: PlannedModule
     plan: PlanRecord
     charges: Charges
     enough: Charges
+    other_loss: bool = False
     search: BetterPlan | None = None
 
     def stop(self) -> None:
@@ -184,7 +194,7 @@ class PlanMaker:
         if least is not None:
             made = self._asked(holding, call, charges, least)
         made.enough = charges
-        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        remedy = "" if least is None else f": give at least budget={least}"
         self._tell(
             "beyond",
             f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
@@ -211,6 +221,8 @@ class PlanMaker:
     def keeps(self, made: Made, kind: Any) -> bool:
         """Return whether a plan stays: it keeps its budget with all that was met around its steps,
         or was made again often enough. If not, count one more."""
+        if made.other_loss:
+            return False
         charges = self._around.charges(kind)
         if charges.largest(made.enough) == made.enough:
             return True
@@ -234,7 +246,7 @@ class PlanMaker:
             f"met, {then}",
             f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
             f"{made.plan.budget} bytes, for what its plan did not know of ({_listed(charges)}). "
-            f"{then}; with loss_fn= memopt.wrap knows your loss before the first step",
+            f"{then}; with loss_fn= memopt knows your loss before the first step",
         )
 
     def _tell(self, what: str, text: str) -> None:
@@ -288,13 +300,21 @@ class PlanMaker:
             needs_bytes = needed_bytes(plan.graph, plan.program, outside)
             beside_bytes = max(0, needs_bytes - plan.peak_bytes)
             made.search = self._planner.improving(self._model, call, asked, plan, beside_bytes)
+        if self._alone and self._planner.guesses_loss(call):
+            when_other_loss(module, partial(self._trained_otherwise, made))
         return made
+
+    def _trained_otherwise(self, made: Made, outputs: frozenset[int]) -> None:
+        """Plan for other outputs from now on, since the loss that is trained with uses these."""
+        made.other_loss = True
+        self._planner.train_with(outputs)
 
     def _beyond(
         self, error: InfeasibleBudgetError, holding: bool, call: Call
     ) -> InfeasibleBudgetError:
-        """Return the error for a call beyond the budget. The budget that it names also does for
-        later calls, which find gradients."""
+        """Return the error for a call that no plan within the budget can run. It names the
+        budget with which wrapping would work: also for later calls, which find gradients of
+        earlier ones."""
         least = alone = error.smallest_budget_bytes
         if not holding:
             try:
@@ -304,7 +324,7 @@ class PlanMaker:
             except ValueError:
                 # Gradients of a whole step are not kept.
                 pass
-        remedy = "" if least is None else f": give memopt.wrap at least budget={least}"
+        remedy = "" if least is None else f": give at least budget={least}"
         if least != alone:
             remedy += f" ({alone} if gradients are never there when a forward begins)"
         text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
@@ -327,7 +347,7 @@ class PlanMaker:
             return
         if held_bytes + backward_bytes(plan.graph, plan.program) <= plan.budget:
             return
-        remedy = "" if least is None else f"give memopt.wrap at least budget={least}, or "
+        remedy = "" if least is None else f"give at least budget={least}, or "
         raise InfeasibleBudgetError(
             f"a backward is to add to gradients of {format_bytes(held_bytes)}, and within "
             f"{plan.budget} bytes this step can be planned only if those that are there at its "

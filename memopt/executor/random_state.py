@@ -19,27 +19,24 @@ from typing import Any
 
 import torch
 
+from memopt.step.accelerator import Generator
 from memopt.step.backend import backend_of
 
 _lock = threading.RLock()
 
 
-class _PutBack(threading.local):
+class _Rewound(threading.local):
     """The generator that each thread has rewound, and the state to restore."""
 
-    moved: tuple[torch.Generator, torch.Tensor] | None = None
+    moved: tuple[Generator, torch.Tensor] | None = None
 
 
-_HERE = _PutBack()
+_HERE = _Rewound()
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _generator(device: torch.device) -> Generator:
     runtime = backend_of(device).runtime
-    if runtime is None:
-        return torch.default_generator
-    index = runtime.current_device() if device.index is None else device.index
-    generator: torch.Generator = runtime.default_generators[index]
-    return generator
+    return torch.default_generator if runtime is None else runtime.generator(device)
 
 
 class Replay:
@@ -58,14 +55,14 @@ class Replay:
         generator.set_state(earlier)
 
     def __exit__(self, *_: object) -> None:
-        _put_back()
+        _restore()
 
 
-def _state_of(generator: torch.Generator) -> bytearray:
+def _state_of(generator: Generator) -> bytearray:
     return bytearray(generator.get_state().numpy())
 
 
-def _put_back() -> None:
+def _restore() -> None:
     if _HERE.moved is not None:
         generator, state = _HERE.moved
         generator.set_state(state)
@@ -75,7 +72,7 @@ def _put_back() -> None:
 def _settle() -> None:
     """Restore the generator and release the lock, if this thread still holds them."""
     with _lock:
-        _put_back()
+        _restore()
     try:
         while True:
             _lock.release()
@@ -118,7 +115,7 @@ class RandomStates:
         found: bytearray = self.settling(saved)()
         return found
 
-    def put_back(self, saved: bytearray) -> None:
+    def restore(self, saved: bytearray) -> None:
         """Rewind to `saved`, after a step that failed: its numbers are drawn again."""
 
         def put() -> None:

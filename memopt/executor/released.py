@@ -16,7 +16,7 @@ _LONGEST_S = 1.0
 
 
 def released(*tensors: torch.Tensor) -> None:
-    """Return when nothing but these tensors holds their storage, or after a second.
+    """Wait until nothing but these tensors holds their storage, for a second at most.
 
     Args:
         tensors: all tensors that the caller has in one storage, on a device with the host's memory.

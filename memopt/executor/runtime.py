@@ -32,6 +32,7 @@ from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.partial_backward import Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
+from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.step.backend import autocast_off, autocast_state
 from memopt.step.captured import Captured
@@ -64,6 +65,7 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
+        transfers: makes its copies on streams of a device; None: it has none there.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
@@ -75,6 +77,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
+    transfers: StreamSwap | None = None
 
 
 @dataclass
@@ -213,7 +216,7 @@ class Runtime:
                 for target, value in moves:
                     target.detach().copy_(value)
         elif drawn is not None and self.random is not None:
-            self.random.put_back(drawn)
+            self.random.restore(drawn)
 
     def _forward(self, args: list[Any]) -> list[Any]:
         call = self._local.call and self._local.call()
@@ -223,7 +226,7 @@ class Runtime:
         args.clear()
         outputs, saved = program.forward(primals)
         key = next(_KEYS)
-        token = torch.tensor(key, dtype=torch.int64)
+        token = torch.tensor(key, dtype=torch.int64, device="cpu")
         versions = tuple(map(version_of, map(primals.__getitem__, program.watched)))
         # Aliases: what autograd attaches to the outputs must not keep the state, which may hold
         # the same tensors, and with it the token, alive.

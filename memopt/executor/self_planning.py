@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.capture.as_eager.masks import adds_learned_biases, masks_nothing
+from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
@@ -130,7 +130,7 @@ class SelfPlanning:
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._most, self._on_mismatch = most_plans, on_mismatch
-        self._biased = adds_learned_biases(model)
+        self._rounds_by_mask = rounds_by_mask(model)
         # Plans of one kind differ in something beside the call; the last used is at the end.
         self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
         # Kinds whose outputs had no gradient so far.
@@ -160,14 +160,16 @@ class SelfPlanning:
         state: Any = type(self.model).__getstate__(self.model)  # type: ignore[no-untyped-call]
         if not isinstance(state, dict):
             return state
-        state = {name: value for name, value in state.items() if not self._gave(name, value)}
+        state = {
+            name: value for name, value in state.items() if not self._is_set_by_memopt(name, value)
+        }
         hooks = state.get(FORWARD_PRE_HOOKS)
         if hooks is not None:
             kept = ((key, hook) for key, hook in hooks.items() if key != self._hook.id)
             state[FORWARD_PRE_HOOKS] = type(hooks)(kept)
         return state
 
-    def _gave(self, name: str, value: Any) -> bool:
+    def _is_set_by_memopt(self, name: str, value: Any) -> bool:
         """Return whether an attribute of the model was set by memopt."""
         return name == _STATE or (name in self._shown and value is self._shown[name])
 
@@ -194,7 +196,7 @@ class SelfPlanning:
         self._hook.remove()
         self.around.remove()
         own = self.model.__dict__
-        for name in [name for name, value in own.items() if self._gave(name, value)]:
+        for name in [name for name, value in own.items() if self._is_set_by_memopt(name, value)]:
             del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:
@@ -204,7 +206,7 @@ class SelfPlanning:
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
             for call in calls:
-                call = self._seen(_in_order(call.args, call.kwargs))
+                call = self._without_idle_masks(_in_order(call.args, call.kwargs))
                 self._made(self._kind(call), call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +228,7 @@ class SelfPlanning:
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
-            call = self._seen(_in_order(args, kwargs))
+            call = self._without_idle_masks(_in_order(args, kwargs))
             kind = self._kind(call)
             self.around.calling(kind)
             self._in_call.plans = 0
@@ -253,9 +255,10 @@ class SelfPlanning:
             self.calls.original += 1
         return output
 
-    def _seen(self, call: Call) -> Call:
-        """Return a call, with its masks as eager sees them if it can have its own plan."""
-        seen = self._biased and self._on_mismatch == "plan" and masks_nothing(call)
+    def _without_idle_masks(self, call: Call) -> Call:
+        """Return the call, marked to be captured without its masks if they mask nothing and a plan
+        of its own can serve it."""
+        seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 
     def _kind(self, call: Call) -> Any:
@@ -331,7 +334,7 @@ class SelfPlanning:
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """Return the module for a call whose plan no longer fits because something beside the call
         has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
-        call = self._seen(call)
+        call = self._without_idle_masks(call)
         kind = self._kind(call)
         for made in self._ready.get(kind, ()):
             if accepts(made.module, call):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the first parameter that only one of an optimizer and the planned one trains."""
+    """Say which parameter one of the two optimizers, this one and the planned one, trains and the
+    other does not; None: they train the same ones."""
     assert profiled.parts is not None
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -79,8 +79,9 @@ class _Metered:
     Attributes:
         meter: meters it.
         outputs: memory of the call's outputs.
-        before: memory held when it returned that may go: the last step's outputs, gradients.
-        ends: weak references that report the ends of the outputs' tensors.
+        before: memory that was held when it returned and may be freed since: outputs of the last
+            step, gradients.
+        ends: weak references that report when the outputs' tensors are freed.
         tangent_bytes: size of the gradients with which its backward has begun.
     """
 

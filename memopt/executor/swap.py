@@ -7,6 +7,8 @@ that a planned step's device peak and host peak can both be measured without a G
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -17,7 +19,7 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.executor.forks import generation, tell_of_forks
 from memopt.executor.recorder import Recorder
-from memopt.executor.tied_values import TiedValue, tie
+from memopt.executor.tied_values import TiedValue
 from memopt.executor.worker import Task, Worker
 from memopt.torch_private.tensors import negated
 
@@ -58,7 +60,7 @@ class StoredTensor:
         whole = held if isinstance(held, torch.Tensor) else torch.from_numpy(held)
         begin = int(whole.storage_offset()) // like.dtype.itemsize
         offset = begin + int(like.storage_offset())
-        empty = torch.empty(0, dtype=like.dtype)
+        empty = torch.empty(0, dtype=like.dtype, device="cpu")
         return empty.set_(whole.untyped_storage(), offset, like.size(), like.stride())
 
     def made(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -85,27 +87,49 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostAccount:
-    """Bytes of host copies now and at the peak. Without locks: see `memopt.executor.forks`."""
+    """Bytes of host copies now and at the peak. Deaths of copies take no lock, as finalizers may
+    run anywhere: they are noted, and settled when a copy is added."""
 
     def __init__(self) -> None:
+        self.peak_bytes = 0
+        """Largest sum so far."""
         self._sizes: set[TiedValue[int]] = set()
-        self._totals = {0}
-        """Every sum so far, taken after a copy was counted."""
+        self._dead: deque[TiedValue[int]] = deque()
+        self._sum_bytes, self._sure = 0, True
+        self.in_child()
+        tell_of_forks(self)
+
+    def before_fork(self) -> None:
+        """Do nothing: what another thread is about to count is counted anew in the child."""
+
+    def in_child(self) -> None:
+        """Make the lock anew."""
+        self._lock = threading.Lock()
 
     @property
     def now_bytes(self) -> int:
         """Bytes of the copies that are alive."""
-        return sum(kept.value for kept in list(self._sizes))
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest sum so far."""
-        return max(list(self._totals))
+        return sum(kept.value for kept in list(self._sizes) if kept() is not None)
 
     def add(self, copy: object, size_bytes: int) -> None:
         """Count a copy for as long as it lives."""
-        tie(self._sizes, copy, size_bytes)
-        self._totals.add(self.now_bytes)
+        kept = TiedValue(copy, self._dead.append)
+        kept.value = size_bytes
+        with self._lock:
+            # Not sure if Ctrl-C came in between here: the sum is made anew.
+            sure, self._sure = self._sure, False
+            self._sizes.add(kept)
+            change_bytes = size_bytes
+            while self._dead:
+                change_bytes -= self._dead[0].value
+                self._sizes.discard(self._dead[0])
+                self._dead.popleft()
+            every = self._sizes
+            self._sum_bytes = (
+                self._sum_bytes + change_bytes if sure else sum(k.value for k in every)
+            )
+            self.peak_bytes = max(self.peak_bytes, self._sum_bytes)
+            self._sure = True
 
 
 def _fill(target: np.ndarray, cell: list[np.ndarray]) -> None:
@@ -175,7 +199,8 @@ class ThreadSwap:
         start filling it; `wait` before the first read. The worker runs in order, so a copy still
         on its way out arrives first."""
         if into is None:
-            storage = torch.empty(copy.buffer.nbytes, dtype=torch.uint8).untyped_storage()
+            there = torch.empty(copy.buffer.nbytes, dtype=torch.uint8, device="cpu")
+            storage = there.untyped_storage()
         else:
             storage = into.untyped_storage()
         tensor = copy.made(storage)

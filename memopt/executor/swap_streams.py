@@ -13,16 +13,17 @@ is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount, StoredTensor, flat
-from memopt.step.backend import backend_of
+from memopt.step.backend import backend_of, is_on_host
 
 
 class Streams(Protocol):
@@ -45,6 +46,9 @@ class Streams(Protocol):
     def finish(self, event: Any) -> None:
         """Make the calling thread wait for an event."""
 
+    def captured(self) -> AbstractContextManager[Callable[[], None]]:
+        """Enter around a capture; the function joins all copies in it to the compute stream."""
+
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         """Allocate device memory on the compute stream."""
 
@@ -53,13 +57,21 @@ class Streams(Protocol):
 
 
 class DeviceStreams:
-    """The `Streams` of one device."""
+    """The `Streams` of one device.
+
+    An event is kept with the number of captures begun or ended before it. A capture may not wait
+    for events from outside of it, nor the outside for a capture's; neither has to, since the device
+    is idle when a capture begins, and all copies of one have joined its stream when it ends.
+    """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
         self._recorder = recorder
         self._runtime = backend_of(device).runtime
         self._out, self._in = self._runtime.Stream(device), self._runtime.Stream(device)
+        self._captures = 0
+        self._last: dict[bool, Any] = {}
+        """The last copy's event in each direction, during a capture."""
 
     def here(self) -> Any:
         return self._runtime.current_stream(self._device)
@@ -67,14 +79,15 @@ class DeviceStreams:
     def mark(self, home: Any) -> Any:
         event = self._runtime.Event()
         event.record(home)
-        return event
+        return event, self._captures
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, outward: bool, after: Sequence[Any]
     ) -> Any:
         stream = self._out if outward else self._in
-        for event in after:
-            stream.wait_event(event)
+        for event, number in after:
+            if number == self._captures:
+                stream.wait_event(event)
         begin = self._moment(stream)
         with self._runtime.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -82,26 +95,43 @@ class DeviceStreams:
         end.record(stream)
         if self._recorder is not None:
             self._recorder.copied(outward, begin, self._moment(stream))
-        return end
+        self._last[outward] = end
+        return end, self._captures
 
     def _moment(self, stream: Any) -> Any:
         """Record an event with a time, if the step is recorded."""
         return None if self._recorder is None else DeviceClock(self._device).on(stream)
 
     def wait(self, event: Any, home: Any) -> None:
+        awaited, number = event
+        if number != self._captures:
+            return
         here = self.here()
-        here.wait_event(event)
+        here.wait_event(awaited)
         if home != here:
-            home.wait_event(event)
+            home.wait_event(awaited)
 
     def finish(self, event: Any) -> None:
-        event.synchronize()
+        event[0].synchronize()
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Callable[[], None]]:
+        def join() -> None:
+            for event in self._last.values():
+                self.here().wait_event(event)
+
+        self._captures += 1
+        self._last.clear()
+        try:
+            yield join
+        finally:
+            self._captures += 1
 
     def device_bytes(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def host_bytes(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass
@@ -132,6 +162,8 @@ class PooledCopy(StoredTensor):
     stored: Any = None
     held: torch.Tensor | None = field(default=None, repr=False)
     """The device side of the transfer under way: alive until the compute stream has waited."""
+    stays: bool = False
+    """Whether the tensor is on the host by itself, and `buffer` is that tensor."""
     home: Any = None
     """The compute stream that made `held`. Its memory goes back to that stream's allocator, so
     that stream waits, too, if the copy dies elsewhere (in the garbage collector, say)."""
@@ -149,12 +181,25 @@ class PooledCopy(StoredTensor):
 
 
 class StreamSwap:
-    """Swaps by events on streams, into a pool whose addresses the plan gives."""
+    """Swaps by events on streams, into a pool whose addresses the plan gives.
 
-    def __init__(self, streams: Streams, pool_bytes: int, recorder: Recorder | None = None) -> None:
+    Args:
+        streams: do the work.
+        pool_bytes: of a step's pool.
+        recorder: records the step, if it is recorded.
+        device: the model's; what kernels leave on the host stays there.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        pool_bytes: int,
+        recorder: Recorder | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.account = HostAccount()
         self.pool_bytes = pool_bytes
-        self._streams = streams
+        self._streams, self._device = streams, device
         self._recorder = recorder
         self._free: list[tuple[torch.Tensor, Any]] = []
 
@@ -176,6 +221,8 @@ class StreamSwap:
     ) -> PooledCopy:
         """Start copying `tensor`'s storage to `address` of the lease's pool (without them: to
         host memory of its own)."""
+        if is_on_host(tensor, self._device):
+            return self.stayed(tensor)
         source = flat(tensor)
         count = source.numel()
         if lease is None or address is None:
@@ -189,6 +236,21 @@ class StreamSwap:
             buffer, source, True, (self._streams.mark(copy.home),)
         )
         return copy
+
+    def stayed(self, tensor: torch.Tensor) -> PooledCopy:
+        """Return a copy that is the tensor itself: kernels left it on the host, or would have
+        outside of a captured step."""
+        return PooledCopy.of(tensor, tensor, streams=self._streams, lease=None, stays=True)
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Callable[[], None]]:
+        """Enter before a capture of the compute stream; call what is given at its end, inside it.
+        The pool is there before, since a capture may allocate no pinned memory."""
+        if self.pool_bytes and not self._free:
+            pool = self._streams.host_bytes(self.pool_bytes)
+            self._free.append((pool, self._streams.mark(self._streams.here())))
+        with self._streams.captured() as join:
+            yield join
 
     def store(self, copy: PooledCopy, tensor: torch.Tensor) -> None:
         """Start copying `tensor`'s storage over what `copy` holds."""
@@ -219,6 +281,8 @@ class StreamSwap:
     def bring(self, copy: PooledCopy, into: torch.Tensor | None = None) -> torch.Tensor:
         """Allocate the device copy (or take the tensor given, which is all of its storage) and
         start filling it; `wait` before the first read."""
+        if copy.stays:
+            return cast("torch.Tensor", copy.buffer)
         copy.settle()
         size_bytes = copy.buffer.numel()
         there = self._streams.device_bytes(size_bytes) if into is None else flat(into)
@@ -232,7 +296,8 @@ class StreamSwap:
         return tensor
 
     def settle(self) -> None:
-        """Do nothing: a copy that dies lets its stream wait for its transfer."""
+        """Do nothing: when an unfinished copy is dropped, its stream waits for the transfer by
+        itself."""
 
     def wait(self, copy: PooledCopy) -> None:
         """Let the compute stream wait until the last transfer of `copy` has ended."""

@@ -295,11 +295,11 @@ class TrainStep:
             for parameter in self._parameters.values():
                 parameter.grad = None
             if drawn is not None and self._random is not None:
-                self._random.put_back(drawn)
+                self._random.restore(drawn)
             if self._undo is not None:
                 # Updated tensors are on their way to the host.
                 self._homes.settle()
-                self._undo.put_back()
+                self._undo.restore()
                 changes.clear()
 
     def optimizer_to_device(self) -> None:

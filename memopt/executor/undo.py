@@ -61,7 +61,7 @@ class Undo:
         copy.copy_(tensor, non_blocking=True)
         self._copies.append((tensor, copy))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the former values of everything that was kept; may be called again."""
         for device in {tensor.device for tensor, _ in self._copies}:
             # The device may still be writing to state on the host.

@@ -82,7 +82,7 @@ class Halves:
         """Computed tensors that the backward half needs from the forward half's device memory,
         ascending. Outputs that it does not read are the user's to hold."""
         wanted = set(self._read_in_backward)
-        for gradient in (*self.captured.gradients, *self.captured.ends):
+        for gradient in (*self.captured.gradients, *self.captured.other_results):
             if isinstance(gradient, Node):
                 wanted.update(t for t in self.lowering.storages[gradient] if t is not None)
         live = {x.tensor for x in self._lifetimes.device if x.is_live_at(self.boundary)}
@@ -90,9 +90,9 @@ class Halves:
 
     @cached_property
     def complete_gradients(self) -> dict[int, tuple[int, ...]]:
-        """Position in the program → the gradients, by their position, that are complete after it:
-        it is the last use of the gradient's tensor and of the value whose gradient it is (whoever
-        gets the gradient may update that). Gradients complete only at the end are left out."""
+        """Map positions of the program to the gradients (by their own positions) that are complete
+        after them: the gradient's tensor is not used any more, nor is the parameter, which whoever
+        gets the gradient may update. Gradients that are complete only at the end are left out."""
         last: dict[int, int] = {}
         for position, instruction in enumerate(self.backward, self.boundary + 1):
             last.update(dict.fromkeys(instruction.effects(self.lowering.graph).touches, position))

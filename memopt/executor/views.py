@@ -1,14 +1,16 @@
-"""Replaces chains of views by one strided view of a kernel's result whose layout is certain.
+"""Replaces chains of views by one strided view of a kernel's result.
 
 A view of a view of a product is three calls through torch's dispatcher, each of which takes longer
-than a small kernel's arithmetic. If the layout of the first result is certain, that of the last
-view is known, and one call without the dispatcher makes it.
+than a small kernel's arithmetic. If the first result has the layout of its capture, that of the
+last view is known, and one call without the dispatcher makes it. A few kernels' results are certain
+to have it; others are looked at when the step runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+import operator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,8 @@ _VIEWS = frozenset(
         "aten.alias.default",
     }
 )
+_PARTS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int"})
+"""Views of several parts, each unpacked by its number."""
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default"})
 
 
@@ -65,18 +69,23 @@ class Look:
 Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
 
 
+def looked_at_plain() -> Looked:
+    """Return the function that makes a view of a plain tensor by shape, strides and offset. It
+    bypasses dispatcher and autograd."""
+    native: Looked = private("torch._C._dynamo.guards._reinterpret_tensor")
+    return native
+
+
 @functools.cache
 def looked() -> Looked:
-    """Return a function that makes a view by shape, strides and offset; for plain tensors it
-    bypasses dispatcher and autograd."""
-    native = private("torch._C._dynamo.guards._reinterpret_tensor")
+    """Return a function that makes a view by shape, strides and offset of any tensor."""
+    native = looked_at_plain()
 
     def look(
         root: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
     ) -> torch.Tensor:
         if type(root) is torch.Tensor:
-            view: torch.Tensor = native(root, shape, strides, offset)
-            return view
+            return native(root, shape, strides, offset)
         return root.as_strided(shape, strides, root.storage_offset() + offset)
 
     return look
@@ -98,13 +107,33 @@ def look_of(node: Node, views: Container[Node]) -> Look | None:
         views: the nodes of the step that are views.
     """
     root = node
-    while root in views and str(root.target) in _VIEWS:
+    while root in views and (str(root.target) in _VIEWS or _is_part(root)):
         root = root.args[0]  # type: ignore[assignment]
+        if str(root.target) in _PARTS:
+            root = root.args[0]  # type: ignore[assignment]
     if root is node or not _is_plain(root.meta.get("val")):
         return None
     value, whole = node.meta["val"], root.meta["val"]
     offset = int(value.storage_offset()) - int(whole.storage_offset())
     return Look(root, tuple(value.shape), tuple(value.stride()), offset)
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a node unpacks a view of several parts."""
+    whole = node.args[0] if node.target is operator.getitem else None
+    return isinstance(whole, Node) and str(whole.target) in _PARTS
+
+
+def seen_outside(outputs: Iterable[Node], views: Container[Node]) -> set[Node]:
+    """Return outputs and the views on the way to them: autograd, outside of the step, must see
+    which of them are views of one tensor, and count their changes together."""
+    found: set[Node] = set()
+    for node in outputs:
+        while node in views and node not in found:
+            found.add(node)
+            node = node.args[0]  # type: ignore[assignment]
+        found.add(node)
+    return found
 
 
 def _is_plain(value: Any) -> bool:

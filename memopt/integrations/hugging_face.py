@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -11,6 +13,9 @@ from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
 from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.strategies import Strategy
+from memopt.torch_private.modules import forward_hooks_of
+
+_LOG = logging.getLogger(__name__)
 
 _WRAPPED: WeakSet[SelfPlanning] = WeakSet()
 """The models that callbacks have wrapped, as opposed to the user."""
@@ -36,18 +41,12 @@ class MemoptCallback(TrainerCallback):
     ) -> None:
         self._options = {"budget": budget, "strategy": strategy, **options}
         self.calls = Calls()
+        self._checkpointing_on: Callable[[], None] = _nothing
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Plan from the first step on.
-
-        Raises:
-            ValueError: gradient checkpointing is on, which memopt replaces.
-        """
+        """Plan from the first step on. Gradient checkpointing is off until training ends."""
         model = kwargs["model"]
-        if getattr(args, "gradient_checkpointing", False):
-            raise ValueError(
-                "switch gradient_checkpointing off in the TrainingArguments: memopt replaces it"
-            )
+        self._checkpointing_on = _checkpointing_off(model)
         options = dict(self._options)
         optimizer = kwargs.get("optimizer")
         options.setdefault("optimizer", getattr(optimizer, "optimizer", optimizer))
@@ -63,6 +62,44 @@ class MemoptCallback(TrainerCallback):
         self.calls = made.calls
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Unwrap the model."""
+        """Unwrap the model, and leave gradient checkpointing as it was."""
         if planning_of(kwargs["model"]) is not None:
             unwrap(kwargs["model"])
+        self._checkpointing_on()
+        self._checkpointing_on = _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+def _checkpointing_off(model: Any) -> Callable[[], None]:
+    """Switch gradient checkpointing off in a model, with a notice; return what switches it on."""
+    layers = [
+        one for one in model.modules() if getattr(one, "gradient_checkpointing", None) is True
+    ]
+    if not layers:
+        return _nothing
+    _LOG.warning(
+        "gradient_checkpointing is switched off while memopt plans the steps: it decides itself "
+        "what is recomputed"
+    )
+    for one in layers:
+        one.gradient_checkpointing = False
+    # Checkpointing lets the embeddings' output require gradients, by hooks that are not needed now.
+    hooks = [
+        (registered, key, hook)
+        for registered in map(forward_hooks_of, model.modules())
+        for key, hook in registered.items()
+        if "make_inputs_require_grads" in getattr(hook, "__qualname__", "")
+    ]
+    for registered, key, _ in hooks:
+        del registered[key]
+
+    def switch_on() -> None:
+        for one in layers:
+            one.gradient_checkpointing = True
+        for registered, key, hook in hooks:
+            registered[key] = hook
+
+    return switch_on

@@ -246,7 +246,7 @@ class Partitioner(CustomPartitionerFn):
             self._tell(first, budget, 1)
             return first.run
         own, rounds, failure = self._planned(step, budget, options)
-        others, tried = self._torchs(step, budget, options)
+        others, tried = self._torchs_choices(step, budget, options)
         kept = [*own, *others]
         if not kept:
             assert failure is not None
@@ -286,7 +286,7 @@ class Partitioner(CustomPartitionerFn):
         )
         return [], rounds, InfeasibleBudgetError(text, budget, peak)
 
-    def _torchs(
+    def _torchs_choices(
         self, step: RealStep, budget: int, options: dict[str, Any] | None
     ) -> tuple[list[_SavedChoice], int]:
         """Measure torch's choices, from the largest `activation_memory_budget` down, until two keep

@@ -77,8 +77,9 @@ class SkippedFrame:
 
 
 def hear_skipped_frames(hears: Callable[[Any, SkippedFrame], None]) -> None:
-    """Call `hears(backend, frame)` for every function skipped from now on, with Dynamo's object for
-    the backend, whichever it is. An error that it raises fails the call that is being compiled."""
+    """Call `hears(backend, frame)` for every function that Dynamo skips from now on, for any
+    backend; `backend` is Dynamo's object for it. An error in `hears` fails the call that is being
+    compiled."""
     backend_of = private("torch._dynamo.eval_frame.innermost_backend")
     convert = private(_CONVERT)
 

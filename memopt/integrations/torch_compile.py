@@ -101,7 +101,8 @@ class CompiledStep:
         return "\n".join(lines)
 
     def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
-        """Run a graph. At a step's first, divide the budget among the graphs of the step before."""
+        """Run a graph. The first call of a step divides the budget among the graphs that the step
+        before has run."""
         if not any(map(_waiting, self._now)):
             self.graphs, self._now = self._now or self.graphs, {}
             if self.graphs != self._divided:
@@ -210,8 +211,8 @@ def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGrap
 
 
 def _held_bytes(made: Plan) -> int:
-    """Return the bytes that a graph holds while others run, beside its inputs: saved tensors before
-    its backward, gradients after it. Its outputs count as another graph's inputs."""
+    """Return the bytes that a graph holds while others run: saved tensors before its backward,
+    gradients after it. Its inputs are counted elsewhere, its outputs as inputs of other graphs."""
     graph, program = made.graph, made.program
     boundary = program.boundary
     kept = lifetimes(graph, program).device

@@ -113,7 +113,8 @@ def _known(forward: Node) -> _Attention | None:
 
 
 def attach(sites: Sites) -> None:
-    """Attach to the fused attention that steps on the CPU, and estimates, are captured with."""
+    """Attach alternatives to fused attention: to the operator in which steps on the CPU, and
+    estimates, are captured."""
     for forward, backward in sites.pairs(BACKWARD_TARGET, 5):
         known = _known(forward)
         results = tuple(sites.result(forward, i) for i in range(2))

@@ -90,7 +90,7 @@ BATCH_AGAIN = writing("batch_norm.statistics.3", _batch_again)
 
 
 def attach_batch_norm(sites: Sites) -> None:
-    """Attach to batch norms in training mode."""
+    """Attach alternatives to batch norms in training mode."""
     for forward, y, backward in normed(
         sites, "aten.native_batch_norm_backward.default", 5, BATCH_NORM
     ):

@@ -35,7 +35,8 @@ def wanted(backward: Node) -> tuple[bool, bool, bool]:
 
 
 def attach(sites: Sites) -> None:
-    """Attach to convolutions of contiguous images; to backwards if they give both gradients."""
+    """Attach alternatives to convolutions of contiguous images, and to those of their backwards
+    that give the gradients of both input and weight."""
     for forward in sites.calls(CONVOLUTION):
         x, *more = forward.args
         for parts in SPLITS:

@@ -56,7 +56,8 @@ INPUT_PARTS = Kernel("convolution_backward.input.parts", _input_gradient_parts)
 
 
 def attach_again(sites: Sites) -> None:
-    """Attach to contiguous convolutions behind a convolution, also through batch norm and ReLU."""
+    """Attach to a convolution's backward an alternative that recomputes its input from the
+    convolution before, through batch norm and ReLU if they lie between."""
     for backward in sites.calls(CONVOLUTION_BACKWARD):
         g, x, *arguments, _ = backward.args
         relu = sites.producer(x, "aten.relu.default")
@@ -111,7 +112,8 @@ def _slices(sites: Sites, gradient: Node) -> dict[Node, tuple[int, int]] | None:
 
 
 def attach_parts(sites: Sites) -> None:
-    """Attach to contiguous convolutions whose input gradient is read only in slices of channels."""
+    """Attach to a convolution's backward an alternative that computes its input gradient in slices
+    of channels, where only slices of it are read."""
     for backward in sites.calls(CONVOLUTION_BACKWARD):
         g, x, *arguments, _ = backward.args
         gradient = sites.result(backward, 0) if all(wanted(backward)[:2]) else None
@@ -142,7 +144,8 @@ def attach_parts(sites: Sites) -> None:
 
 
 def _attach_reader(sites: Sites, gradient: Node, view: Node, part: Node) -> None:
-    """Let the readers of one slice read the part: as exact as the part."""
+    """Attach to the readers of one slice an alternative that reads the part; it is as exact as the
+    part."""
     for reader in sites.readers(gradient):
         if view not in reader.all_input_nodes:
             continue

@@ -81,7 +81,8 @@ def _steps(way: Products, x: Any, weight: Any, y: Any, given: Any) -> Steps | No
 
 
 def attach_products(way: Products, sites: Sites) -> None:
-    """Attach to convolutions that fit, and to their backwards that give both gradients."""
+    """Attach one way's alternatives to the convolutions that it can compute, and to those of their
+    backwards that give the gradients of both input and weight."""
     for forward in sites.calls(CONVOLUTION):
         x, weight, bias, *given = forward.args
         steps = _steps(way, x, weight, forward, given)

@@ -139,8 +139,9 @@ def _uses(sites: Sites, gradient: Node, hidden: Node, weight: Node) -> Uses | No
 
 
 def attach(sites: Sites) -> None:
-    """Attach to the loss of a linear layer (a language model's head) chunks with its gradients, and
-    to the gradients their product with the tangent: mean or sum, classes not weighted."""
+    """Attach the chunked loss to cross-entropies of a linear layer (a language model's head) that
+    are means or sums without class weights. It computes the gradients, too; the operators of the
+    backward get alternatives that multiply these by the tangent."""
     by_loss = {n.args[0]: n for n in sites.calls("aten._log_softmax_backward_data.default")}
     for forward, backward in sites.pairs("aten.nll_loss_backward.default", 6):
         _, logs, _, weights, reduction, _, _ = backward.args
@@ -207,7 +208,8 @@ def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def attach_rows(sites: Sites) -> None:
-    """Attach to means or sums over rows, with or without class weights, without a cast between."""
+    """Attach alternatives that compute a cross-entropy's gradient in chunks of rows: of means or
+    sums, with or without class weights, where no cast lies between softmax and loss."""
     for softmax_backward in sites.calls("aten._log_softmax_backward_data.default"):
         given: Any = softmax_backward.args
         backward, logs, dim, dtype = given

@@ -76,7 +76,7 @@ def _hardsigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _hardsigmoid_masked(g: Tensor, bits: Tensor) -> Any:
     # ATen's own kernel, with an input inside or outside of the sloped range.
-    inside = torch.where(unpack(bits, g.shape), torch.zeros((), dtype=g.dtype), 9.0)
+    inside = torch.where(unpack(bits, g.shape), g.new_zeros(()), 9.0)
     return ATEN.hardsigmoid_backward(g, inside.to(g.dtype))
 
 
@@ -167,7 +167,7 @@ class Saving:
     fits: Callable[[dict[str, Any]], bool] = lambda _: True
 
 
-def _again(forward: str, backward: str, kernel: Callable[..., Any]) -> Saving:
+def _recomputing(forward: str, backward: str, kernel: Callable[..., Any]) -> Saving:
     """Make a backward that recomputes the output, by the same kernel, in scratch memory."""
     known = Kernel(f"{forward}_backward.input", kernel)
     return Saving(forward, backward, "input", known, outputs=1, again=True)
@@ -194,10 +194,12 @@ SMOOTH = (
 """ELU (CELU and SELU, too), softplus and hardsigmoid: one-to-one where their slope is not 0."""
 
 ACTIVATIONS = (
-    _again("tanh", "tanh_backward", lambda g, x: ATEN.tanh_backward(g, ATEN.tanh(x))),
-    _again("sigmoid", "sigmoid_backward", lambda g, x: ATEN.sigmoid_backward(g, ATEN.sigmoid(x))),
-    _again("_softmax", "_softmax_backward_data", _softmax_again(ATEN._softmax)),
-    _again("_safe_softmax", "_softmax_backward_data", _softmax_again(ATEN._safe_softmax)),
+    _recomputing("tanh", "tanh_backward", lambda g, x: ATEN.tanh_backward(g, ATEN.tanh(x))),
+    _recomputing(
+        "sigmoid", "sigmoid_backward", lambda g, x: ATEN.sigmoid_backward(g, ATEN.sigmoid(x))
+    ),
+    _recomputing("_softmax", "_softmax_backward_data", _softmax_again(ATEN._softmax)),
+    _recomputing("_safe_softmax", "_softmax_backward_data", _softmax_again(ATEN._safe_softmax)),
 )
 
 

@@ -58,7 +58,7 @@ GROUP_AGAIN = Kernel("group_norm.statistics", _group_again)
 
 
 def attach_layer_norm(sites: Sites) -> None:
-    """Attach to layer norms."""
+    """Attach to layer norms' backwards alternatives that read the output."""
     for _, y, backward in normed(sites, "aten.native_layer_norm_backward.default", 3):
         g, _, shape, _, inverse, weight, bias, mask = backward.args
         given = (g, y, shape, inverse, weight, bias, mask)
@@ -66,7 +66,8 @@ def attach_layer_norm(sites: Sites) -> None:
 
 
 def attach_group_norm(sites: Sites) -> None:
-    """Attach to group norms of contiguous images."""
+    """Attach to group norms of contiguous images a backward that reads the output, and a forward
+    that knows the statistics."""
     for forward, y, backward in normed(sites, "aten.native_group_norm_backward.default", 2):
         g, x, mean, inverse, weight, *more = backward.args
         bias = forward.args[2]

@@ -79,7 +79,8 @@ SHAPE_ONLY = Kernel("max_pool_backward.shape_only", _shape_only)
 
 
 def attach(sites: Sites) -> None:
-    """Attach to `max_pool2d_with_indices` over batches of contiguous images."""
+    """Attach alternatives to `max_pool2d_with_indices` of contiguous batches of images, and to its
+    backward."""
     for forward, backward in sites.pairs("aten.max_pool2d_with_indices_backward.default", -1):
         g, x, *arguments, index = backward.args
         if not contiguous(g, x) or value_of(x).ndim != 4:
@@ -99,7 +100,8 @@ def attach(sites: Sites) -> None:
 
 
 def _attach_places(sites: Sites, forward: Node, result: Node, backward: Node) -> None:
-    """Attach the forward that makes 8-bit places in the windows, and its backward."""
+    """Attach the forward that gives each maximum's place in its window in 8 bits, and the backward
+    that reads these places."""
     g, x, *arguments, _ = backward.args
     value, image = value_of(result), value_of(x)[0]
     place = sites.extra(f"{forward.name}__index8", value.new_empty(value.shape, dtype=torch.uint8))

@@ -72,7 +72,7 @@ class Sites:
                 yield node
 
     def pairs(self, backward: str, position: int, *forwards: str) -> Iterator[tuple[Node, Node]]:
-        """Yield (forward, backward) calls, in the graph's order of the latter. The argument at a
+        """Yield (forward, backward) calls, in the graph's order of the backwards. The argument at a
         position of the backward is a result of the forward; `forwards` restricts its target."""
         for call in self.calls(backward):
             forward = self.producer(call.args[position], *forwards)
@@ -206,7 +206,8 @@ class Sites:
         )
 
     def _read_and_written(self, choice: Implementation) -> tuple[int, int]:
-        """Return (minus its operands' bytes, its results' bytes), the order of alternatives."""
+        """Return the key by which alternatives are sorted: those that read most bytes first, of
+        these those that write least."""
         reads = (self._tensors[t] for t in choice.reads or ())
         read_bytes = sum(tensor.size_bytes for tensor in reads if not tensor.resident)
         return -read_bytes, sum(self._tensors[t].size_bytes for t in choice.writes or ())

@@ -82,10 +82,14 @@ def needed_operators(graph: Graph) -> frozenset[int]:
 def spared_operators(graph: Graph) -> frozenset[int]:
     """Return the operators that a program may skip when others run by implementations that do not
     read their results (the logits of a chunked cross-entropy)."""
+    return needed_operators(as_they_are(graph)) - needed_operators(graph)
+
+
+def as_they_are(graph: Graph) -> Graph:
+    """Return the graph whose operators run by their own implementation only."""
     operators = tuple(replace(o, implementations=()) for o in graph.operators)
     # Tensors that only implementations write are in no such graph.
-    plain = replace(graph, operators=operators, allocator_owned=())
-    return needed_operators(plain) - needed_operators(graph)
+    return replace(graph, operators=operators, allocator_owned=())
 
 
 def _writers(graph: Graph) -> dict[int, set[int]]:

@@ -39,8 +39,8 @@ class Charges:
         return Charges(*map(max, astuple(self), astuple(other)))
 
     def beyond(self, charged: Charges) -> Charges:
-        """Return the part of these charges beyond those that a graph already has. Charges of the
-        forward, which no graph has, stay whole."""
+        """Return what these charges need beyond those that a graph already has. Charges during the
+        forward stay whole, since no graph has them."""
         return Charges(
             max(0, self.boundary_bytes - charged.boundary_bytes),
             max(0, self.kept_bytes - charged.kept_bytes),

@@ -4,9 +4,9 @@ Enumerations are written as their values, tuples as lists, dataclasses as object
 -0.0 as 0.0, which it equals; an `object` is written unchanged. `Annotated` refines a type: a
 `Columns` writes a fixed tuple or a dataclass as a list, `TaggedRows` write a union of dataclasses
 as lists that begin with a word, a `Check` refuses wrong values when reading, and a `Codec` writes
-and reads in its own way. (Annotations are evaluated inside their class, so a lambda that names
-something of its module belongs into an alias outside.) An object has every field and no other,
-except as the field's metadata say: `SPARSE`, `FLAT`, `{NAME: ...}`.
+and reads in its own way. (Annotations are evaluated inside their class: a lambda in one cannot name
+another object of its module, so define it outside of the class.) An object has every field and no
+other, except as the field's metadata say: `SPARSE`, `FLAT`, `{NAME: ...}`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ class Device:
         memory_fraction: achievable share of the memory bandwidth.
         block_bytes: the allocator's granularity: 512 on CUDA, 1 on CPU.
         source: where the figures come from.
+        kind: by which device's rules an estimate goes, torch's `device.type`: "cuda", "xpu"...; "":
+            CUDA's if `block_bytes` is above 1, else the CPU's.
         host_update_bytes_per_s: parameter, gradient and optimizer state that an update on the host
             reads and writes in a second; None: unknown, and updates run on the device.
         network: connects it with the other ranks of a cluster; None: unknown, and
@@ -52,6 +54,7 @@ class Device:
     source: str = ""
     network: Network | None = field(default=None, metadata=SPARSE)
     host_update_bytes_per_s: Rate | None = field(default=None, metadata=SPARSE)
+    kind: str = field(default="", metadata=SPARSE)
 
     def __post_init__(self) -> None:
         rates = {
@@ -82,6 +85,11 @@ class Device:
         if self.from_host_bytes_per_s is None:
             return self.to_host_bytes_per_s
         return self.from_host_bytes_per_s
+
+    @property
+    def rules(self) -> str:
+        """The kind with the default resolved."""
+        return self.kind or ("cuda" if self.block_bytes > 1 else "cpu")
 
     @property
     def is_linked(self) -> bool:

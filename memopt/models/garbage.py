@@ -15,10 +15,13 @@ _inside: list[tuple[int, int, int]] = []
 
 
 @contextlib.contextmanager
-def full_collections_put_off() -> Iterator[None]:
-    """Collect only young objects in the block. A trace makes millions of objects that live until it
-    is done, and examining all of them repeatedly took a tenth of its time. With several threads the
-    last one restores the thresholds that the first one found."""
+def full_collections_deferred() -> Iterator[None]:
+    """Collect only young objects in the block.
+
+    A trace makes millions of objects that live until it is done; examining all of them again and
+    again took a tenth of its time. If several threads are inside, the last to leave restores the
+    thresholds that the first had found.
+    """
     with _lock:
         found = _inside[0] if _inside else gc.get_threshold()
         _inside.append(found)

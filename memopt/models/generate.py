@@ -7,10 +7,11 @@ Times are small whole numbers of seconds, so that sums of them are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from random import Random
 
-from memopt.models.chain import Chain, Stage
+from memopt.models.chain import Chain
+from memopt.models.chain_rows import Shape as Shape
+from memopt.models.chain_rows import random_rows
 from memopt.models.graph import (
     Graph,
     Implementation,
@@ -19,17 +20,6 @@ from memopt.models.graph import (
     Tensor,
     TensorKind,
 )
-
-
-class Shape(StrEnum):
-    """The course of the sizes along a random chain."""
-
-    HETEROGENEOUS = "heterogeneous"
-    EQUAL = "equal"
-    GROWING = "growing"
-    SHRINKING = "shrinking"
-    SPARSE = "sparse"
-    """Heterogeneous with many zeros, in sizes and in times."""
 
 
 def random_chain(
@@ -55,54 +45,15 @@ def random_chain(
         negative_overheads: whether backward overheads may be below 0.
         resident_bytes: as in Chain.
     """
-    shape = rng.choice(list(Shape)) if shape is None else shape
-    sizes = _sizes(rng, length + 1, shape, max_bytes)
-    zeros = 0.4 if shape is Shape.SPARSE else 0.0
-    stages = []
-    for index in range(1, length + 1):
-        output = sizes[index]
-        saved = output + (0 if shape is Shape.EQUAL else _draw(rng, max_bytes, zeros))
-        gradient = output if rng.random() < 0.8 else _draw(rng, max_bytes, zeros)
-        low = -(gradient + saved) if negative_overheads else 0
-        longest = 0 if index == length and rng.random() < 0.7 else max_time_s
-        stages.append(
-            Stage(
-                forward_time_s=_draw(rng, longest, zeros),
-                backward_time_s=_draw(rng, longest, zeros),
-                output_bytes=output,
-                saved_bytes=saved,
-                gradient_bytes=gradient,
-                forward_overhead_bytes=_draw(rng, max_bytes // 3, zeros),
-                forward_no_save_overhead_bytes=rng.choice(
-                    [None, _draw(rng, max_bytes // 2, zeros)]
-                ),
-                backward_overhead_bytes=rng.randint(low, max_bytes),
-                parameter_gradient_bytes=(
-                    _draw(rng, max_bytes, zeros) if parameter_gradients else 0
-                ),
-                name=f"stage{index}",
-            )
-        )
-    wanted = rng.random() < 0.5
-    return Chain(sizes[0], stages, resident_bytes, sizes[0] if wanted else 0)
-
-
-def _draw(rng: Random, high: int, zeros: float) -> int:
-    """Draw 0 with probability `zeros`, else a whole number from 0 to `high`."""
-    return 0 if rng.random() < zeros else rng.randint(0, high)
-
-
-def _sizes(rng: Random, count: int, shape: Shape, max_bytes: int) -> list[int]:
-    if shape is Shape.EQUAL:
-        return [rng.randint(1, max_bytes)] * count
-    sizes = [rng.randint(0, max_bytes) for _ in range(count)]
-    if shape is Shape.SPARSE:
-        return [0 if rng.random() < 0.4 else size for size in sizes]
-    if shape is Shape.GROWING:
-        return sorted(sizes)
-    if shape is Shape.SHRINKING:
-        return sorted(sizes, reverse=True)
-    return sizes
+    input_bytes, gradient_bytes, rows = random_rows(
+        rng, length, shape, max_bytes, max_time_s, parameter_gradients, negative_overheads
+    )
+    return Chain.from_table(
+        rows,
+        input_bytes=input_bytes,
+        resident_bytes=resident_bytes,
+        input_gradient_bytes=gradient_bytes,
+    )
 
 
 def random_graph(

@@ -1,18 +1,23 @@
-"""Named instances with known optima, shared by tests, docs and benchmarks.
+"""Named instances with known optima, shared by tests, docs and benchmarks; `memopt.instances()` has
+each by its name.
 
 | instance | source | known |
 |---|---|---|
 | `rotor_toy` | Rotor Table 2 | `ROTOR_TOY_OPTIMA`, every budget |
 | `rotor_figure_4` | Rotor §4.1, Figure 4 | `figure_4_makespans` |
 | `rotor_partition` | Rotor §3.4, Theorem 3.6 | `partition_makespan` |
+| `offload_three_partition` | Offloading, Figure 2 | the makespan, where the values split |
+| `offload_two_partition` | Offloading, Figure 3 | the makespan, where the values split |
 | `three_layers` | here | store-all's peak, by hand |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memopt.models.chain import Chain, Stage
+from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 
 MEGABYTE = 10**6
@@ -166,3 +171,138 @@ def three_layers() -> Graph:
         tangents=(dy,),
         boundary_bytes=20,
     )
+
+
+def offload_three_partition(values: Sequence[int], parts: int) -> tuple[Chain, int, Device]:
+    """Reduce 3-Partition to offloading (Offloading, Figure 2 as corrected): (chain, budget in
+    bytes, device).
+
+    The makespan is 2·parts seconds exactly if the values split into `parts` sets of equal sum:
+    |x_i| = u_i for i < 3m; u_F = 1 and the output is empty for i = 3m + 2k, k < m;
+    |x_{3m+2k+2}| = V; B_{3m} takes m. β = V, M = mV.
+
+    Args:
+        values: 3·parts positive integers.
+        parts: how many sets; it divides the sum.
+    """
+    total = sum(values)
+    if parts < 1 or len(values) != 3 * parts or total % parts or min(values) < 1:
+        raise ValueError(
+            "offload_three_partition: 3 * parts positive integers are needed, whose sum parts "
+            "divides"
+        )
+    volume, first = total // parts, len(values)
+    sizes = [*values, *([0] * (2 * parts + 1))]
+    for k in range(parts):
+        sizes[first + 2 * k + 2] = volume
+    forward = [0.0] * len(sizes)
+    for k in range(parts):
+        forward[first + 2 * k] = 1.0
+    backward = [0.0] * len(sizes)
+    backward[first] = float(parts)
+    return _offloaded(sizes, forward, backward), total, _one_way_link(volume)
+
+
+def offload_two_partition(values: Sequence[int]) -> tuple[Chain, int, Device]:
+    """Reduce 2-Partition to offloading with interruptions (Offloading, Figure 3): (chain, budget in
+    bytes, device).
+
+    The makespan is 2 s exactly if some of the values are half of their sum 2V: F_n and B_n take
+    1 s, |x_{n+2}| = V; β = V, M = 2V.
+
+    Args:
+        values: positive integers with an even sum.
+    """
+    volume, odd = divmod(sum(values), 2)
+    if odd or not values or min(values) < 1:
+        raise ValueError("offload_two_partition: positive integers with an even sum are needed")
+    n = len(values)
+    sizes = [*values, 0, 0, volume, 0]
+    times = [1.0 if i == n else 0.0 for i in range(n + 4)]
+    return _offloaded(sizes, times, times), 2 * volume, _one_way_link(volume)
+
+
+def _offloaded(sizes: Sequence[int], forward: Sequence[float], backward: Sequence[float]) -> Chain:
+    """Make a chain of sizes x_0.. and times; the last output and all gradients have no bytes."""
+    stages = [
+        Stage(forward[i], backward[i], size, size, 0) for i, size in enumerate([*sizes[1:], 0])
+    ]
+    return Chain(sizes[0], stages)
+
+
+def _one_way_link(bytes_per_s: float) -> Device:
+    """Make a device with one transfer at a time and no latency (Offloading §3.1)."""
+    return Device(name="link", to_host_bytes_per_s=bytes_per_s, duplex=False)
+
+
+@dataclass(frozen=True)
+class PaperInstance:
+    """A named cost model: `memopt.plan(one.model, budget=one.budget_bytes, device=one.device)`.
+
+    Attributes:
+        name: its name.
+        source: the paper, with section, figure or table.
+        model: the chain or graph.
+        budget_bytes: the budget that the paper takes, total bytes; None: it takes several.
+        known: what is known of it.
+        device: the paper's link; None: nothing moves.
+    """
+
+    name: str
+    source: str
+    model: Chain | Graph
+    budget_bytes: int | None
+    known: str
+    device: Device | None = None
+
+
+def instances() -> dict[str, PaperInstance]:
+    """Return the papers' small instances by name, each with its budget and what is known of it. The
+    functions of `memopt.models.instances` make others of their kinds."""
+    split, budget_bytes = rotor_partition((3, 1, 1, 2, 2, 1))
+    three, two = offload_three_partition((1, 1, 2, 1, 1, 2), 2), offload_two_partition((3, 1, 2))
+    found = (
+        PaperInstance(
+            "rotor-toy",
+            "Rotor §3.2, Table 2",
+            rotor_toy(),
+            90 * MEGABYTE,
+            "47.42 ms in 86.75 MB; the optima of every budget: ROTOR_TOY_OPTIMA",
+        ),
+        PaperInstance(
+            "rotor-figure-4",
+            "Rotor §4.1, Figure 4, n = 6",
+            rotor_figure_4(6),
+            FIGURE_4_BUDGET_BYTES,
+            "16 s for persistent schedules, 14 s for weakly persistent ones",
+        ),
+        PaperInstance(
+            "rotor-partition",
+            "Rotor §3.4, Theorem 3.6, values 3 1 1 2 2 1",
+            split,
+            budget_bytes,
+            "20 s, since some of the values sum to half",
+        ),
+        PaperInstance(
+            "offload-three-partition",
+            "Offloading, Figure 2, values 1 1 2 1 1 2 in two sets",
+            *three[:2],
+            "4 s, since the values split into two sets of equal sum",
+            three[2],
+        ),
+        PaperInstance(
+            "offload-two-partition",
+            "Offloading, Figure 3, values 3 1 2",
+            *two[:2],
+            "2 s with interrupted transfers, since 3 = 1 + 2",
+            two[2],
+        ),
+        PaperInstance(
+            "three-layers",
+            "memopt, a step small enough to follow by hand",
+            three_layers(),
+            None,
+            "store-all needs 2524 bytes",
+        ),
+    )
+    return {one.name: one for one in found}

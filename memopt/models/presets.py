@@ -91,6 +91,7 @@ def _gpu(
         flops_fraction=fractions[0],
         memory_fraction=fractions[1],
         block_bytes=512,
+        kind="cuda",
         source=source,
         network=network,
         host_update_bytes_per_s=(

@@ -35,7 +35,7 @@ class SlotScale:
 
 
 def slot_scale(whole_bytes: int, slots: int) -> SlotScale:
-    """Return the scale by which `whole_bytes`, a chain's memory without recomputation, is `slots`.
+    """Divide a chain's memory without recomputation (`whole_bytes`) into this many slots.
 
     Raises:
         ValueError: slots is below 1.

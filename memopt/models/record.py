@@ -15,7 +15,6 @@ from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest,
 from memopt.models.codec import FLAT, NAME, SPARSE, Check, Columns, Line, Natural
 from memopt.models.step_rules import PLAIN, StepRules
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
 KERNELS = ("aten", "compiled", "auto")
 _HALVES = (None, "bfloat16", "float16")
 
@@ -56,8 +55,8 @@ ANY_LOSS = OutputGradients()
 _Autocast = Annotated[
     tuple[str | None, ...],
     Check(
-        "null, 'bfloat16' or 'float16' for each of cpu, cuda",
-        lambda row: len(row) == len(AUTOCAST_DEVICES) and set(row) <= set(_HALVES),
+        "null, 'bfloat16' or 'float16' for each of cpu and accelerator",
+        lambda row: len(row) == 2 and set(row) <= set(_HALVES),
     ),
 ]
 _LARGEST_BLOCK_BYTES = 2**30
@@ -85,12 +84,12 @@ class ModelRecord:
 
     Attributes:
         model: qualified name of the model's class, for people.
-        device: "cpu" or "cuda".
+        device: the kind of its device, `device.type`.
         args: the positional arguments of the example call, a tuple.
         kwargs: its keyword arguments, a dict.
         training: (name of a sub-module, its training flag), the model itself being "".
         tensors: (name, description) of every parameter and buffer.
-        autocast: dtype of autocast on cpu and cuda; None: off.
+        autocast: dtype of autocast on the CPU and on the accelerator; None: off.
         torch_version: the torch that captured it.
         block_bytes: the allocator's granularity in the captured graph.
         fingerprint: of the captured graph; "" if it was not captured.
@@ -170,7 +169,8 @@ def difference(planned: ModelRecord, found: ModelRecord) -> str | None:
     for message in _tensor_differences(planned, found):
         return message
     if planned.autocast != found.autocast:
-        return f"autocast was {planned.autocast} (cpu, cuda) when planned and is {found.autocast}"
+        names = "on the CPU and the accelerator"
+        return f"autocast was {planned.autocast} {names} when planned and is {found.autocast}"
     return None
 
 

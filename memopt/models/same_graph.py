@@ -118,13 +118,14 @@ def with_figures(
     sizes: Mapping[int, int] | None = None,
     workspaces: Mapping[tuple[int, str | None], int] | None = None,
 ) -> Graph:
-    """Return a graph with the figures of the planned one, from which it does not differ.
+    """Return a graph with the figures of a planned one that has the same structure.
 
     Args:
         found: the structure.
         planned: its times; and its sizes and workspaces, as minimums.
         sizes: tensor → bytes it has here; counted if that is more.
-        workspaces: (operator, implementation) → bytes its kernel takes here; likewise.
+        workspaces: (operator, implementation) → bytes its kernel takes here; counted
+            if that is more.
     """
     known = sizes or {}
     needed = workspaces or {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memopt.errors import InvalidProgramError
@@ -18,7 +19,7 @@ class Variant:
         time_s: seconds.
         workspace_bytes: peak during the call minus its outputs, bytes.
         in_place: tensors whose storage its first output may take over.
-        on_host: as of `Implementation`.
+        on_host: as in `Implementation`.
     """
 
     reads: tuple[int, ...]
@@ -75,6 +76,30 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
     raise InvalidProgramError(
         f"operator {operator.name!r} has no implementation {implementation!r}"
     )
+
+
+def leanest(operator: Operator, needed: Iterable[int], sizes: Sequence[int]) -> str | None:
+    """Return the implementation that needs least memory for a run of which only some results are
+    needed: exact, as fast as the default one, and reading nothing else. None: the default one.
+
+    Args:
+        operator: with its implementations.
+        needed: the tensors that the run must write.
+        sizes: bytes of every tensor.
+    """
+    if not operator.implementations:
+        return None
+    wanted = frozenset(needed)
+    best, least = None, sum(sizes[t] for t in operator.writes) + operator.workspace_bytes
+    for choice in operator.implementations:
+        run = variant(operator, choice.name)
+        if not choice.exact or choice.on_host or run.time_s > operator.time_s:
+            continue
+        if wanted.issubset(run.writes) and set(run.reads) <= set(operator.reads):
+            size = sum(sizes[t] for t in run.writes) + run.workspace_bytes
+            if size < least:
+                best, least = choice.name, size
+    return best
 
 
 def undominated(

@@ -126,8 +126,8 @@ class _Round:
         return isinstance(run, Compute) and self.graph.operators[run.op].phase is Phase.UPDATE
 
     def _starts(self) -> dict[int, float]:
-        """Map positions of collectives to the time when each should start, where a reader of it, or
-        of a later one on the network, waited."""
+        """Map positions of collectives to the times when they should start. Those whose readers
+        waited should start earlier by that time, and with them those before them on the network."""
         wanted: dict[int, float] = {}
         result: dict[int, int] = {}
         started = {one.position: index for index, one in enumerate(self.sent)}
@@ -144,7 +144,8 @@ class _Round:
         return wanted
 
     def _sooner(self, index: int, by_s: float, wanted: dict[int, float]) -> None:
-        """Ask for an earlier start of a collective, and of those queued before it."""
+        """Ask that a collective start `by_s` seconds earlier, and with it those that are queued
+        before it on the network."""
         while True:
             one = self.sent[index]
             until_s = one.start_s - by_s
@@ -168,7 +169,8 @@ class _Round:
                 group, lowest = self._group(position, lowest)
 
     def _group(self, position: int, goal: int) -> tuple[set[int], int]:
-        """Return the positions that must move along with a collective, and how far it gets."""
+        """Return the positions that must move with a collective if it moves towards `goal`, and the
+        position where it must stop."""
         group, member = {position}, self.effects[position]
         touched, changed = set(member.touches), _changed(member)
         is_first = self.origin[position] in self.first_runs
@@ -194,7 +196,8 @@ class _Round:
         return not (operator.collective or operator.random or operator.phase is Phase.UPDATE)
 
     def _later(self, position: int) -> None:
-        """Move a Free, or a start, to where the collective it waits for is over."""
+        """Move an instruction that waits for a collective, a Free or another start, to where the
+        collective is over."""
         until_s = self.timeline.start_s[position] + self.timeline.stall_s[position]
         goal = bisect_left(self.timeline.start_s, until_s, lo=position + 1)
         own = self.effects[position]

@@ -80,7 +80,7 @@ def order_and_place(
         program, placement, short = _placed(
             graph, program, budget.device_bytes, device, time_limit_s
         )
-        slower = _share(replay(graph, program, device).time_s, own_s)
+        slower = _slowdown(replay(graph, program, device).time_s, own_s)
         _check(graph, program, budget, "placed")
         stats |= placing_figures(graph, program, placement)
         stats |= {
@@ -99,8 +99,8 @@ def _placed(
     device: Device,
     time_limit_s: float | None,
 ) -> tuple[Program, Placement, bool]:
-    """Place the program; tell whether its lifetimes were tightened for that. They are where
-    addresses cost much or not all fit, if more then fits or the arena is smaller.
+    """Place the program; tell whether its lifetimes were tightened for that. They are tightened if
+    addresses cost much or not all lifetimes fit, and it helps: more fits, or the arena is smaller.
 
     A fetch that comes as late as the link allows has no slack if the link is slower than the device
     says. So transfers stay where the strategy had them if that is good enough.
@@ -147,7 +147,7 @@ def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Progr
     for share in ROOMS:
         room_bytes = int(share * base.peak_bytes)
         made.append(tighten_lifetimes(graph, program, device, room_bytes=room_bytes))
-    slower = [_share(replay(graph, one, device).time_s, base.time_s) for one in made]
+    slower = [_slowdown(replay(graph, one, device).time_s, base.time_s) for one in made]
     first = max(k for k, share in enumerate(slower) if k == 0 or share <= NO_SLOWER)
     before = _moves(program)
     for one, share in zip(made[first:], slower[first:], strict=True):
@@ -156,8 +156,9 @@ def _tightened(graph: Graph, program: Program, device: Device) -> Iterator[Progr
             yield one
 
 
-def _share(time_s: float, own_s: float) -> float:
-    """Return by what share of its own time a step is slower; 0.0 if that may be rounding."""
+def _slowdown(time_s: float, own_s: float) -> float:
+    """Return how much slower a step is, as a share of its own time; 0.0 if the difference may be
+    rounding."""
     return (time_s - own_s) / own_s if time_s > own_s * (1 + 1e-9) else 0.0
 
 
@@ -205,8 +206,9 @@ def ordered_and_placed(
         least = solution.smallest
         if not passes["order"] or least is None or budget.device_bytes is None:
             return solution
-        free = replace(budget, device_bytes=None)
-        found = ordered_and_placed(graph, least, lower, free, device, ORDER_ONLY, time_limit_s)
+        # As for "min": within the budget that is named, whose plan may compute in place.
+        named = replace(budget, device_bytes=solution.smallest_budget_bytes)
+        found = ordered_and_placed(graph, least, lower, named, device, ORDER_ONLY, time_limit_s)
         assert found.program is not None
         peak_bytes = replay(graph, found.program).peak_bytes
         if peak_bytes > budget.device_bytes:

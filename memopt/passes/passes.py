@@ -73,7 +73,8 @@ def order_in_any_place(
     time_limit_s: float | None = None,
     max_states: int = DEFAULT_STATES,
 ) -> tuple[Program, int]:
-    """Order a program without in-place outputs, counting those that another order would allow.
+    """Order a program that has no in-place outputs for the smallest peak that it can have once
+    outputs are computed in place wherever the order allows it.
 
     Args:
         graph: the cost model of the program.
@@ -157,9 +158,8 @@ def place_program(
 ) -> tuple[Program, Placement]:
     """Give every lifetime of a valid program an offset in one small arena.
 
-    Arguments as in `program_buffers` and `place`. A graph that lists `allocator_owned` tensors
-    comes from a captured model that will run at the addresses: they are multiples of
-    ALIGNMENT_BYTES, too.
+    A graph that lists `allocator_owned` tensors comes from a captured model, which will run at the
+    addresses: they are multiples of ALIGNMENT_BYTES, too.
 
     Args:
         graph, program, alignment, place_results: see `program_buffers`.
@@ -219,11 +219,12 @@ def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict
 def _selected(
     graph: Graph, program: Program, alignment: int, never: set[int], limit_bytes: int | None
 ) -> tuple[Program, tuple[Storage, ...]]:
-    """Return the program with the in-place outputs that placement allows, and what to place.
+    """Return the program with the in-place outputs that placement allows, and the buffers to place.
 
-    An output stays in place if it is the one result of the operator's own kernel, and kept. An
-    output with an address cannot overwrite a tensor without one. Separating them costs the output's
-    size once more, which may exceed the limit: then the two stay outside the arena.
+    An in-place output that gets an address must be the one result of the operator's own kernel, and
+    be kept; and the tensor that it overwrites needs an address, too. Otherwise both get storages of
+    their own, which costs the output's size once more. If that exceeds the limit, the two stay
+    outside the arena.
     """
 
     def is_odd(one: Compute) -> bool:

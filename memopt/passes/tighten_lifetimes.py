@@ -3,7 +3,7 @@
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
 its reader. This costs nothing as long as memory suffices, but keeps memory full, and lifetimes at
 addresses, which must fit into each other, need room. Where a link is busy all the time anyway,
-computations may also wait for it a little earlier than memory makes them.
+computations may also wait for copies that memory alone does not make them wait for yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from memopt.programs.replay import Direction, Transfer, replay
 def tighten_lifetimes(
     graph: Graph, program: Program, device: Device, *, room_bytes: int | None = None
 ) -> Program:
-    """Free tensors as early, and fetch them as late, as takes no longer by the device's links.
+    """Free tensors earlier and fetch them later, as far as that makes no step longer over the
+    device's links.
 
     Every lifetime lies within the one it had: the peak is never larger. Without `room_bytes` every
     computation and copy to the host starts when it did, in the order they had.
@@ -31,9 +32,9 @@ def tighten_lifetimes(
         graph: the cost model of the program.
         program: valid; its placement, if any, is dropped.
         device: link rates.
-        room_bytes: a computation that would need more memory than this in all waits for host copies
-            of tensors without further readers; the step may take longer, or make up for it
-            (`replay` says).
+        room_bytes: the most memory, total, that a computation may need while copies to the host
+            are under way: beyond it, the computation waits until they are complete and their
+            tensors freed. The step may take longer; `replay` tells.
 
     Returns:
         The program; the same instructions if nothing moves.

@@ -78,7 +78,7 @@ def measure_baseline(
 
     def clear() -> None:
         clear_gradients(model, () if optimizer else call.tensors())
-        world.put_back()
+        world.restore()
 
     with state_restored(model, call, *parts, optimizer) as kept:
         step = _unplanned_step(model, call, loss, optimizer, rules, kept.backward)
@@ -195,8 +195,8 @@ class _Arrivals:
 
 
 class _Boundary(torch.autograd.Function):
-    """Stands for a model: hands on its outputs, and takes their gradients as a planned backward
-    does."""
+    """An autograd function that replaces the model: it returns the model's outputs, and its
+    backward receives their gradients as a planned backward would."""
 
     boxed_grads_call = True
 
@@ -272,7 +272,8 @@ def loss_text(loss: Loss) -> str | None:
 def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
-    """Return whether a loss has a graph besides the outputs, from tensors left by the forward."""
+    """Return whether a loss depends on the model's parameters otherwise than through its outputs:
+    through tensors that the forward has left behind, for example."""
     cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
     return reaches(loss.value(cut), model.parameters())
 
@@ -295,7 +296,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
         with kept.first_run():
             goes_on = _goes_on(loss, tree, values, model)
         if goes_on:  # run again, without that graph
-            world.put_back()
+            world.restore()
             with kept.first_run(), unheard(), torch.no_grad():
                 model(*call.args, **call.kwargs)
         # Twice, since a training loop holds the previous step's loss while it computes the next.
@@ -303,7 +304,7 @@ def measure_loss(model: nn.Module, call: Call, loss: Loss, device: torch.device)
             for _ in range(2):
                 arrivals.gradients.clear()
                 arrivals.held.clear()
-                reached = torch.empty(0, requires_grad=True)
+                reached = torch.empty(0, requires_grad=True, device="cpu")
                 cut = _Boundary.apply(arrivals, reached, *values)  # type: ignore[no-untyped-call]
                 with kept.first_run():
                     value = loss.value(tree.with_tensors(cut))

@@ -18,6 +18,7 @@ from memopt.pricing.device_probes import (
     best_s,
 )
 from memopt.pricing.measure import environment
+from memopt.step.accelerator import accelerator_kind
 from memopt.step.backend import backend_of, random_state_kept
 
 _COPY_BYTES = 64 * 2**20
@@ -28,13 +29,12 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     """Measure a device of this machine, in about two seconds.
 
     Args:
-        device: "cpu", "cuda", "cuda:1"...; None: CUDA where there is one, else the CPU.
+        device: "cpu", "cuda:1"...; None: the machine's accelerator if it has one, else the CPU.
 
     Returns:
         The Device. Its rates are those achieved, so its fractions are 1.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device if device is not None else default)
+    place = torch.device(device or accelerator_kind() or "cpu")
     with torch.no_grad(), random_state_kept([place]):
         _settle_allocator(place)
         to_host, from_host, duplex = _link(place)
@@ -49,6 +49,7 @@ def measure_device(device: torch.device | str | None = None) -> Device:
             memory_bytes_per_s=_bandwidth(place),
             launch_latency_s=_launch(place),
             block_bytes=backend_of(place).block_bytes,
+            kind=place.type,
             host_update_bytes_per_s=None if backend_of(place).on_host else host_update_rate(),
             source="measured by memopt.measure_device",
         )
@@ -59,8 +60,8 @@ def host_update_rate() -> float:
     and writes per second. (Where the device is the host, updates gain nothing from that.)"""
     elements = STREAM_ELEMENTS * STREAMS
     with torch.enable_grad():
-        parameter = torch.nn.Parameter(torch.zeros(elements))
-    parameter.grad = torch.ones(elements)
+        parameter = torch.nn.Parameter(torch.zeros(elements, device="cpu"))
+    parameter.grad = torch.ones(elements, device="cpu")
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
     state = optimizer.state[parameter]
@@ -74,7 +75,7 @@ def _settle_allocator(place: torch.device) -> None:
     keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
     cost ten times a small operator."""
     if place.type == "cpu":
-        torch.empty(31 * 2**20, dtype=torch.uint8)
+        torch.empty(31 * 2**20, dtype=torch.uint8, device=place)
 
 
 def _capacity(place: torch.device) -> int | None:
@@ -91,7 +92,7 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
     runtime = backend_of(place).runtime
     queued = runtime is not None
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place)
-    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=queued)
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=queued)
     here.fill_(1)
     there.copy_(here)
     out_s = best_s(place, lambda: here.copy_(there, non_blocking=queued))
@@ -126,8 +127,8 @@ def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, floa
 
 
 def _bandwidth(place: torch.device) -> float:
-    """Return bytes per second of additions of usual tensors, many in turn with their results kept,
-    as in a step: together they exceed any cache."""
+    """Measure the memory bandwidth, bytes per second: by additions of tensors that are too large
+    together for any cache, each with a result of its own."""
     elements = STREAM_ELEMENTS * (1 if backend_of(place).on_host else 16)
     left = [torch.rand(elements, device=place) for _ in range(STREAMS)]
     right = [torch.rand(elements, device=place) for _ in range(STREAMS)]

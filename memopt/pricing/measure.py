@@ -25,12 +25,13 @@ from memopt.models.progress import Progress
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.memory import metered_sections
 from memopt.pricing.network_costs import network_costs
-from memopt.pricing.real_results import check_results, difference, left_bytes
+from memopt.pricing.real_results import check_places, check_results, difference, left_bytes
 from memopt.pricing.workspace import with_state
 from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.collectives import is_collective
+from memopt.step.numerics import numeric_settings
 from memopt.step.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -41,6 +42,7 @@ from memopt.step.signature import (
     output_mask,
     signature,
 )
+from memopt.torch_private import pytree
 
 
 def silent(_fraction: float, _what: str) -> None:
@@ -50,6 +52,9 @@ def silent(_fraction: float, _what: str) -> None:
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
+_MOST_COPIES = 8
+_CALLS_PER_WRITE = 4
+"""Calls that the host enqueues, at 20 us each, while a GPU writes 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,18 @@ class MeasureOptions:
 
 
 def environment(device: torch.device) -> str:
-    """Return the parts of a cost's key besides the call: device, threads, torch version."""
+    """Return what runs kernels: device, threads, torch version."""
     runtime = backend_of(device).runtime
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"
     threads = torch.get_num_threads()
     return f"cpu {processor()}|{threads} threads|torch {torch.__version__}"
+
+
+def priced_for(device: torch.device) -> str:
+    """Return the parts of a cost's key besides the call: the environment, and torch's settings that
+    choose kernels (TF32, cuDNN's benchmark, deterministic algorithms...)."""
+    return "|".join(filter(None, (environment(device), numeric_settings())))
 
 
 def measure(
@@ -117,7 +128,7 @@ def costs_of(
     """Return the measured cost of each kernel call; see `measure`. If not `timed`, each call that
     is not in the cache runs just twice, for its workspace and result sizes."""
     distinct = {s.text: s for s in signatures if not is_collective(s.target)}
-    place = environment(device)
+    place = priced_for(device)
     keys = {text: f"{place}|{text}" for text in distinct}
     readable = None if options.renew else options.cache
     known = readable.load(list(keys.values())) if readable else {}
@@ -214,7 +225,9 @@ def _output_sizes(
 
 def _run_once(one: Signature, stand_ins: StandIns, device: torch.device) -> tuple[int, ...]:
     arguments = stand_ins.arguments(one)
-    return left_bytes(_call(one, arguments)(), arguments, device)
+    result = _call(one, arguments)()
+    check_places(one, result)
+    return left_bytes(result, arguments, device)
 
 
 def _ready(one: Signature, stand_ins: StandIns) -> Callable[[], object]:
@@ -242,16 +255,31 @@ def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
 
 
 def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:
-    """Return the mean seconds of one call over `repeats` calls in a row."""
+    """Return the mean seconds of one call over `repeats` calls in a row.
+
+    On a device the calls wait in its queue behind writes that empty its caches, so that it never
+    waits for the host, and take turns with copies of their arguments: a step reads each once.
+    """
     args, kwargs = stand_ins.arguments(one)
     target = one.target
-    runtime = backend_of(device).runtime
+    backend = backend_of(device)
+    runtime = backend.runtime
     if runtime is not None:
+        turns = [(args, kwargs)]
+        given = sum(t.nbytes for t in pytree.tree_leaves(turns) if isinstance(t, torch.Tensor))
+        copies = min(repeats, _MOST_COPIES, 1 + backend.cache_bytes // max(given, 1))
+        turns += [stand_ins.arguments(one) for _ in range(copies - 1)]
         start, end = runtime.Event(enable_timing=True), runtime.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
+        if backend.cache_bytes:
+            lines = torch.empty(backend.cache_bytes, dtype=torch.uint8, device=device)
+            for _ in range(1 + repeats // _CALLS_PER_WRITE):
+                lines.zero_()
+        stream = runtime.current_stream(device)  # of the model's device, whichever is current
+        start.record(stream)
+        for number in range(repeats):
+            args, kwargs = turns[number % copies]
             target(*args, **kwargs)
-        end.record()
+        end.record(stream)
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3 / repeats
     begin = time.perf_counter()

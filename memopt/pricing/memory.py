@@ -116,8 +116,8 @@ class LossMeter:
         return not backend_of(device).on_host or not profiler_looks_on()
 
     def ended(self, address: int) -> None:
-        """Record that a tensor of the forward's outputs has ended, as far as known the last of its
-        memory."""
+        """Record that a tensor of the forward's outputs was freed. As far as is known, no other
+        tensor uses its memory, which begins at `address`."""
         if self._profile is not None and threading.get_ident() == self._thread:
             with torch.profiler.record_function(f"{_ENDED}{address}"):
                 pass

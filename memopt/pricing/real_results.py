@@ -15,16 +15,16 @@ from memopt.errors import CaptureError
 from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
 from memopt.pricing.cache import Cost
-from memopt.step.backend import backend_of
+from memopt.step.backend import backend_of, is_on_host
 from memopt.step.build import Lowering
 from memopt.step.memory_layout import storage_of
-from memopt.step.signature import Arguments
+from memopt.step.signature import Arguments, Signature
 from memopt.torch_private import pytree
 
 
 def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tuple[int, ...]:
-    """Return the bytes of each storage that a call made for its results, in their order. A result
-    in the storage of an argument, or of an earlier result, has none."""
+    """Return a device's bytes of each storage that a call made for its results, in their order. A
+    result in the storage of an argument, or of an earlier result, has none."""
     block = backend_of(device).block_bytes
     given = (one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor))
     seen = set(map(storage_of, given))
@@ -32,8 +32,27 @@ def left_bytes(result: object, arguments: Arguments, device: torch.device) -> tu
     for value in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(value, torch.Tensor) and storage_of(value) not in seen:
             seen.add(storage_of(value))
-            sizes.append(in_blocks(value.untyped_storage().nbytes(), block))
+            own = 0 if is_on_host(value, device) else value.untyped_storage().nbytes()
+            sizes.append(in_blocks(own, block))
     return tuple(sizes)
+
+
+def check_places(call: Signature, result: object) -> None:
+    """Refuse a call whose kernel leaves a result on another kind of device than the graph has it.
+    What then reads it would be given a pointer that it cannot follow, which ends the process.
+
+    Raises:
+        CaptureError: there is such a result.
+    """
+    found = result if isinstance(result, (tuple, list)) else (result,)
+    for number, (value, place) in enumerate(zip(found, call.places, strict=False)):
+        if isinstance(value, torch.Tensor) and place is not None and value.device.type != place:
+            raise CaptureError(
+                f"{call.target} leaves its result {number} on {value.device.type!r}, and its fake "
+                f"kernel says {place!r}. If the operator is yours, correct its fake kernel "
+                "(torch.library.register_fake); else plan the modules around it, and please "
+                "report it"
+            )
 
 
 def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:

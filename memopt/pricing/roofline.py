@@ -72,7 +72,7 @@ def estimate_costs(
 ) -> list[Cost]:
     """Return roofline time, workspace and result sizes of every operator of a lowering. Collectives
     get their time on the network; `regions` maps keys of fused kernels to their work."""
-    cuda = device.block_bytes > 1
+    cuda = device.rules == "cuda"
     known: dict[str, Cost] = {}
     costs = []
     for node, operator in zip(lowering.nodes, lowering.graph.operators, strict=True):
@@ -106,7 +106,7 @@ def _result_bytes(call: Signature, outputs: Any, device: Device) -> tuple[int, .
     if name in _SUMMED_IN_PLACE:
         summed = max(map(elements, tensors_of(call.args)))
         sizes[0] = max(sizes[0], summed * found[0].dtype.itemsize)
-    if device.block_bytes > 1 and name == _FLASH_FORWARD:
+    if device.rules == "cuda" and name == _FLASH_FORWARD:
         batch, heads, rows = found[1].shape
         sizes[1] = 4 * batch * heads * (-(-rows // _ROWS_TILE) * _ROWS_TILE) + _PHILOX_BYTES
     return tuple(device.allocated_bytes(size) for size in sizes)

@@ -87,8 +87,8 @@ def estimate_model(
     report = progress or (lambda _fraction, _what: None)
     check_kernels(kernels)
     report(0.0, "capturing the model with fake tensors")
-    backend = estimated_backend(device.block_bytes)
-    cuda = not backend.on_host
+    backend = estimated_backend(device.block_bytes, device.kind)
+    cuda = device.rules == "cuda"
     call, fakes = training_call(model, inputs), Fakes()
     stand_in, fake_call = fakes.model(model), fakes.call(call)
     used = cache(lambda: _loss_use(fakes, stand_in, fake_call, loss, device) if loss else LossUse())
@@ -189,7 +189,7 @@ def _loss_use(fakes: Fakes, stand_in: nn.Module, call: Call, loss: Loss, device:
 def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
     """Return notes for the user on an estimate."""
     notes = [f"Times and memory are estimates for {device.name} ({device.source})."]
-    if device.block_bytes == 1:
+    if device.rules != "cuda":
         return tuple(notes)
     names = Counter(
         operator_name(node.target)

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from memopt.capture.captures import captured_again
+from memopt.capture.captures import reused_capture
 from memopt.capture.training_call import training_call
 from memopt.kernels.compiled.choice import check_kernels, chosen_kernels
 from memopt.models.budget import format_bytes
 from memopt.models.device import in_blocks
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
 from memopt.models.progress import Progress
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.pricing.baseline import LossUse, loss_text, measure_baseline, measure_loss
 from memopt.pricing.cache import Cost, ProfileCache
-from memopt.pricing.measure import MeasureOptions, environment, measure
+from memopt.pricing.measure import MeasureOptions, measure, priced_for
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering, build
@@ -114,10 +114,10 @@ def _profiled(
     used = cache(
         lambda: measure_loss(model, call, loss, device) if loss else LossUse(0, output_gradients)
     )
-    with diagnosed(model, call, loss), full_collections_put_off():
-        captured = captured_again(model, call, lambda: used().gradients, kernels=kernels)
-        told = part_of(report, 0.05, 0.2)
-        fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, told)
+    with diagnosed(model, call, loss), full_collections_deferred():
+        captured = reused_capture(model, call, lambda: used().gradients, kernels=kernels)
+        part = part_of(report, 0.05, 0.2)
+        fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, part)
         made = fuse(model, captured, build(model, captured, backend.block_bytes))
     captured, lowering = made.captured, made.lowering
 
@@ -220,7 +220,7 @@ def _baseline_key(lowering: Lowering, device: torch.device, loss: Loss | None) -
     alone = " alone" if loss is not None and loss.alone else ""
     text = "\n".join([function + alone, *(one.text for one in lowering.signatures)])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{environment(device)}|baseline {digest}"
+    return f"{priced_for(device)}|baseline {digest}"
 
 
 def loss_notes(captured: Captured, *, covered: bool) -> tuple[str, ...]:

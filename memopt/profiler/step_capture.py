@@ -70,7 +70,7 @@ def capture_step(
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     if count > 1:
         captured, lowering = repeated(captured, lowering, count, block_bytes)
-        values = dict(zip(once.mutated, captured.ends[count - 1 :], strict=True))
+        values = dict(zip(once.mutated, captured.other_results[count - 1 :], strict=True))
     if rules.clip_norm is not None or rules.scaled:
         positions = _trained_positions(module, captured, ranks, rules)
         captured, lowering, largest = with_norms(captured, lowering, positions, rules, block_bytes)
@@ -210,7 +210,7 @@ def with_updates(
             )
         )
     graph = lowering.graph
-    remaining = held_by((*gradients, *captured.ends), lowering.storages)
+    remaining = held_by((*gradients, *captured.other_results), lowering.storages)
     graph = replace(graph, operators=(*graph.operators, *operators), gradients=remaining)
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages

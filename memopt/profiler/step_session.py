@@ -92,8 +92,8 @@ def _profiled(
     backend = backend_of(device)
     report(0.0, "capturing the step")
     check_arguments(model, call)
-    told = part_of(report, 0.05, 0.2)
-    fuse = chosen_kernels(kernels, device, options, backend.block_bytes, told)
+    part = part_of(report, 0.05, 0.2)
+    fuse = chosen_kernels(kernels, device, options, backend.block_bytes, part)
     with diagnosed(model, call, loss):
         parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse, rules)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
@@ -102,8 +102,8 @@ def _profiled(
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")
         with diagnosed(model, call):
-            told = part_of(report, 0.2, 0.7)
-            priced = measure(parts.lowering, device, options, told, parts.captured)
+            part = part_of(report, 0.2, 0.7)
+            priced = measure(parts.lowering, device, options, part, parts.captured)
         report(0.7, "measuring updates")
         costs = update_costs(parts, optimizer, device, offload_optimizer)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)

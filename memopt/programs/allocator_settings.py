@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -18,6 +19,8 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 """A segment that larger requests share (kLargeBuffer), and a chunk of an expandable segment."""
 SEGMENT_ROUND_BYTES = 2 * MIB
 """Unit of the segments of a single request (kRoundLarge)."""
+_INTERVALS = 16
+"""Size classes of `roundup_power2_divisions`: to 2 MiB, 4 MiB... (kRoundUpPowerOfTwoIntervals)."""
 
 
 def rounded(size_bytes: int, unit: int) -> int:
@@ -33,6 +36,29 @@ def next_division(size_bytes: int, divisions: int) -> int:
     return 2 * power if step == 0 else rounded(size_bytes, step)
 
 
+def _size_class(mebibytes: int) -> int:
+    """Return the index of a size's class (`roundup_power2_divisions(size)`)."""
+    return min(max(mebibytes.bit_length() - 1, 0), _INTERVALS - 1)
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """Parse "[256:1,512:2,>:4]", MiB → divisions (`parseRoundUpPower2Divisions`): the first number
+    also holds for smaller classes, and that of ">" for all after the last one named."""
+    found, last, first = [0] * _INTERVALS, 0, True
+    for option in text.strip("[] ").split(","):
+        boundary, _, value = (part.strip() for part in option.partition(":"))
+        if boundary == ">":
+            found[last + 1 :] = [int(value)] * (_INTERVALS - last - 1)
+            continue
+        if int(boundary) < 1 or int(boundary) & (int(boundary) - 1):
+            raise ValueError(f"roundup_power2_divisions has powers of two in MiB, got {boundary}")
+        last = _size_class(int(boundary))
+        if first:
+            found[:last] = [int(value)] * last
+        found[last], first = int(value), False
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
     """The allocator's settings; the defaults are PyTorch's.
@@ -42,7 +68,8 @@ class AllocatorSettings:
         max_split_bytes: blocks of at least that size are never split; None: all are.
         garbage_collection_threshold: share of the capacity beyond which old blocks are given back;
             0: never.
-        roundup_power2_divisions: number of size steps between powers of two; 0: no such rounding.
+        roundup_power2_divisions: number of size steps between powers of two, 0: no such rounding;
+            or these numbers of 16 size classes, below 2 MiB, 4 MiB, 8 MiB...
         capacity_bytes: the most that may be reserved (`set_per_process_memory_fraction`, or the
             device's memory); None: no limit.
         large_segment_bytes: of the segments that requests from 1 to 10 MiB share.
@@ -52,24 +79,28 @@ class AllocatorSettings:
     expandable_segments: bool = False
     max_split_bytes: int | None = None
     garbage_collection_threshold: float = 0.0
-    roundup_power2_divisions: int = 0
+    roundup_power2_divisions: int | tuple[int, ...] = 0
     capacity_bytes: int | None = None
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
     rounding_limit_bytes: int = LARGE_SEGMENT_BYTES
 
     def __post_init__(self) -> None:
-        if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT_BYTES:
+        if self.max_split_bytes is not None and self.max_split_bytes < LARGE_SEGMENT_BYTES:
             raise ValueError(
-                f"max_split_bytes must be above {LARGE_SEGMENT_BYTES}, got {self.max_split_bytes}"
+                f"max_split_bytes is {LARGE_SEGMENT_BYTES} or more, got {self.max_split_bytes}"
             )
         if not 0 <= self.garbage_collection_threshold < 1:
             raise ValueError(
                 "garbage_collection_threshold is a share in [0, 1), got "
                 f"{self.garbage_collection_threshold}"
             )
-        divisions = self.roundup_power2_divisions
-        if divisions < 0 or divisions & (divisions - 1):
-            raise ValueError(f"roundup_power2_divisions is a power of two or 0, got {divisions}")
+        given = self.roundup_power2_divisions
+        every = (given,) * _INTERVALS if isinstance(given, int) else given
+        if len(every) != _INTERVALS or any(one < 0 or one & (one - 1) for one in every):
+            raise ValueError(
+                f"roundup_power2_divisions is a power of two or 0, or {_INTERVALS} of them, got "
+                f"{given}"
+            )
 
     @property
     def address_space_bytes(self) -> int:
@@ -80,6 +111,8 @@ class AllocatorSettings:
     def request_bytes(self, size_bytes: int) -> int:
         """Return the size of the block that serves a request, bytes (`round_size`)."""
         divisions = self.roundup_power2_divisions
+        if not isinstance(divisions, int):
+            divisions = divisions[_size_class(size_bytes // MIB)]
         if divisions > 1 and size_bytes > ROUND_BYTES * divisions:
             return next_division(size_bytes, divisions)
         return rounded(size_bytes, ROUND_BYTES)
@@ -94,33 +127,38 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str, capacity_bytes: int | None = None) -> AllocatorSettings:
-        """Parse a PYTORCH_CUDA_ALLOC_CONF; options that change nothing here are ignored.
+        """Parse a PYTORCH_ALLOC_CONF; options that change nothing here are ignored.
 
         Raises:
-            ValueError: an option that is not "name:value", or a value of the wrong kind.
+            ValueError: an option that is not "name:value", or a value that torch refuses.
         """
         found: dict[str, object] = {}
-        for option in filter(None, (part.strip() for part in text.split(","))):
+        # Commas inside of brackets do not end an option.
+        for option in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", text))):
             name, colon, value = (part.strip() for part in option.partition(":"))
             if not colon or not value:
                 raise ValueError(f"an allocator's option is name:value, got {option!r}")
             if name == "max_split_size_mb":
                 found["max_split_bytes"] = int(value) * MIB
             elif name == "expandable_segments":
+                if value not in ("True", "False"):
+                    raise ValueError(f"expandable_segments is True or False, got {value!r}")
                 found[name] = value == "True"
+            elif name == "max_non_split_rounding_mb":
+                found["rounding_limit_bytes"] = int(value) * MIB
             elif name == "garbage_collection_threshold":
                 found[name] = float(value)
             elif name == "roundup_power2_divisions":
-                found[name] = int(value)
+                found[name] = _divisions(value) if value[0] == "[" else int(value)
         return cls(**found, capacity_bytes=capacity_bytes)  # type: ignore[arg-type]  # read above
 
     @classmethod
     def of_snapshot(cls, settings: Mapping[str, object]) -> AllocatorSettings:
         """Read the settings in `torch.cuda.memory._snapshot()["allocator_settings"]`."""
         found = {one.name: settings[one.name] for one in fields(cls) if one.name in settings}
-        divisions = found.pop("roundup_power2_divisions", 0)
-        if isinstance(divisions, int):
-            found["roundup_power2_divisions"] = divisions
+        divisions = found.get("roundup_power2_divisions", 0)
+        if isinstance(divisions, Mapping):  # "1", "2", "4"... MiB → divisions
+            found["roundup_power2_divisions"] = tuple(divisions.values())
         largest = settings.get("max_split_size")
         if isinstance(largest, int) and 0 < largest < 2**62:
             found["max_split_bytes"] = largest

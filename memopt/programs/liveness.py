@@ -125,7 +125,8 @@ def _read(
     future: list[_Future],
     backwards: list[Instruction],
 ) -> None:
-    """Note a reader, met backwards: the first one met is the last, and a Free follows it."""
+    """Record a reader of tensors. The walk goes backwards, so that the first reader of a tensor it
+    meets is the last to run, and a Free follows that."""
     for tensor in tensors:
         if tensor in graph.resident:
             continue
@@ -135,7 +136,8 @@ def _read(
 
 
 def _appear(tensors: Iterable[int], future: list[_Future], backwards: list[Instruction]) -> None:
-    """Note tensors that arrive by other means than a Compute; unread ones are freed at once."""
+    """Record tensors that become live without being computed here; one that nothing reads is freed
+    at once."""
     for tensor in tensors:
         if future[tensor] is _Future.DEAD:
             backwards.append(Free(tensor))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from memopt.errors import InvalidProgramError
@@ -34,6 +35,7 @@ from memopt.programs.instructions import (
     SwapOut,
 )
 from memopt.programs.replay import replay
+from memopt.reductions.chain_operators import check_overheads, is_in_two, operators_of
 from memopt.reductions.chain_view import ChainView
 
 INPUT, LOSS_GRADIENT = 0, 1
@@ -57,9 +59,14 @@ _BACKWARDS = {
 
 @dataclass(frozen=True)
 class ChainGraph(ChainView):
-    """A chain and the graph made of it; see the module."""
+    """A chain, and the equivalent graph that `chain_to_graph` makes of it."""
 
     exact: ClassVar[bool] = True
+
+    @cached_property
+    def operators(self) -> Graph:
+        """The chain's step for strategies that plan operators."""
+        return operators_of(self.chain)
 
     def lower(self, steps: Sequence[ChainStep], budget_bytes: int | None = None) -> Program:
         """Lower a schedule to its program.
@@ -89,11 +96,9 @@ def chain_to_graph(chain: Chain) -> ChainGraph:
     """Make the graph of a chain.
 
     Raises:
-        ValueError: an overhead that no operation can have: a forward's below 0, or a backward's so
-            far below that its peak would be less than what it leaves behind.
+        ValueError: an overhead that no operation can have; see `check_overheads`.
     """
-    for index, stage in enumerate(chain.stages, 1):
-        _check_overheads(index, stage)
+    check_overheads(chain)
     names = _ChainTensors(len(chain))
     tensors = [Tensor(f"a^{k}", chain.activation_bytes(k)) for k in range(len(chain) + 1)]
     tensors += [Tensor(f"ā^{k}", stage.saved_bytes) for k, stage in enumerate(chain.stages, 1)]
@@ -118,19 +123,6 @@ def chain_to_graph(chain: Chain) -> ChainGraph:
     results = (names.gradient(0), *(names.parameter(k) for k in range(1, len(chain) + 1)))
     graph = Graph(tensors, operators, gradients=results, extra_resident_bytes=chain.resident_bytes)
     return ChainGraph(graph, chain)
-
-
-def _check_overheads(index: int, stage: Stage) -> None:
-    owner = f"stage {index}" + (f", {stage.name!r}" if stage.name else "")
-    if min(stage.forward_overhead_bytes, stage.no_save_overhead_bytes) < 0:
-        raise ValueError(f"{owner}: the overhead of a forward must be at least 0 bytes")
-    least_bytes = -(stage.gradient_bytes + stage.saved_bytes)
-    if stage.backward_overhead_bytes < least_bytes:
-        raise ValueError(
-            f"{owner}: backward_overhead_bytes must be at least {least_bytes}, the sizes of the "
-            f"gradient and the saved values that the backward frees, got "
-            f"{stage.backward_overhead_bytes}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +183,7 @@ def _backward(names: _ChainTensors, k: int, chain: Chain, module: str) -> Iterat
     results = (names.gradient(k - 1), names.parameter(k))
     made: tuple[int, ...] = results
     overhead = stage.backward_overhead_bytes
-    if _in_two(stage):
+    if is_in_two(stage):
         made = (names.under_way(k),)
         overhead += chain.gradient_bytes(k - 1) + stage.parameter_gradient_bytes
 
@@ -221,13 +213,8 @@ def _backward(names: _ChainTensors, k: int, chain: Chain, module: str) -> Iterat
             for name, reads, size in others
         ),
     )
-    if _in_two(stage):
+    if is_in_two(stage):
         yield Operator(f"B^{k}, results", made, results, 0.0, 0, Phase.BACKWARD, module=module)
-
-
-def _in_two(stage: Stage) -> bool:
-    """Tell whether the stage's backward is two operators."""
-    return stage.backward_overhead_bytes < 0
 
 
 class _ChainLowering:
@@ -247,7 +234,7 @@ class _ChainLowering:
         following = LOSS_GRADIENT + len(chain) + 1
         for k in range(len(chain), 0, -1):
             self.backward[k] = following
-            following += 2 if _in_two(chain.stages[k - 1]) else 1
+            following += 2 if is_in_two(chain.stages[k - 1]) else 1
 
     def run(self, steps: Sequence[ChainStep]) -> Iterator[Instruction]:
         """Yield the whole program; values the schedule leaves in memory are freed at its end."""
@@ -299,7 +286,7 @@ class _ChainLowering:
         makes_gradient = self.late_gradient and k == len(self.chain)
         chosen = _BACKWARDS[self._reads_checkpoint(k), makes_gradient]
         results = (self.names.gradient(k - 1), self.names.parameter(k))
-        in_two = _in_two(self.chain.stages[k - 1])
+        in_two = is_in_two(self.chain.stages[k - 1])
         made = (self.names.under_way(k),) if in_two else results
         yield Compute(self.backward[k], made, chosen)
         yield from self._drop_host(k)

@@ -215,7 +215,7 @@ def _chosen(graph: Graph) -> frozenset[int]:
     return frozenset(t for c in choices for t in (*(c.reads or ()), *(c.writes or ())))
 
 
-def _aside(graph: Graph) -> frozenset[int]:
+def _counters(graph: Graph) -> frozenset[int]:
     """Find batch norm's counters: forward operators that may run only once and feed no other.
 
     They read resident tensors and write results that nothing reads, so one group can run them.
@@ -235,7 +235,7 @@ class _Merger:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         pinned = graph.kept | _chosen(graph)
-        aside = _aside(graph)
+        aside = _counters(graph)
         members: list[tuple[int, ...]] = [
             (i,) for i in range(len(graph.operators)) if i not in aside
         ]

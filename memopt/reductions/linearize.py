@@ -163,7 +163,8 @@ def linearizations(graph: Graph) -> tuple[Linearization, ...]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where to cut, and what to hold for it; only these are compared."""
+    """A way to cut a graph: the cuts, and the storages that are held because of them. Plans with
+    the same cuts and held storages are equal."""
 
     cuts: tuple[Cut, ...]
     skips: frozenset[int]

@@ -10,13 +10,13 @@ link's latency, and operators that run once do so in their own stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.models.steps import FORWARD_MOVES, ChainStep, Move, has_transfers
-from memopt.models.variants import variant
+from memopt.models.variants import leanest, variant
 from memopt.programs.instructions import (
     Compute,
     DropHost,
@@ -60,7 +60,18 @@ def lower_steps(
     instructions = _StageLowering(staged, steps).instructions()
     if not keep_unread:
         instructions = without_unread_reruns(staged.graph, instructions)
-    return Program(with_frees(staged.graph, instructions))
+    return Program(_leanest_runs(staged.graph, with_frees(staged.graph, instructions)))
+
+
+def _leanest_runs(graph: Graph, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Let each run write no more than it keeps, as `stage_costs` prices it."""
+    sizes = [tensor.size_bytes for tensor in graph.tensors]
+    for one in instructions:
+        if isinstance(one, Compute) and graph.operators[one.op].implementations:
+            name = leanest(graph.operators[one.op], one.outputs, sizes)
+            yield Compute(one.op, one.outputs, name)
+        else:
+            yield one
 
 
 def _check_with_transfers(chain: Chain, steps: Sequence[ChainStep]) -> None:

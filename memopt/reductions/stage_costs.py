@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Operator
-from memopt.models.variants import Variant
+from memopt.models.variants import Variant, leanest, variant
 from memopt.reductions.stage_map import StageMap
 
 
@@ -79,7 +79,14 @@ class _Costs:
         after: frozenset[int],
         uncounted: frozenset[int],
     ) -> int:
-        figures = [self.graph.operators[i] for i in operators]
+        figures: list[Operator | Variant] = []
+        needed = {*after, *uncounted}
+        for i in reversed(operators):
+            operator = self.graph.operators[i]
+            wanted = needed.intersection(operator.writes)
+            figures.append(variant(operator, leanest(operator, wanted, self.sizes)))
+            needed.update(operator.reads)
+        figures.reverse()
         return running_peak_bytes(figures, self.sizes, before, after, uncounted)
 
     def loss(self) -> Stage:

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
     from memopt.comparison_record import CellRecord, ComparisonRecord
 
-_HEAD = ("strategy", "budget", "status", "peak", "step time", "overhead", "bound", "gap", "solve")
+_HEAD = (
+    "strategy",
+    "budget",
+    "status",
+    "peak",
+    "step time",
+    "overhead",
+    "gap",
+    "class bound",
+    "solve",
+)
 _MEASURED_HEAD = ("measured peak", "measured time", "measured overhead")
 
 
@@ -67,7 +77,7 @@ def data_frame(comparison: ComparisonRecord[CellRecord], names: tuple[str, ...])
         import pandas
     except ImportError as error:
         raise ImportError(
-            "to_dataframe needs pandas, which is not installed: pip install memopt[plots]"
+            "to_dataframe needs pandas, which is not installed: pip install pandas"
         ) from error
     rows = [{name: getattr(cell, name) for name in names} for cell in comparison.cells]
     # If pyarrow is installed, pandas turns members of a StrEnum into plain strings.
@@ -89,12 +99,12 @@ def _row(comparison: ComparisonRecord[CellRecord], cell: CellRecord) -> tuple[st
     entries = (
         cell.strategy,
         "no limit" if cell.budget_bytes is None else format_bytes(cell.budget_bytes),
-        cell.status.value,
+        cell.verdict,
         peak,
         or_dash(cell.step_time_s, format_seconds),
         or_dash(cell.overhead, _share),
-        or_dash(cell.lower_bound_s, format_seconds),
         or_dash(cell.gap, lambda gap: f"{gap:.1%}"),
+        or_dash(cell.lower_bound_s, format_seconds),
         format_seconds(cell.solve_time_s),
     )
     baseline = comparison.measured_baseline
@@ -122,6 +132,7 @@ def _above(comparison: ComparisonRecord[CellRecord]) -> list[str]:
 
 def _notes(comparison: ComparisonRecord[CellRecord]) -> list[str]:
     notes = dict.fromkeys(f"{cell.strategy}: {cell.note}" for cell in comparison.cells if cell.note)
+    notes |= dict.fromkeys(comparison.left_out)
     if not comparison.complete:
         notes["interrupted: the comparison is not complete"] = None
     return list(notes)

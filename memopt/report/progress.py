@@ -48,13 +48,13 @@ def ending_at_ctrl_c(report: Progress) -> Iterator[Progress]:
         asked.set()
         signal.signal(signal.SIGINT, usual)
 
-    def told(fraction: float, what: str) -> None:
+    def either(fraction: float, what: str) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
         report(fraction, what)
 
     signal.signal(signal.SIGINT, handle)
     try:
-        yield told
+        yield either
     finally:
         signal.signal(signal.SIGINT, usual)

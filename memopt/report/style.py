@@ -20,7 +20,7 @@ GREY = "#999999"
 since pictures stand on light and on dark pages: lines take the style's own text colour."""
 
 
-_MISSING = "plots need matplotlib, which is not installed: pip install memopt[plots]"
+_MISSING = "plots need matplotlib, which is not installed: pip install matplotlib"
 _WIDTH_INCHES = 7.0
 
 

@@ -26,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 
 SCALE = 1000.0
 """Costs and bytes are scaled so that their sum is about this: solvers' tolerances are absolute."""
+LARGEST = 1e9
+"""Larger figures of a scaled row count as this, which leaves solutions in: HiGHS refuses 1e15."""
 LEAST_COST = 1e-298
 """Smaller sums of costs count as equal: their factor to whole numbers would be infinite."""
 GAP_TOLERANCE, COST_TOLERANCE = 2e-6, 1e-7
@@ -74,7 +76,7 @@ class BinaryProgram:
     count: int = 0
 
     def amount(self, cost: float = 0.0) -> int:
-        """Add a continuous variable from 0 on, for rows that are not of memory."""
+        """Add a continuous variable of at least 0. Memory rows cannot contain it."""
         added = self.variable(cost)
         self.amounts.add(added)
         return added
@@ -237,8 +239,11 @@ def solve_with_mathopt(
                 model, kinds[solver.value], params=parameters, model_params=started
             )
         except (RuntimeError, AttributeError) as error:
-            # HiGHS refuses figures above 1e20, and OR-Tools fails on the name of that error.
-            _LOG.warning("%s refuses the program, so there is no answer of it: %s", solver, error)
+            # OR-Tools asks the solver's own error, then the context, for a code that it lacks.
+            cause = error.__context__ if isinstance(error, AttributeError) else error
+            if cause is None:
+                raise
+            _LOG.warning("%s refuses the program, so there is no answer of it: %s", solver, cause)
             return None
 
     result = call_in_thread(
@@ -293,13 +298,14 @@ def _built(
     peak = model.add_variable(lb=0.0, ub=limit_bytes / unit)
     for row in program.rows:
         share = unit if row.memory else 1.0
-        top = row.bound / share
+        top = max(-LARGEST, row.bound / share)
         constraint = model.add_linear_constraint(ub=top)
         terms: dict[int, float] = {}
         for coefficient, v in row.terms:
-            terms[v] = terms.get(v, 0.0) + coefficient / share
+            terms[v] = terms.get(v, 0.0) + min(LARGEST, coefficient / share)
         if row.when is not None:
-            excess = max(0.0, program.largest_excess(row) / share)
+            most = sum(max(0.0, f) * program.most.get(v, 1) for v, f in terms.items())
+            excess = max(0.0, most - top)
             terms[row.when] = terms.get(row.when, 0.0) + excess
             constraint.upper_bound = top + excess
         for v, factor in terms.items():

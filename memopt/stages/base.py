@@ -164,8 +164,9 @@ class PlanStage(ABC):
         """Change the step that is planned, and record the change."""
 
     def again(self, step: Recapture, options: tuple[str, ...] | None) -> Recapture:
-        """Change a step that was captured again as the planned step was changed. By default nothing
-        changes: that is for stages that change figures alone, which the plan's graph has.
+        """Make the stage's change to a step that was captured again, as it was made to the planned
+        step. By default nothing changes: so it is for stages that change figures alone, which the
+        plan's graph has.
 
         Args:
             step: the step so far.

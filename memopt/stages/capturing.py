@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memopt.capture.capture import capture
-from memopt.capture.captures import captured_again
+from memopt.capture.captures import reused_capture
 from memopt.errors import CaptureError, PlanFileError
 from memopt.kernels.compiled.choice import planned_kernels
 from memopt.models.same_graph import as_captured, graph_difference
@@ -27,7 +27,7 @@ def captured_module(step: Recapture) -> Found:
     """
     plan = step.plan
     with blaming_the_file(step.example_of_file), diagnosed(step.model, step.call):
-        captured = captured_again(
+        captured = reused_capture(
             step.model,
             step.call,
             lambda: plan.output_gradients,

@@ -351,8 +351,8 @@ class Agree(PlanStage):
         assert profiled is not None
         if budget is not None and budget != MINIMUM:
             budget = parse_budget(budget, profiled.baseline.peak_bytes)
-        told = (profiled.graph, profiled.baseline, budget)
-        graphs, baselines, budgets = zip(*ranks.exchanged(told, PROFILING), strict=True)
+        own = (profiled.graph, profiled.baseline, budget)
+        graphs, baselines, budgets = zip(*ranks.exchanged(own, PROFILING), strict=True)
         try:
             graph = agreed_graph(graphs)
         except ValueError as error:

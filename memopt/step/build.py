@@ -21,13 +21,14 @@ from torch.fx import Node
 from memopt.errors import CaptureError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.step.backend import is_on_host
 from memopt.step.captured import Captured
 from memopt.step.collectives import collective_of, is_wait
 from memopt.step.in_place import overwritable, same_bits_in_place
 from memopt.step.inputs import named_tensors
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import storage_of
-from memopt.step.nodes import is_random, module_paths, overload_of
+from memopt.step.nodes import is_random, module_paths, overload_of, tensors_of
 from memopt.step.signature import Signature, signature, values_of
 from memopt.torch_private.modes import backward_owns_tangents
 from memopt.torch_private.operators import OpOverload, aten, schema_of
@@ -89,7 +90,8 @@ class Lowering:
 def held_by(
     nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
 ) -> tuple[int, ...]:
-    """Return the indices of the tensors that nodes hold, each once; anything else holds none."""
+    """Return the indices of the tensors that these nodes hold, each once. Whatever is no node holds
+    none."""
     held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
     return tuple(dict.fromkeys(t for t in held if t is not None))
 
@@ -97,6 +99,7 @@ def held_by(
 @dataclass
 class _Builder:
     block_bytes: int
+    device: torch.device | None = None
     tensors: list[Tensor] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -107,7 +110,8 @@ class _Builder:
     backward: set[Node] = field(default_factory=set)
 
     def size_of(self, value: torch.Tensor) -> int:
-        return in_blocks(value.untyped_storage().nbytes(), self.block_bytes)
+        own = 0 if is_on_host(value, self.device) else value.untyped_storage().nbytes()
+        return in_blocks(own, self.block_bytes)
 
     def new_tensor(self, name: str, value: torch.Tensor, kind: TensorKind) -> int:
         index = len(self.tensors)
@@ -139,7 +143,7 @@ def build(model: nn.Module, captured: Captured, block_bytes: int = 1) -> Lowerin
     Raises:
         CaptureError: the joint graph holds an operator that memopt cannot plan.
     """
-    builder = _Builder(block_bytes)
+    builder = _Builder(block_bytes, captured.device)
     _add_inputs(builder, captured)
     paths = module_paths(captured.module)
     needed = _needed(captured)
@@ -240,7 +244,11 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             writes=tuple(writes),
             time_s=0.0,
             phase=Phase.BACKWARD if backward else Phase.FORWARD,
-            recomputable=mutated.isdisjoint(reads) or _only_replaces_statistics(node),
+            recomputable=(mutated.isdisjoint(reads) or _only_replaces_statistics(node))
+            # Only the device's generator is rewound for a second run.
+            and not (
+                is_random(node) and all(is_on_host(v, builder.device) for v in tensors_of(node))
+            ),
             random=is_random(node),
             module=path,
             target=str(node.target),

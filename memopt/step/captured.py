@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +20,7 @@ from memopt.step.joint_graph import (
 )
 from memopt.step.model_outputs import NO_OUTPUTS, TracedOutputs
 from memopt.step.side_effects import NO_EFFECTS, SideEffects
-from memopt.torch_private.modules import buffers_of, parameters_of
+from memopt.torch_private.modules import buffers_of, modules_of, parameters_of
 from memopt.torch_private.tensors import SHARD
 
 
@@ -64,6 +65,51 @@ class Primal:
         return registered(model, self.name)
 
 
+class PrimalReader:
+    """Reads the values of many primals, every module on the way to them once.
+
+    Args:
+        primals: in the order in which their values are given.
+    """
+
+    def __init__(self, primals: Sequence[Primal]) -> None:
+        self._count = len(primals)
+        self._on_the_way: list[tuple[int, str]] = []
+        """(number of a module, the name of its child, which gets the next number)."""
+        self._registered: list[tuple[int, int, str]] = []
+        """(position, number of the module, name in it)."""
+        self._others: list[tuple[int, Primal]] = []
+        numbers = {"": 0}
+        for position, primal in enumerate(primals):
+            if primal.index is not None or primal.reader is not None or primal.constant is not None:
+                self._others.append((position, primal))
+                continue
+            path, _, last = primal.name.rpartition(".")
+            self._registered.append((position, self._number(path, numbers), last))
+
+    def _number(self, path: str, numbers: dict[str, int]) -> int:
+        if path not in numbers:
+            before, _, name = path.rpartition(".")
+            parent = self._number(before, numbers)
+            self._on_the_way.append((parent, name))
+            numbers[path] = len(numbers)
+        return numbers[path]
+
+    def __call__(self, model: nn.Module, leaves: Sequence[Any]) -> list[Any]:
+        """Return what `Primal.value` returns of each."""
+        modules = [model]
+        for parent, name in self._on_the_way:
+            modules.append(modules_of(modules[parent])[name])
+        registries = [(parameters_of(module), buffers_of(module)) for module in modules]
+        values: list[Any] = [None] * self._count
+        for position, number, name in self._registered:
+            parameters, buffers = registries[number]
+            values[position] = parameters[name] if name in parameters else buffers[name]
+        for position, primal in self._others:
+            values[position] = primal.value(model, leaves)
+        return values
+
+
 @dataclass(eq=False)
 class Hooks:
     """The functions that the compiled callable runs. The executor's runtime, `owner`, sets them."""
@@ -94,7 +140,7 @@ class Captured:
         hooks: the forward and backward callables behind `compiled`.
         model: weak reference to the user's model.
         outputs: facts about the leaves of the output.
-        ends: results of the backward part besides gradients (whole steps).
+        other_results: results of the backward part besides gradients (whole steps).
         effects: the forward's side effects. If the graph returns values for them, `compiled`
             returns a pair of the model's output and these values.
     """
@@ -114,7 +160,7 @@ class Captured:
     dependencies: Dependencies = field(default_factory=Dependencies)
     trace: str = ""
     outputs: TracedOutputs = NO_OUTPUTS
-    ends: tuple[Any, ...] = ()
+    other_results: tuple[Any, ...] = ()
     effects: SideEffects = NO_EFFECTS
 
     @property
@@ -125,6 +171,16 @@ class Captured:
             i - mutated if mutated <= i < mutated + self.outputs.count else None
             for i in range(len(self.forward_outputs))
         )
+
+    @cached_property
+    def held_values(self) -> PrimalReader:
+        """Return a function that reads the values of all held primals, in their order."""
+        return PrimalReader([primal for primal in self.primals if primal.held])
+
+    @cached_property
+    def values(self) -> PrimalReader:
+        """Return a function that reads the values of all primals."""
+        return PrimalReader(self.primals)
 
     def sets(self, primal: Primal) -> bool:
         """Return whether the forward replaces a parameter or buffer (`self.mean = ...`)."""

@@ -27,7 +27,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Existing:
-    """An object that existed before the forward, read from its own place.
+    """An object that existed before the forward; each call reads it from its own place.
 
     Attributes:
         source: the place, as Dynamo's expression.
@@ -281,7 +281,8 @@ def _is_a(variable: Any, *names: str) -> bool:
 
 
 def expression_of(value: Any) -> Any:
-    """Return the expression of one of Dynamo's sources (property or method); other values as is."""
+    """Return the expression of one of Dynamo's sources, whose name is a property or a method;
+    return any other value unchanged."""
     if not hasattr(value, "guard_source"):
         return value
     name = value.name

@@ -78,7 +78,7 @@ def _values(argument: Any) -> Any:
 
 
 def _ranks_of(group: str) -> list[int]:
-    """Return the ranks of a process group, ascending, by the group's name."""
+    """Return the ranks of the process group of this name, ascending."""
     from torch.distributed import get_process_group_ranks
 
     resolve = private("torch.distributed.distributed_c10d._resolve_process_group")

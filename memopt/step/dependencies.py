@@ -29,6 +29,7 @@ from memopt.step.reader import (
     read,
     same,
 )
+from memopt.torch_private.tensors import TensorsKnown
 
 EFFECTS = "side_effects"
 """Key under which a traced graph's `meta` has its forward's side effects."""
@@ -106,7 +107,8 @@ class Dependencies:
         return next((source for source, known in self.tensors if known is tensor), "")
 
     def with_others(self, others: Iterable[Dependency]) -> Dependencies:
-        """Return the union with other dependencies; of two equal looks, this object's stays."""
+        """Return these dependencies and others; where both look at the same thing, this object's
+        dependency is kept."""
         every = {dependency.look: dependency for dependency in (*others, *self.items)}
         return replace(self, items=tuple(every.values()))
 
@@ -156,11 +158,13 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
 
 
 class _Looks:
-    """Source lines that take looks one after another."""
+    """Writes the source of the function that checks all dependencies, one after the other."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.lines: list[str] = []
         self._names = names
+        self._tensors: list[str] = []
+        self._tests: list[str] = []
         self._known: dict[str, str] = {}
 
     def take(self, dependency: Dependency) -> None:
@@ -191,10 +195,22 @@ class _Looks:
         _, shape, stride, dtype, device, requires_grad = planned
         at = f"device_{len(self._names)}"
         self._names[at] = device
-        self._refuse_if(
+        self._tensors.append(tensor)
+        self._tests.append(
             f"{tensor}.requires_grad is not {requires_grad} or {tensor}.dtype is not {dtype} or "
             f"{tensor}.shape != {shape} or {tensor}.stride() != {stride} or {tensor}.device != {at}"
         )
+
+    def end(self) -> None:
+        """Add the lines that look at tensors: at all together, one by one if any may differ."""
+        if self._tensors:
+            self._names["tensors_known"] = TensorsKnown()
+            self.lines.append(f"    tensors = ({', '.join(self._tensors)},)")
+            self.lines.append("    if tensors_known(tensors): return True")
+            for test in self._tests:
+                self._refuse_if(test)
+            self.lines.append("    tensors_known.learn(tensors)")
+        self.lines.append("    return True")
 
     def _refuse_if(self, test: str) -> None:
         self.lines.append(f"    if {test}: return False")
@@ -231,7 +247,8 @@ def _generate(
     looks = _Looks(names)
     for dependency in dependencies:
         looks.take(dependency)
-    source = "\n".join(["def look(model):", *looks.lines, "    return True"])
+    looks.end()
+    source = "\n".join(["def look(model):", *looks.lines])
     exec(compile(source, "<memopt dependencies>", "exec"), names)
     look: Callable[[nn.Module], bool] = names["look"]
     return look

@@ -111,9 +111,8 @@ EAGER_BACKWARD = define(
 """`memopt::eager_backward(function, arguments, gradient, given)`: the gradient of `given`."""
 
 
-def dearest_values(arguments: tuple[Any, ...]) -> None:
-    """Change the operator's stand-in arguments to those for which it needs most time and memory: if
-    a factor is 0, eager takes the longer way."""
+def costliest_values(arguments: tuple[Any, ...]) -> None:
+    """Make one factor of a product 0: for that eager's backward needs the most time and memory."""
     given = arguments[3]
     if given.numel():
         given[(0,) * given.dim()] = 0

@@ -45,11 +45,11 @@ def with_norms(
     Returns:
         The step, its gradients replaced; and, if they are scaled, the node of the largest magnitude
         among all their elements, which is finite if all are. If they are clipped, the last of the
-        step's `ends` is their norm; if scaled, the last of its tangents is the inverse of the
-        scale.
+        step's `other_results` is their norm; if scaled, the last of its tangents is the inverse of
+        the scale.
     """
     extension = Extension(captured, lowering, block_bytes)
-    gradients, ends, largest = list(captured.gradients), captured.ends, None
+    gradients, others, largest = list(captured.gradients), captured.other_results, None
     made: list[Node] = [gradients[i] for i in positions]
     tangents = captured.tangents
     if rules.scaled:
@@ -57,11 +57,13 @@ def with_norms(
         made, largest = _unscaled(extension, made, tangents[-1])
     if rules.clip_norm is not None:
         made, norm = _clipped(extension, made, rules.clip_norm, rules.norm_type)
-        ends = (*ends, norm)
+        others = (*others, norm)
     for position, gradient in zip(positions, made, strict=True):
         gradients[position] = gradient
-    captured = replace(captured, gradients=tuple(gradients), ends=ends, tangents=tangents)
-    kept = held_by((*gradients, *ends), extension.storages)
+    captured = replace(
+        captured, gradients=tuple(gradients), other_results=others, tangents=tangents
+    )
+    kept = held_by((*gradients, *others), extension.storages)
     given = held_by(tangents, extension.storages)
     # A scaler holds its scale, and a count of steps.
     more_bytes = 2 * in_blocks(4, block_bytes) if rules.scaled else 0

@@ -71,7 +71,7 @@ class Call:
             if leaf.is_leaf:
                 return leaf
             if id(leaf) not in made:
-                reached = torch.empty(0, requires_grad=True)
+                reached = torch.empty(0, requires_grad=True, device="cpu")
                 made[id(leaf)] = _WithoutHistory.apply(leaf.detach(), reached)  # type: ignore[no-untyped-call]
             return made[id(leaf)]
 

@@ -172,7 +172,7 @@ def _join_scatters(module: GraphModule, members: Sequence[Node]) -> None:
     for node in sorted(node for node in later if node < last):
         place.append(node)
         place = node
-    ends, reduced = _ends(members)
+    ends, reduced = _final_waits(members)
 
     def call(target: Any, *args: Any) -> Node:
         node = graph.call_function(target, args)
@@ -213,9 +213,10 @@ def _made_of(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _ends(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
-    """Return each scatter's wait, and None; if all are then reduced alike over the replicas (HSDP),
-    the waits for these reductions, and one of the reductions."""
+def _final_waits(scatters: Iterable[Node]) -> tuple[list[Node], Node | None]:
+    """Return the waits that end the scatters, and None. If every scattered gradient is then reduced
+    over the replicas in the same way (HSDP), return the waits for these reductions instead, and one
+    of the reductions."""
     waits = [_user(scatter) for scatter in scatters]
     reduced = [_user(wait) for wait in waits if len(wait.users) == 1]
     alike = len(reduced) == len(waits) and all(node.target is _REDUCE for node in reduced)

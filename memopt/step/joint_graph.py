@@ -176,8 +176,12 @@ def _updated_input(tangent: Node) -> Any:
 
 
 def without_zero_gradients(module: GraphModule) -> None:
-    """Add nothing to a parameter's gradient for the new value that the forward gives it. If the
-    loss does not use the new value, there is no gradient, as in eager."""
+    """Make a joint graph, in place, add no tangent of a parameter's new value to the parameter's
+    gradient.
+
+    A forward that changes a parameter (`nn.Embedding(max_norm=...)`) has the new value among its
+    results; eager's loss gives that no gradient.
+    """
     output: Any = module.graph.output_node()
     for tangent in filter(_updated_parameter, module.graph.find_nodes(op="placeholder")):
         for user in list(tangent.users):

@@ -61,7 +61,7 @@ def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[
 
 
 def is_late(dependency: Dependency, names: frozenset[str] | None) -> bool:
-    """Return whether a backward that may read these names may read a dependency."""
+    """Return whether a backward that may read these names may read the value of a dependency."""
     if names is not None:
         return last_name(dependency.shown) in names
     value = dependency.look == dependency.source and isinstance(dependency.planned, _PLAIN)
@@ -74,7 +74,7 @@ def last_name(shown: str) -> str:
 
 
 def _backwards(function: type) -> Iterator[types.CodeType]:
-    """Yield the code of the backwards of all autograd functions."""
+    """Yield the code of the backward of every autograd function that is derived from this one."""
     subclasses: list[type] = function.__subclasses__()
     for one in subclasses:
         yield from _backwards(one)

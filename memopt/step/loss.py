@@ -68,6 +68,37 @@ class Loss:
         return found
 
 
+class LossOfOutputs:
+    """Stands for an unknown loss that uses the leaves of an output at these positions: their
+    gradients are laid out as they are, and it needs no memory of its own.
+
+    Args:
+        positions: of the leaves.
+    """
+
+    def __init__(self, positions: frozenset[int]) -> None:
+        self._positions = sorted(positions)
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """Return a loss of an output."""
+        leaves = pytree.tree_leaves(output)
+        found: torch.Tensor = _Used.apply(*(leaves[i] for i in self._positions))  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Used(torch.autograd.Function):
+    """A number that depends on tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(torch.zeros_like(one) for one in ctx.saved_tensors)
+
+
 def differentiable(output: Any, unused: tuple[int, ...] = ()) -> dict[int, torch.Tensor]:
     """Return the tensors of an output pytree that have a backward, each once, by their first
     position among its leaves. The leaves at `unused` are left out."""

@@ -135,8 +135,8 @@ def repeated(
         block_bytes: the allocator's granularity.
 
     Returns:
-        The step; its `ends` are the losses of the later micro-batches and the buffers' final
-        values, in the order of `captured.mutated`.
+        The step; its `other_results` are the losses of the later micro-batches and the buffers'
+        final values, in the order of `captured.mutated`.
 
     Raises:
         ValueError: the forward changes an input in place.
@@ -177,10 +177,10 @@ def repeated(
         gradients=(*sums, *of_inputs),
         forward_outputs=(loss,),
         mutated=(),
-        ends=(*losses, *values),
+        other_results=(*losses, *values),
         call=joined_call([captured.call] * count),
     )
-    kept = held_by((*joined.gradients, *joined.ends), extension.storages)
+    kept = held_by((*joined.gradients, *joined.other_results), extension.storages)
     more_bytes = (count - 1) * _unread_bytes(captured, block_bytes)
     outputs = held_by([loss], lowering.storages)
     return joined, extension.finish(kept, more_bytes=more_bytes, outputs=outputs)

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from memopt.errors import CaptureError, ExecutionError
+from memopt.errors import CaptureError
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.step.dropped_outputs import without
 from memopt.step.memory_layout import is_dense, storage_of
@@ -120,7 +120,8 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """Return `TracedOutputs.makes_zeros` of a dynamo graph."""
+    """Return whether a dynamo graph calls a function for whose missing gradients autograd makes
+    zeros, see `TracedOutputs.makes_zeros`."""
     for node in _all_nodes(traced):
         if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True
@@ -240,7 +241,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     for group in members.values():
         for i, one in enumerate(group):
             for other in group[:i]:
-                if not _apart(values[one], values[other]):
+                if not _are_disjoint(values[one], values[other]):
                     shared.update((one, other))
     if gradients.held_bytes:
         beside.append((len(values), gradients.held_bytes))
@@ -256,7 +257,7 @@ def _outputs(values: list[Any], inputs: list[Any], gradients: OutputGradients) -
     )
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_disjoint(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two views of one storage are known to have no element in common: two boxes of
     the same grid, such as slices of one tensor."""
     if 0 in (one.numel(), other.numel()):
@@ -330,7 +331,8 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
 
 
 def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of an output's gradient, as traced: the output's, or without its gaps."""
+    """Return the strides with which an output's gradient is traced: the output's own or, if it has
+    gaps, those of the same order of dimensions without gaps."""
     return tuple(torch.empty_like(value, device="meta").stride())
 
 
@@ -343,39 +345,4 @@ def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
     leaves, spec = pytree.tree_flatten(output)
     for position, earlier in outputs.repeated:
         leaves[position] = leaves[earlier]
-    return pytree.tree_unflatten(leaves, spec)
-
-
-class _Refusing(torch.autograd.Function):
-    """Returns the value itself, with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, _reached: torch.Tensor) -> torch.Tensor:
-        alias: torch.Tensor = torch.ops.aten.alias.default(value)
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise ExecutionError(
-            "this output of the planned model has no gradient: the loss that the plan was made for "
-            "does not use it. Plan again with the loss that you train with (loss_fn= of "
-            "memopt.plan or memopt.wrap), or, with memopt.plan, without loss_fn= for any"
-        )
-
-
-def refusing_gradients(output: Any, positions: tuple[int, ...]) -> Any:
-    """Make a planned model's output raise ExecutionError in a backward of its leaves at
-    `positions`. Leaves that are inputs themselves keep their gradient."""
-    if not positions or not torch.is_grad_enabled():
-        return output
-    leaves, spec = pytree.tree_flatten(output)
-    made: dict[int, torch.Tensor] = {}
-    for position in positions:
-        value = leaves[position]
-        if value.requires_grad:
-            continue
-        if id(value) not in made:
-            reached = torch.empty(0, requires_grad=True)
-            made[id(value)] = _Refusing.apply(value, reached)  # type: ignore[no-untyped-call]
-        leaves[position] = made[id(value)]
     return pytree.tree_unflatten(leaves, spec)

@@ -15,6 +15,21 @@ from memopt.torch_private.operators import OpOverload
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Operators tagged as random, like their relatives, that refuse any dropout."""
 
+_aten = torch.ops.aten
+HOST_RESULTS: dict[Any, tuple[int, ...]] = (
+    {}
+    if torch.version.hip
+    else {
+        _aten._scaled_dot_product_efficient_attention.default: (2, 3),
+        _aten._efficient_attention_forward.default: (2, 3),
+        _aten._scaled_dot_product_cudnn_attention.default: (6, 7),
+        _aten._cudnn_attention_forward.default: (6, 7),
+    }
+)
+"""Operator → results that an accelerator's kernel leaves on the host. Attention kernels draw their
+dropout's seed and offset there, unless a CUDA graph is captured, and their backward follows these
+addresses (attention.cu, note "Seed and Offset Device"; on ROCm all is on the device)."""
+
 
 def is_random(node: Node) -> bool:
     """Return whether the node draws random numbers."""

@@ -102,8 +102,8 @@ def smaller_states(
     state: OptimizerState, parameters: Iterable[torch.Tensor], block_bytes: int = 1
 ) -> tuple[tuple[str, int], ...]:
     """Return (name, bytes saved) of the same optimizer with smaller state, most saved first:
-    "adamw-8bit" for "adamw". Empty for an unnamed optimizer. Arguments as of `optimizer_state`.
-    """
+    "adamw-8bit" for "adamw". Empty for an unnamed optimizer. The arguments are those of
+    `optimizer_state`."""
     own = state.name.lower()
     if own not in OPTIMIZERS:
         return ()

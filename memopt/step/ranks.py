@@ -58,10 +58,11 @@ class Ranks:
         Raises:
             RankError: a rank is gone, or does not answer within the group's timeout.
         """
-        return [value for _, value in self._told((doing, value), doing)]
+        return [value for _, value in self._exchange((doing, value), doing)]
 
-    def _told(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
-        """Exchange messages: (activity, value), or (FAILED, reason)."""
+    def _exchange(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
+        """Exchange (activity, value) between the ranks, or (FAILED, reason); raise RankError if one
+        of them failed or does something else."""
         found: list[Any] = [None] * len(self.members)
         with lost_ranks(doing):
             torch.distributed.all_gather_object(found, word, group=self.group)
@@ -95,14 +96,14 @@ class Ranks:
         made_there: T = value
         return made_there
 
-    def tell(self, how: str) -> None:
-        """Leave a message for the other ranks on how a step failed here."""
+    def report_failure(self, doing: str) -> None:
+        """Leave a message for the other ranks: this one has failed while `doing`."""
         with suppress(RuntimeError, ValueError):
             rank = torch.distributed.get_rank()
-            self._store().set(_WORD, f"rank {rank} failed {how}")
+            self._store().set(_WORD, f"rank {rank} failed {doing}")
 
-    def told(self) -> str | None:
-        """Return how a step failed on another rank, if it has left a message."""
+    def reported_failure(self) -> str | None:
+        """Return the message of a rank that has failed; None: there is none."""
         with suppress(RuntimeError, ValueError):
             store = self._store()
             if store.check([_WORD]):
@@ -124,7 +125,7 @@ class Ranks:
         for what, expected in everyone[0].items():
             for rank, found in zip(self.members, everyone, strict=True):
                 if found.get(what) != expected:
-                    here, there = _apart(expected, found.get(what, "none"))
+                    here, there = _from_first_difference(expected, found.get(what, "none"))
                     raise RankError(
                         f"the ranks do not have the same {what}: rank {self.members[0]} has "
                         f"{here}, rank {rank} has {there}. {_SAME}"
@@ -140,7 +141,7 @@ class Ranks:
             raise  # the other ranks have it, too
         except Exception as error:
             with suppress(RankError):
-                self._told((_FAILED, f"{type(error).__name__}: {error}"), doing)
+                self._exchange((_FAILED, f"{type(error).__name__}: {error}"), doing)
             raise
         self.exchanged(None, doing)
 
@@ -285,7 +286,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _apart(one: str, other: str) -> tuple[str, str]:
+def _from_first_difference(one: str, other: str) -> tuple[str, str]:
     """Cut two texts to begin a little before their first difference."""
     if max(len(one), len(other)) <= _SHOWN:
         return one, other

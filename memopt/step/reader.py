@@ -231,14 +231,14 @@ class TraceReader:
         """Return everything that was read, except what the forward changes and changes back. A
         dependency comes after those on the way to it."""
         undone = self._guards.undone or ("\0",)
-        told = [
+        relevant = [
             guard
             for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
             if guard.name
             and not _ELSEWHERE.search(guard.name)
             and not guard.name.startswith(undone)
         ]
-        found = [dependency for guard in told if (dependency := self._watch(guard)) is not None]
+        found = [dependency for guard in relevant if (dependency := self._watch(guard)) is not None]
         found += [*self._methods(found), *self._aliased(), *self._settings()]
         return list({dependency.look: dependency for dependency in reversed(found)}.values())[::-1]
 
@@ -266,7 +266,8 @@ class TraceReader:
         return tuple((s, t) for s, t in found if id(t) not in self._registered)
 
     def _watch(self, guard: DynamoGuard) -> Dependency | None:
-        """Return the dependency of a guard; None if it needs no look, or others cover it."""
+        """Return the dependency that stands for a guard; None if the value cannot change, or
+        another dependency covers it."""
         source = self._expression(guard.name)
         template = _LOOKS.get(guard.kind, "type({x})")
         if HOOKS.search(source):
@@ -289,7 +290,7 @@ class TraceReader:
             if identity and self._read(source) is not value:
                 # Each look makes a new object, such as a bound method.
                 identity, look = False, f"type({source})"
-            planned = self._seen(look, source, value)
+            planned = self._value_of(look, source, value)
         except UNREADABLE:
             return None
         if type(planned) in (list, set, dict):
@@ -328,8 +329,9 @@ class TraceReader:
                 shown = f"{self._shown(source)} and {self._shown(other)}"
                 yield Dependency(shown, source, f"{source} is {other}", True)
 
-    def _seen(self, look: str, source: str, value: Any) -> Any:
-        """Return the value of a look; the commonest looks do not read the value again."""
+    def _value_of(self, look: str, source: str, value: Any) -> Any:
+        """Return the present value of a look's expression. `value` is that of `source`, which the
+        commonest looks need not read again."""
         if look == source:
             return value
         return type(value) if look == f"type({source})" else self._read(look)

@@ -14,7 +14,8 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """TensorLayout of a region's input or output: all that the region's kernel depends on."""
+    """What a region's kernel depends on in an input or an output: shape, strides, dtype, device and
+    alignment."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -24,7 +25,7 @@ class TensorLayout:
 
     @staticmethod
     def of(value: torch.Tensor) -> TensorLayout:
-        """Return the layout of a tensor; its offset only as far as it matters to alignment."""
+        """Return the layout of a tensor. Its offset is counted modulo the alignment."""
         offset = int(value.storage_offset()) % max(1, _ALIGNED // value.dtype.itemsize)
         return TensorLayout(
             tuple(value.shape), tuple(value.stride()), value.dtype, value.device, offset

@@ -41,7 +41,7 @@ Read: TypeAlias = Callable[[nn.Module, Call], Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """One change that each call makes to one object.
+    """A change that each call makes to one object.
 
     Attributes:
         change: the change. Its kind "replace" gives a list other items from one position on.
@@ -72,7 +72,8 @@ class Effect:
         return f"{self.shown} {self.change.kind} {name} {values}"
 
     def resolved(self, model: nn.Module, call: Call) -> list[Any]:
-        """Return the values that are known without the graph."""
+        """Return the change's values: constants copied, existing objects read; None where only the
+        graph computes a value."""
         return [
             copy.deepcopy(v.value) if isinstance(v, Constant) else v and v(model, call)
             for v in self.values
@@ -146,13 +147,13 @@ class SideEffects:
             for one in self.effects
             if one.change.kind in ("attribute", "item") and not one.is_made_by_call
         ]
-        put_back = [_as_it_is(change, owner) for change, owner, _ in steps]
+        restore = [_as_it_is(change, owner) for change, owner, _ in steps]
         try:
             for change, owner, values in steps:
                 _make(change, owner, values)
             yield
         finally:
-            for one in reversed(put_back):
+            for one in reversed(restore):
                 one()
 
     def set_other_constants(self, model: nn.Module, call: Call) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from memopt.step.dearest import make_dearest
+from memopt.step.costliest import make_costliest
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.tensors import conjugated, negated
@@ -21,7 +21,7 @@ ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
 """Errors of kernels whose arguments do not fit."""
 
-
+_HOST = torch.device("cpu")
 _MOST_ANSWERS = 20_000
 
 
@@ -38,10 +38,14 @@ class TensorArgument:
     """Whether it is read as the conjugate of its memory: many kernels copy it first."""
     negated: bool = False
     """Whether it is read as the negative of its memory."""
+    device: torch.device = _HOST
+    """Where it is: kernels of an accelerator read some arguments on the host."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         read = " conjugated" * self.conjugated + " negated" * self.negated
+        # Of tensors on the host the text says nothing: costs measured on a CPU stay known.
+        read += f" {self.device.type}" * (self.device.type not in ("cpu", "meta"))
         return f"{dtype}{list(self.shape)}s{list(self.stride)}+{self.offset}{read}"
 
     def over(self, flat: torch.Tensor) -> torch.Tensor:
@@ -65,6 +69,7 @@ def _describe(value: Any) -> Any:
             value.untyped_storage().nbytes(),
             value.is_conj(),
             value.is_neg(),
+            value.device,
         )
     return value
 
@@ -77,17 +82,24 @@ def describe_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """One kernel call with its arguments described; `text` identifies it."""
+    """One kernel call with its arguments described; `text` identifies it.
+
+    Attributes:
+        places: the kinds of devices on which its results are (None: no tensor), as the fake kernel
+            says; (): not known.
+    """
 
     target: Any
     args: Any
     kwargs: Any
     text: str
+    places: tuple[str | None, ...] = ()
 
 
 def signature(node: Node) -> Signature:
     """Return the signature of a kernel-call node of a joint graph."""
-    return call_signature(node.target, node.args, node.kwargs)
+    places = (v.device.type if isinstance(v, torch.Tensor) else None for v in values_of(node))
+    return replace(call_signature(node.target, node.args, node.kwargs), places=tuple(places))
 
 
 def call_signature(target: Any, args: Any, kwargs: Any) -> Signature:
@@ -109,6 +121,8 @@ def each(change: Callable[[Any], Any], arguments: Any) -> Any:
 
 
 def _text(described: Any) -> Any:
+    if isinstance(described, torch.device):
+        return described.type  # kernels are the same on each device of a kind
     # A description may itself be several: a node of several results.
     return str(described) if isinstance(described, _LEAVES) else pytree.tree_map(str, described)
 
@@ -140,7 +154,7 @@ class Answers(dict[Any, Any]):
     """A cache of answers about calls; it is emptied when it holds too many."""
 
     def find(self, key: Any, find: Callable[[], Any]) -> Any:
-        """Return the answer for a key, which `find` finds if it is unknown."""
+        """Return the answer for a key; compute it by `find` if it is not in the cache."""
         if key not in self:
             if len(self) >= _MOST_ANSWERS:
                 self.clear()
@@ -169,7 +183,7 @@ def _whole_copy(value: torch.Tensor) -> torch.Tensor:
 
 class StandIns:
     """Stand-in tensor arguments on a device, each in a storage of its own, as in a real step (some
-    kernels clone an argument's whole storage).
+    kernels clone an argument's whole storage); what a call reads on the host is on the host.
 
     Values are harmless for every kernel: floats uniform in [0, 1), integers 0, booleans True. A
     separate generator draws them, so that training's random numbers stay the same.
@@ -196,18 +210,22 @@ class StandIns:
 
     def _tensor(self, wanted: TensorArgument) -> torch.Tensor:
         elements = -(-wanted.storage_bytes // wanted.dtype.itemsize)
+        place = self._place(wanted)
         if wanted.dtype.is_floating_point or wanted.dtype.is_complex:
-            flat = torch.empty(elements, device=self._device, dtype=wanted.dtype)
+            flat = torch.empty(elements, device=place, dtype=wanted.dtype)
             flat.copy_(self._pool(wanted.dtype, elements))
         else:
             value = wanted.dtype is torch.bool
-            flat = torch.full((elements,), value, device=self._device, dtype=wanted.dtype)
+            flat = torch.full((elements,), value, device=place, dtype=wanted.dtype)
         return wanted.over(flat)
+
+    def _place(self, wanted: TensorArgument) -> torch.device:
+        return _HOST if wanted.device.type == "cpu" else self._device
 
     def arguments(self, one: Signature) -> Arguments:
         """Make real arguments for a call."""
         if one.text in self._given:
             return copied(self._given[one.text])
         args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
-        make_dearest(one.target, args)
+        make_costliest(one.target, args)
         return args, kwargs

@@ -40,8 +40,8 @@ class Update:
         self._run: weakref.ref[Run] | None = None
 
     def begin(self, run: Run) -> None:
-        """Begin a train step, which updates by `run`. It is held weakly, so that an interrupted
-        step does not seem to be running still."""
+        """Begin a train step, whose updates `run` makes. Only a weak reference to `run` is kept: a
+        step that was interrupted does not seem to be running still."""
         self._run = weakref.ref(run)
 
     def end(self) -> None:
@@ -263,5 +263,5 @@ def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         )
     size_bytes = value.untyped_storage().nbytes()
     storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
-    empty = torch.empty(0, dtype=value.dtype)
+    empty = torch.empty(0, dtype=value.dtype, device="cpu")
     return empty.set_(storage, 0, value.size(), value.stride())

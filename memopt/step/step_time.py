@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.step.backend import timed
 from memopt.step.ranks import largest
 
@@ -25,7 +25,7 @@ def median_step_s(
     """Return the median seconds of a step that has run before; `clear` is called before each
     run."""
     times: list[float] = []
-    with full_collections_put_off():
+    with full_collections_deferred():
         while not _are_enough(times):
             clear()
             # The slowest rank's time if several measure together: all make equally many steps.

@@ -48,7 +48,8 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
 
 
 def with_arguments(changes: Iterable[Change]) -> Iterator[Change]:
-    """Yield the changes of a trace, with those of arguments as changes by path."""
+    """Yield the changes of a trace. What the frame has recorded about the call's arguments is
+    yielded as changes that have a path."""
     for change in changes:
         if change.source != _FRAME:
             yield change

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memopt.step.backend import autocast_off, random_state_kept
 from memopt.step.memory_layout import same_strides
+from memopt.step.numerics import numeric_settings
 from memopt.step.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -49,7 +50,7 @@ class TrialData(StandIns):
         made = dtype if dtype.is_complex else torch.float32
         flat = torch.randn(elements, dtype=made, device=self._device, generator=self._generator)
         flat = flat > 0 if dtype is torch.bool else (2 * flat).to(dtype)
-        return wanted.over(flat)
+        return wanted.over(flat.to(self._place(wanted)))
 
 
 def same_bits(
@@ -65,7 +66,8 @@ def same_bits(
         other: the other way.
     """
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype) for v in likes)
-    key = (call.target, call.text, layouts, way, device, torch.get_num_threads())
+    around = torch.get_num_threads(), numeric_settings()
+    key = (call.target, call.text, layouts, way, device, around)
     return bool(_known.find(key, lambda: _tried(call, likes, device, other)))
 
 

@@ -32,7 +32,7 @@ class _Thread(threading.local):
 _HERE = _Thread()
 _CHANGING = ForkedLock()
 _inside = 0
-_put_back: list[Callable[[], None]] = []
+_restorers: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def unheard() -> Iterator[None]:
     global _inside
     with _CHANGING:
         if not _inside:
-            _put_back.extend(_listen())
+            _restorers.extend(_listen())
         _inside += 1
     before, _HERE.unheard = _HERE.unheard, True
     try:
@@ -50,8 +50,8 @@ def unheard() -> Iterator[None]:
         _HERE.unheard = before
         with _CHANGING:
             _inside -= 1
-            while not _inside and _put_back:
-                _put_back.pop()()
+            while not _inside and _restorers:
+                _restorers.pop()()
 
 
 @contextlib.contextmanager
@@ -113,16 +113,17 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
 
-    def put_back() -> None:
+    def restore() -> None:
         if getattr(owner, name) is value:
             setattr(owner, name, before)
 
-    return put_back
+    return restore
 
 
 def _is_the_users(frame: types.FrameType | None) -> bool:
-    """Return whether a warning comes from a call of `warnings.warn` in code that is not torch's;
-    warnings of torch's kernels come from lines that call none."""
+    """Return whether the user's code has warned: some code outside of torch calls `warnings.warn`
+    in this frame. (A warning of torch's kernels is shown at the line that ran the kernel, which
+    calls no `warn`.)"""
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
     if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:

@@ -163,8 +163,8 @@ def _functional_update(overload: Any) -> Any:
 
 @functools.cache
 def _updates(func: Any) -> bool:
-    """Return whether an operator changes its first argument's values only, by its arguments
-    alone."""
+    """Return whether an operator is an update in place: it writes to its first argument and to
+    nothing else, draws no random numbers, and changes neither shape nor strides."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     schema = schema_of(func)
@@ -252,7 +252,8 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _filling_node() -> int | None:
-    """Return the number of autograd's running node, if it is one of `_FILLS_ITS_OWN`."""
+    """Return the sequence number of the autograd node that runs now, if it is of a kind that fills
+    a tensor of its own (`_FILLS_ITS_OWN`); else None."""
     node = running_node()
     return node_number(node) if node is not None and node.name() in _FILLS_ITS_OWN else None
 

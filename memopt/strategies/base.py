@@ -122,6 +122,12 @@ class Strategy(ABC):
         operator once. Chain strategies only choose what a backward reads, so theirs cannot."""
         return self.needs != "chain"
 
+    @property
+    def plans_operators(self) -> bool:
+        """Tell whether, of a chain, it plans the operators (`memopt.reductions.chain_operators`),
+        not schedules of the chain's own moves."""
+        return self.needs == "graph"
+
     def why_not(self, cost_model: CostModel) -> str | None:
         """Return why this strategy cannot plan this cost model; None if it can."""
         if self.needs == "any":

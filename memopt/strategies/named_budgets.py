@@ -137,9 +137,10 @@ class Planning:
         Raises:
             InvalidProgramError: the strategy named a budget with a plan that is not valid.
         """
-        program = self.target.program(plan, budget_bytes, self.device)
+        target = self.target.resolved(plan)
+        program = target.program(plan, budget_bytes, self.device)
         assert program is not None
-        violation, figures = self.target.check(program, Budget(budget_bytes), self.device)
+        violation, figures = target.check(program, Budget(budget_bytes), self.device)
         if violation is not None:
             raise InvalidProgramError(
                 f"{self.target.strategy.name} named {budget_bytes} bytes with an invalid plan: "

@@ -19,7 +19,7 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.programs.violations import Violation
-from memopt.reductions.chain_to_graph import chain_to_graph
+from memopt.reductions.chain_to_graph import ChainGraph, chain_to_graph
 from memopt.reductions.chain_view import ChainView
 from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
@@ -42,14 +42,14 @@ T = TypeVar("T")
 
 
 class LastAnswer(Generic[T]):
-    """Remembers the answer to the last question: a plan is named, found again and wrapped, each
-    time lowered and checked."""
+    """A cache of one answer: planning asks for the same plan several times in a row, and lowering
+    and checking it take long."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[object, ...], T] | None = None
 
     def of(self, question: tuple[object, ...], find: Callable[[], T]) -> T:
-        """Return the answer, found anew for another question."""
+        """Return the answer to a question; find it if the question is not the last one."""
         if self._last is None or self._last[0] != question:
             self._last = question, find()
         return self._last[1]
@@ -61,9 +61,8 @@ class Target:
 
     Attributes:
         strategy: the strategy that plans.
-        graph: the graph its programs run; of a bare chain, the graph made of it.
-        view: the graph and its chain, where the chain is solved: by a strategy for chains, and for
-            a bare chain by every strategy.
+        graph: the graph its programs run; of a bare chain, one of the two made of it.
+        view: the graph and its chain, where the chain is solved.
     """
 
     strategy: Strategy
@@ -87,6 +86,8 @@ class Target:
         if isinstance(cost_model, Graph) and strategy.needs != "chain":
             return cls(strategy, cost_model)
         view = known or chain_view(cost_model)
+        if isinstance(view, ChainGraph) and strategy.plans_operators:
+            return cls(strategy, view.operators)
         return cls(strategy, view.graph, view)
 
     @property
@@ -104,6 +105,13 @@ class Target:
         """Return the view of a graph as a chain, whose accounting counts more memory than its
         programs need; None where the strategy's figures are those of its programs."""
         return None if self.view is None or self.view.exact else self.view
+
+    def resolved(self, solution: Solution) -> Target:
+        """Return the target of a solution's program: of a bare chain, a strategy that plans either
+        may have planned its operators."""
+        if isinstance(self.view, ChainGraph) and solution.steps is None and solution.program:
+            return Target(self.strategy, self.view.operators)
+        return self
 
     def why_not(self) -> str | None:
         """Return why the strategy cannot plan this; None if it can."""

@@ -99,7 +99,7 @@ class SolutionCheck:
         """Check that a plan is valid and keeps the budgets; return its seconds, or infinity."""
         if not solution.plans:
             return math.inf
-        case, target = self.case, self.target
+        case, target = self.case, self.target.resolved(solution)
         given = solution.steps if isinstance(target.solved, Chain) else solution.program
         case.require(
             Law.VALID, given is not None, budget, f"no schedule of a {case.strategy.needs}"

@@ -103,6 +103,47 @@ def handlers_replaced(
             known_handlers.update(kept)
 
 
+@contextlib.contextmanager
+def custom_functions_heard(
+    failed: Callable[[Any, BaseException], None],
+) -> Iterator[list[Any]]:
+    """Call `failed` with each custom function in whose code Dynamo fails, the innermost first, and
+    the exception.
+
+    Returns:
+        A list of the custom functions that are traced.
+    """
+    name = f"{_VARIABLES}.misc.AutogradFunctionVariable.call_apply"
+    call_apply = private(name)
+    traced: list[Any] = []
+
+    def heard(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append(variable.fn_cls)
+        try:
+            return call_apply(variable, *args, **kwargs)
+        except Exception as error:
+            failed(variable.fn_cls, error)
+            raise
+
+    with patched(name, heard):
+        yield traced
+
+
+@contextlib.contextmanager
+def taken_whole(functions: Iterable[Any]) -> Iterator[None]:
+    """Let Dynamo put calls of these into its graph, without tracing their code."""
+    allowed = private("torch._dynamo.trace_rules._allowed_callable_ids")
+    new = [id(one) for one in functions if id(one) not in allowed]
+    with ONE_TRACE_AT_A_TIME:
+        for one in new:
+            allowed.add(one)
+        try:
+            yield
+        finally:
+            for one in new:
+                allowed.remove(one)
+
+
 def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
     """Return the functions that tell code whether it is compiled, and Dynamo's handlers of them.
 

@@ -58,6 +58,19 @@ def function_modes() -> list[Any]:
     return list(private_once("torch.overrides._get_current_function_mode_stack")())
 
 
+_dispatch_modes_length = private("torch._C._len_torch_dispatch_stack")
+_function_modes_length = private("torch._C._len_torch_function_stack")
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = private(
+    "torch._C._AutoDispatchBelowAutograd"
+)
+"""Make a context in which operators skip autograd: nothing is recorded, no version counted."""
+
+
+def nobody_looks_on() -> bool:
+    """Whether no mode sees the operators or functions that are called now."""
+    return not (_dispatch_modes_length() or _function_modes_length())
+
+
 @contextlib.contextmanager
 def function_modes_off() -> Iterator[None]:
     """Disable the caller's function modes inside: Dynamo's graph has their effects already."""

@@ -109,6 +109,17 @@ OPERATORS: tuple[Row, ...] = (
         "_schema",
         of=specimens.overload,
     ),
+    *rows("call operators fast", "torch._ops.OpOverload", "_op", of=specimens.overload),
+    *rows(
+        "call operators fast",
+        "torch._C",
+        "_VariableFunctions",
+        "_nn",
+        "_linalg",
+        "_fft",
+        "_special",
+        "TensorBase",
+    ),
     *rows(
         "trace as one what eager runs as one kernel",
         "torch._ops.OpOverload",

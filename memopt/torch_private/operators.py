@@ -31,6 +31,21 @@ def collectives() -> Any:
     return _checked(torch.ops._c10d_functional, COLLECTIVES)
 
 
+unwrapped = attribute("torch._ops.OpOverload._op")
+"""The function behind an operator's overload, without the overload's own call."""
+_BINDINGS = tuple(
+    private(f"torch._C.{home}")
+    for home in ("_VariableFunctions", "_nn", "_linalg", "_fft", "_special", "TensorBase")
+)
+
+
+def bindings_of(overload: Any) -> list[Any]:
+    """Return torch's functions and methods in C that have an operator's name."""
+    name = schema_of(overload).name.rpartition("::")[2]
+    found = (getattr(home, name, None) for home in _BINDINGS)
+    return [one for one in found if one is not None]
+
+
 def has_kernel(overload: Any, dispatch_key: str) -> bool:
     """Whether an operator overload has a kernel of its own on a kind of device, not one composed of
     other operators."""

@@ -25,6 +25,7 @@ TENSORS = (
         "_construct_storage_from_data_pointer",
     ),
     *rows("make views fast", "torch._C._dynamo.guards", "_reinterpret_tensor"),
+    *rows("compare tensors' layouts fast", "torch._C._dynamo.guards", "TensorGuards"),
     *rows("make tensors that are stored conjugated or negated", "torch", "_conj", "_neg_view"),
     *rows(
         "tell classes of tensors that take part in every operation",
@@ -196,6 +197,7 @@ MODES = (
         "_dispatch_tls_local_include_set",
         "_ForceDispatchKeyGuard",
     ),
+    *rows("run kernels without autograd's part", "torch._C", "_AutoDispatchBelowAutograd"),
     *rows("estimate autocast of a device that is not here", "torch.autocast", "__init__"),
     *rows(
         "estimate fused attention of a device that is not here",

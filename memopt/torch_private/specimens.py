@@ -11,7 +11,7 @@ def optimizer_after_a_step() -> Any:
     """Make an optimizer under a learning-rate scheduler that has made a step."""
     import torch
 
-    parameter = torch.nn.Parameter(torch.zeros(()))
+    parameter = torch.nn.Parameter(torch.zeros((), device="cpu"))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     optimizer.step()
@@ -43,7 +43,7 @@ def functions_node() -> Any:
             return value.clone()
 
     with torch.enable_grad():
-        made: Any = Itself.apply(torch.ones((), requires_grad=True))  # type: ignore[no-untyped-call]
+        made: Any = Itself.apply(torch.ones((), requires_grad=True, device="cpu"))  # type: ignore[no-untyped-call]
     return type(made.grad_fn)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +52,42 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
     return storage
 
 
+class TensorsKnown:
+    """Tells fast whether many tensors still have the shapes, strides, dtypes, devices and needs of
+    gradients with which they were learnt. If not, or under another autocast, they may be alike all
+    the same."""
+
+    def __init__(self) -> None:
+        self._learnt: tuple[Callable[..., bool], Callable[[Any], tuple[Any, ...]] | None] | None
+        self._learnt = None
+
+    def __call__(self, tensors: tuple[Any, ...]) -> bool:
+        """Return whether they certainly are."""
+        if self._learnt is None:
+            return False
+        check, chosen = self._learnt
+        return check(*(tensors if chosen is None else chosen(tensors)))
+
+    def learn(self, tensors: tuple[Any, ...]) -> None:
+        """Take the tensors as they are now. Those that come more than once are looked at once: that
+        they are the same has to be checked elsewhere."""
+        first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
+        chosen = None
+        if len(first) < len(tensors):
+            numbers = sorted(first.values())
+            chosen = operator.itemgetter(*numbers) if len(numbers) > 1 else _first
+        taken = tensors if chosen is None else chosen(tensors)
+        if all(type(one) in _ORDINARY and one.layout is torch.strided for one in taken):
+            made = _guards(*taken, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._learnt = made.check, chosen
+
+
+def _first(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tensors[:1]
+
+
+_guards: Any = private("torch._C._dynamo.guards.TensorGuards")
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _DTENSOR = "torch.distributed.tensor.DTensor"
 SHARD = "_local_tensor"
 """The attribute of a DTensor that is the present rank's shard."""

@@ -16,6 +16,21 @@ DYNAMO = (
     *rows("trace as running, not as exporting", _EXPORT, "_compiling_state_context"),
     *rows("trace as running, not as exporting", f"{_VARIABLES}.torch", "tracing_state_functions"),
     *rows("trace as running, not as exporting", "torch.compiler", "_is_exporting_flag"),
+    *rows(
+        "run a custom function's code as it is run, and not compiled",
+        "torch.compiler",
+        "_is_compiling_flag",
+    ),
+    *rows(
+        "take a custom function into the graph without tracing it",
+        "torch._dynamo.trace_rules",
+        "_allowed_callable_ids",
+    ),
+    *rows(
+        "find the custom function that cannot be traced",
+        f"{_VARIABLES}.misc.AutogradFunctionVariable",
+        "call_apply",
+    ),
     *rows("hear what a trace read", _EXPORT, "fullgraph_capture"),
     *rows(
         "leave out guards that nobody reads",

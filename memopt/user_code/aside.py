@@ -26,7 +26,8 @@ R = TypeVar("R")
 
 
 def aside(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run outside its caller's surroundings, and set no context variable there."""
+    """Make a function run without its caller's surroundings; context variables that it sets are not
+    set for the caller."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,7 +53,7 @@ def surroundings_off() -> Iterator[None]:
         functions = function_modes()
         if functions:
             # Function modes stay, since a forward may depend on them; their state is restored.
-            stack.callback(ReachedState(functions).put_back)
+            stack.callback(ReachedState(functions).restore)
         if parametrized_cached():
             # A cached value has a graph, which the first backward frees.
             stack.enter_context(parametrized_uncached())

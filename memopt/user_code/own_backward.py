@@ -34,12 +34,14 @@ def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class OwnBackward:
-    """Runs backwards that give the user's leaves their gradients and call none of their hooks.
+    """Runs backwards that give the user's leaves their gradients, and that call none of the leaves'
+    hooks.
 
-    A leaf's gradient accumulator may be held by something else (DistributedDataParallel, a hook on
-    that node, a graph whose backward is still to come), or the graph may continue into one that the
-    user has made. Then autograd computes gradients up to there, and this class accumulates them. A
-    reentrant checkpoint refuses that: in a model with one the node's own hooks run.
+    The node that accumulates a leaf's gradient may be the user's as well (DistributedDataParallel
+    holds it, or a hook on it, or a graph whose backward is still to come), or the graph may
+    continue into one of the user's. Then autograd computes the gradients up to there, and this
+    class accumulates them. A model with a reentrant checkpoint refuses that: there the hooks on
+    such nodes do run.
 
     Args:
         tensors: the user's tensors, before a forward runs.

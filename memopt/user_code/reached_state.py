@@ -79,13 +79,13 @@ class ReachedState:
         self._cells: list[tuple[types.CellType, Any]] = []
         self._variables: list[tuple[Any, Mapping[str, Any], set[str]]] = []
         self._named = {"forward", "__call__"}
-        self._held: dict[int, Any] = {}
+        self._kept_alive: dict[int, Any] = {}
         waiting = deque(roots)
         self._roots = set(map(id, waiting))
-        while waiting and len(self._held) < _MOST_OBJECTS:
+        while waiting and len(self._kept_alive) < _MOST_OBJECTS:
             one = waiting.popleft()
-            if id(one) not in self._held:
-                self._held[id(one)] = one
+            if id(one) not in self._kept_alive:
+                self._kept_alive[id(one)] = one
                 waiting.extend(self._look_at(one))
             if not waiting:
                 waiting.extend(self._newly_named())
@@ -144,8 +144,8 @@ class ReachedState:
             names = _names(one.__code__)
             self._named |= names
             found += [one.__dict__]
-            if id(one.__globals__) not in self._held:
-                self._held[id(one.__globals__)] = one.__globals__
+            if id(one.__globals__) not in self._kept_alive:
+                self._kept_alive[id(one.__globals__)] = one.__globals__
                 self._variables.append((one.__globals__, dict(one.__globals__), set()))
         elif one.__dict__:
             found.append(one.__dict__.get("__wrapped__"))
@@ -201,7 +201,7 @@ class ReachedState:
                 elif name in self._named:
                     yield value
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the objects that have changed."""
         for now, before in self._dicts:
             base = _base(now, _MAPPINGS)
@@ -219,13 +219,13 @@ class ReachedState:
             if _content(cell) is not content:
                 _set_content(cell, content)
         for owner, variables, _ in self._variables:
-            self._put_back_variables(owner, variables)
+            self._restore_variables(owner, variables)
         for array, values in self._arrays:
             array[...] = values
         for set_state, state in self._random:
             set_state(state)
 
-    def _put_back_variables(self, owner: Any, before: Mapping[str, Any]) -> None:
+    def _restore_variables(self, owner: Any, before: Mapping[str, Any]) -> None:
         """Restore an object's named attributes, or a module's named globals."""
         if isinstance(owner, dict):
             now: Mapping[str, Any] = dict(owner)

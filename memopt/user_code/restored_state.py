@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call
+from memopt.step.numerics import precisions, set_precision
 from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -71,7 +72,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._copies:
                 self._copies[key] = _copied(storage)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the sizes and the values of the copied storages."""
         for key, copy in self._copies.items():
             storage = self._storages[key]
@@ -114,7 +115,8 @@ def _storage(tensor: Any) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's values are; `resize_` changes all of it but the storage."""
+    """Return what says where a tensor's values lie: address, offset, sizes and strides. All four
+    may change in `resize_`."""
     return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -135,7 +137,7 @@ class _UserTensors:
         for tensor, *_ in self._flags:
             tensor.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the tensors, except for their values."""
         for tensor, data in self._places:
             if _place(tensor) != _place(data):
@@ -174,18 +176,18 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
             yield kept
     finally:
 
-        def put_back() -> None:
+        def restore_everything() -> None:
             settings()
             restore()
-            reached.put_back()
-            tensors.put_back()
-            kept.put_back()
+            reached.restore()
+            tensors.restore()
+            kept.restore()
 
         try:
-            put_back()
+            restore_everything()
         except BaseException:
             # Ctrl-C interrupted the restoring: restore everything again.
-            put_back()
+            restore_everything()
             raise
 
 
@@ -213,7 +215,7 @@ def _settings() -> Callable[[], None]:
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    precision, each = _matmul_precision(), precisions()
     attention = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION}
 
     def restore() -> None:
@@ -221,12 +223,23 @@ def _settings() -> Callable[[], None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if torch.get_float32_matmul_precision() != precision:
+        if precision is not None and _matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+        for name, value in precisions().items():
+            if value != each[name]:
+                set_precision(name, each[name])
         for name, enabled in attention.items():
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
     return restore
+
+
+def _matmul_precision() -> str | None:
+    """Return torch's one precision of float32 products; None if they are set one by one."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def _other_generators() -> Callable[[], None]:

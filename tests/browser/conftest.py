@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 1400, 1000
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs playwright: pip install memopt[browser]"
+        "playwright.sync_api", reason="needs playwright: pip install playwright"
     )
     try:
         path = chromium()

@@ -66,9 +66,9 @@ def runs(op: int, ran: int, past: bool, graph: Ints, rules: Ints) -> bool:
         return not (after_boundary and not past) and not (forward_again and op >= first)
     if op >= first and not past:
         return False
-    if draws >> op & 1 and (draws & ((np.int64(1) << op) - 1) & ~ran or (past and op < first)):
-        return False
     late = boundary and past and op < first
+    if draws >> op & 1 and (draws & ((np.int64(1) << op) - 1) & ~ran or late):
+        return False
     return late or not in_order or ran >> op == 0
 
 

@@ -66,6 +66,15 @@ def test_the_backward_comes_after_the_boundary() -> None:
     assert ProgramSearch(graph).smallest_peak() == 1 + 2 + 3 + 9
 
 
+def test_random_operators_run_where_there_is_no_backward() -> None:
+    tensors = [Tensor("x", 1, TensorKind.INPUT), Tensor("a", 4), Tensor("b", 4)]
+    operators = [
+        Operator("drop", (0,), (1,), 1.0, random=True),
+        Operator("b", (0,), (2,), 1.0),
+    ]
+    assert ProgramSearch(Graph(tensors, operators, outputs=(2,))).least_time(9) == 2.0
+
+
 def test_no_random_program_needs_less() -> None:
     for seed in range(60):
         rng = Random(seed)

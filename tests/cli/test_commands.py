@@ -211,7 +211,7 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     result = run("plan", "mymodels:make", "--plot", "p.png")
     assert result.exit_code == ExitCode.FAILED
-    assert "pip install memopt[plots]" in result.stderr
+    assert "pip install matplotlib" in result.stderr
 
 
 def test_hugging_face_config() -> None:

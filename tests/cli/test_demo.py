@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt import demo
+from memopt import demo, demo_models
 
 
 def _task() -> demo.DemoTask:
@@ -20,6 +22,23 @@ def _task() -> demo.DemoTask:
             yield torch.ones(64, 24), torch.zeros(64, dtype=torch.long)
 
     return demo.DemoTask("six layers", nn.Sequential(*layers), batches, functional.cross_entropy)
+
+
+def test_without_optional_packages_there_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each line about one that is left out says what installs it."""
+    for package in ("transformers", "torchvision", "sklearn"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (task,), missing = demo_models.tasks()
+    assert [line.rpartition("(")[2] for line in missing] == [
+        "pip install transformers)",
+        "pip install torchvision scikit-learn)",
+    ]
+    small = demo_models.decoder(batch=2, length=16, width=32, layers=2)
+    inputs, target = next(small.batches())
+    small.loss(small.model(inputs), target).backward()
+    assert all(parameter.grad is not None for parameter in small.model.parameters())
+    assert task.name.startswith("a decoder of 12 layers")
+    assert demo.first_plan(small).peak_bytes > 0
 
 
 def test_median_and_spread() -> None:

@@ -50,7 +50,9 @@ def test_has_the_figures_of_plan(chain: Chain, table: Comparison) -> None:
             assert caught.value.smallest_budget_bytes == cell.smallest_budget_bytes
             continue
         plan = memopt.plan(chain, budget=cell.budget_bytes, strategy=cell.strategy)
-        figures = (plan.peak_bytes, plan.step_time_s, plan.overhead, plan.lower_bound_s, plan.gap)
+        least_s = chain.compute_time_s
+        gap = (plan.step_time_s - least_s) / least_s
+        figures = (plan.peak_bytes, plan.step_time_s, plan.overhead, plan.lower_bound_s, gap)
         assert figures == (
             cell.peak_bytes,
             cell.step_time_s,
@@ -74,8 +76,11 @@ def test_default_budgets_run_from_the_floor_to_the_baseline(
 
 def test_default_strategies_follow_the_link(chain: Chain, table: Comparison) -> None:
     assert not {"greedy", "vdnn"} & set(table.strategies)
+    assert {"store-all", "rotor", "monet", "olla"} <= set(table.strategies)
+    assert "not compared: greedy, dynprog, offload-graph, vdnn, tflms: they move" in str(table)
     linked = memopt.compare(chain, budgets=[0.7], device=LINK, progress=False)
-    assert {"store-all", "rotor", "greedy", "vdnn"} <= set(linked.strategies)
+    assert {"store-all", "rotor", "greedy", "vdnn", "offload-graph"} <= set(linked.strategies)
+    assert not linked.left_out
 
 
 def test_budgets_as_people_write_them(chain: Chain) -> None:
@@ -93,10 +98,24 @@ def test_budgets_as_people_write_them(chain: Chain) -> None:
 
 
 def test_a_strategy_that_cannot_plan_it_says_so(chain: Chain) -> None:
-    made = memopt.compare(chain, budgets=[1.0], strategies=["olla", "rotor"])
+    made = memopt.compare(chain, budgets=[1.0], strategies=[Refusing(), "rotor"])
     assert made.cells[0].status is Status.UNKNOWN
-    assert "plans a graph" in made.cells[0].note
-    assert "plans a graph" in str(made)
+    assert made.cells[0].applies is False
+    assert made.cells[0].note == "refusing plans nothing"
+    assert "refusing  " in str(made)
+    assert " n/a " in str(made)
+    assert "refusing: refusing plans nothing" in str(made)
+
+
+def test_the_best_of_a_class_is_no_optimum(chain: Chain) -> None:
+    """sequential has one schedule: the gap is to what holds for every plan."""
+    made = memopt.compare(chain, budgets=["1GiB"], strategies=["sequential", "store-all"])
+    sequential, store_all = made.cells
+    assert sequential.status is Status.OPTIMAL
+    assert sequential.gap == pytest.approx(sequential.overhead)
+    assert (sequential.gap or 0) > 0
+    assert (sequential.verdict, store_all.verdict) == ("best of class", "optimal")
+    assert "best of class" in str(made)
 
 
 def test_best(table: Comparison) -> None:
@@ -123,6 +142,20 @@ def test_best_of_no_plans_says_what_would_do(chain: Chain) -> None:
         with pytest.raises(InfeasibleBudgetError, match="no strategy has a plan") as none:
             made.best(budget)
         assert none.value.smallest_budget_bytes == made.cells[0].smallest_budget_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusing(Strategy):
+    """Plans nothing, and says so."""
+
+    name: ClassVar[str] = "refusing"
+    needs: ClassVar[str] = "chain"
+
+    def why_not(self, cost_model: CostModel) -> str | None:
+        return "refusing plans nothing"
+
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
+        raise AssertionError("never asked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +281,32 @@ def test_damaged_cells_and_other_questions_are_planned_anew(
     assert [ask(), ask()] == [1, 0]
 
 
+def test_finished_cells_of_a_chains_operators_are_taken_up(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    solved = _solves(monkeypatch)
+    names = ["rotor", "offload-graph", "auto"]
+
+    def ask() -> Comparison:
+        return memopt.compare(chain, budgets=[0.95], strategies=names, device=LINK, progress=False)
+
+    first = ask()
+    begin = len(solved)
+    again = ask()
+    assert len(solved) == begin
+    assert again == first
+    for one, other in zip(first.cells, again.cells, strict=True):
+        assert one.plan is not None
+        assert other.plan is not None
+        assert (one.plan.program, one.plan.graph) == (other.plan.program, other.plan.graph)
+        assert (one.plan.chain, one.plan.is_of_chain) == (other.plan.chain, other.plan.is_of_chain)
+    assert [cell.plan is not None and cell.plan.is_of_chain for cell in first.cells][:2] == [
+        True,
+        False,
+    ]
+
+
 def test_strategies_of_users_run_side_by_side_and_are_not_kept(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +332,7 @@ def test_errors_of_a_strategy_are_raised(chain: Chain, monkeypatch: pytest.Monke
 
 def test_tables(table: Comparison) -> None:
     lines = str(table).splitlines()
-    assert len(lines) == 2 + len(table.cells)
+    assert len(lines) == 2 + len(table.cells) + len(table.left_out)
     assert "needs" in str(table)
     markdown = [line for line in table.to_markdown().splitlines() if line.startswith("|")]
     assert len(markdown) == 2 + len(table.cells)

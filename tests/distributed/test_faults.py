@@ -99,10 +99,10 @@ class Word:
 
     text: str | None = None
 
-    def tell(self, how: str) -> None:
-        self.text = f"rank 1 failed {how}"
+    def report_failure(self, doing: str) -> None:
+        self.text = f"rank 1 failed {doing}"
 
-    def told(self) -> str | None:
+    def reported_failure(self) -> str | None:
         return self.text
 
 

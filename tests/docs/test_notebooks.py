@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
-
-from tests.zoo import torchvision_shim
 
 NOTEBOOKS = Path(__file__).parent.parent.parent / "docs" / "notebooks"
 
@@ -20,9 +17,6 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(folder))
     # The kernel starts in the notebooks' folder; what is tested is this tree.
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent.parent))
-    # transformers imports torchvision where it is installed, which needs this beside a CPU torch.
-    assert torchvision_shim.__file__ is not None
-    monkeypatch.setenv("PYTHONSTARTUP", os.path.abspath(torchvision_shim.__file__))
     NotebookClient(
         notebook,
         timeout=600,
@@ -31,7 +25,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     ).execute()
 
 
-LONG = {"other-gpu", "offload-bandwidth", "olla-step", "three-models"}
+LONG = {"four-papers", "other-gpu", "offload-bandwidth", "olla-step", "three-models"}
 """Half a minute each on two cores; make test-all runs them."""
 ALL = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONG else name

@@ -3,6 +3,9 @@ device whose replay runs the captured function again; what is refused, in words.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import nn
 import memopt
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.apply import apply_plan
-from memopt.executor.cuda_graph import WARM_UP, static_bytes
+from memopt.executor.cuda_graph import WARM_UP, CudaGraphs, static_bytes, why_not
 from tests.executor.fake_graphs import FakeGraphs
 
 
@@ -131,17 +134,60 @@ def test_what_cannot_be_captured_is_refused() -> None:
     refused("need a CUDA device, and the model is on cpu", plan, cuda_graph=True)
     refused("no fixed addresses: plan with place=True", planned(model, place=False))
     random = Net(dropout=0.5)
-    refused("draws random numbers", planned(random), random)
+    apply_plan(planned(random), random, cuda_graph=FakeGraphs())  # each replay draws anew
     refused("interpreted", plan, interpreted=True)
     refused("checked", plan, checked=True)
     tight = planned(model, budget=plan.peak_bytes)
-    needed = static_bytes(plan.graph)
+    needed = static_bytes(plan.profiled.lowering)
     refused(f"raise it by {needed - (tight.budget - tight.peak_bytes)} bytes", tight)
-    moving = planned(
-        model, strategy="offload-graph", budget="min", device=memopt.Device(to_host_bytes_per_s=1e9)
-    )
-    if moving.program.has_transfers and moving.program.offsets:
-        refused("moves tensors to the host", moving)
+
+
+def test_a_capture_is_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it was on a stream of the device that was current when torch made its own
+    (`torch.cuda.graph.default_capture_stream`): on another one it held no kernel, and replays left
+    the results of the step that was captured."""
+    current, seen = [0], []
+
+    @contextmanager
+    def on(device: Any) -> Iterator[None]:
+        before, current[0] = current[0], torch.device(device).index
+        yield
+        current[0] = before
+
+    @contextmanager
+    def graph(made: Any, pool: Any, stream: Any) -> Iterator[None]:
+        seen.append((made, pool, stream, current[0]))
+        yield
+
+    for name, value in {
+        "device": on,
+        "Stream": lambda device: f"stream of {device}",
+        "graph_pool_handle": lambda: f"pool of {current[0]}",
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None, of=current[0]),
+        "graph": graph,
+        "synchronize": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs = CudaGraphs(torch.device("cuda:1"))
+    assert graphs.capture(lambda: ([current[0]], []))[0] == ([1], [])
+    ((made, pool, stream, device),) = seen
+    assert (made.of, pool, stream, device) == (1, "pool of 1", "stream of cuda:1", 1)
+    assert current == [0]
+
+
+def test_what_a_capture_holds_beyond_the_plan() -> None:
+    """The libraries' workspaces count: a capture's stream has its own."""
+    model = Net()
+    plan = planned(model)
+    lowering = plan.profiled.lowering
+    needed = static_bytes(lowering)
+    inputs = 8 * 12 * 4
+    assert needed > inputs
+    assert static_bytes(lowering, 1000) == needed + 1000
+    reason = why_not(lowering, plan.program, torch.device("cuda"), needed + 999, 1000)
+    assert reason is not None
+    assert "raise it by 1 bytes" in reason
+    assert why_not(lowering, plan.program, torch.device("cuda"), needed + 1000, 1000) is None
 
 
 @pytest.mark.gpu(twin="test_replayed_steps_are_eagers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 from memopt.executor.apply import runtime_of
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
-from memopt.executor.swap import ThreadSwap
+from memopt.executor.swap import HostAccount, ThreadSwap
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
@@ -172,3 +173,36 @@ def test_random_programs(random: bool) -> None:
         planned = prepared.planned(program, interpreted=bool(seed % 2))
         assert_same(run_steps(case, planned, prepared.model), expected, f"seed {seed}")
     assert prepared.waiting == 0
+
+
+def test_counting_copies_takes_no_longer_with_more_of_them() -> None:
+    """Before, each copy that was added summed up all that were alive. Counted in bytecode, not in
+    seconds; a copy that dies in any order leaves the sums exact."""
+
+    class Copy:
+        pass
+
+    def work(alive: int) -> int:
+        account, lines = HostAccount(), 0
+        copies = [Copy() for _ in range(alive)]
+        for copy in copies:
+            account.add(copy, 3)
+
+        def count(*_: object) -> object:
+            nonlocal lines
+            lines += 1
+            return count
+
+        sys.settrace(count)
+        try:
+            account.add(copies[0], 5)
+        finally:
+            sys.settrace(None)
+        assert (account.now_bytes, account.peak_bytes) == (3 * alive + 5,) * 2
+        del copies[1:], copy
+        another = Copy()
+        account.add(another, 1)
+        assert (account.now_bytes, account.peak_bytes) == (9, 3 * alive + 5)
+        return lines
+
+    assert work(2) == work(500)

@@ -1,11 +1,14 @@
 """Chains refuse what cannot be, and chain schedules replay by Table 1."""
 
 import math
+from random import Random
 
+import pandas
 import pytest
 
 from memopt.errors import InvalidProgramError
 from memopt.models.chain import Chain, Stage
+from memopt.models.generate import random_chain
 from memopt.models.instances import rotor_toy
 from memopt.models.steps import ChainStep, Move
 from memopt.reductions.chain_replay import ChainState, replay_chain
@@ -102,3 +105,79 @@ def test_notebooks_show_it_escaped_and_short() -> None:
     assert "10 more" in html
     assert "2.0 KiB" in html
     assert html.count("<table>") == html.count("</table>") == 2
+
+
+def test_a_stage_saves_its_output_unless_it_says_more():
+    stage = Stage(forward_time_s=1, backward_time_s=2, output_bytes=7)
+    assert (stage.saved_bytes, stage.gradient_bytes) == (7, 7)
+    assert stage == Stage(1, 2, 7, 7, 7)
+    assert Stage(1, 2, 7, gradient_bytes=0).gradient_bytes == 0
+
+
+def test_a_homogeneous_chain():
+    chain = Chain.homogeneous(4, output_bytes=10, saved_bytes=30, resident_bytes=5)
+    assert [stage.saved_bytes for stage in chain.stages] == [30, 30, 30, 0]
+    assert (len(chain), chain.input_bytes, chain.resident_bytes) == (4, 10, 5)
+    assert chain.compute_time_s == 9
+    with pytest.raises(ValueError, match="length must be at least 2, got 1"):
+        Chain.homogeneous(1)
+
+
+def test_a_random_chain_is_that_of_its_seed():
+    assert Chain.random(3) == Chain.random(3) == random_chain(Random(3), 10)
+    assert Chain.random(3) != Chain.random(4)
+    assert len(Chain.random(3, 5, shape="sparse")) == 5
+    with pytest.raises(ValueError, match="'wide' is not a valid Shape"):
+        Chain.random(3, shape="wide")
+    with pytest.raises(ValueError, match="at least one stage"):
+        Chain.random(3, 0)
+
+
+TABLE = """name, forward_time_s, backward_time_s, output_bytes, saved_bytes
+conv, 1e-3, 2e-3, 1e6, 3000000
+pool, 0.5, 0.5, 10,
+loss, 0, 0, 0, 0
+"""
+ROWS = Chain(
+    8,
+    [
+        Stage(1e-3, 2e-3, 10**6, 3 * 10**6, name="conv"),
+        Stage(0.5, 0.5, 10, name="pool"),
+        Stage(0, 0, 0, name="loss"),
+    ],
+)
+
+
+def test_a_chain_from_a_table(tmp_path):
+    path = tmp_path / "chain.csv"
+    path.write_text(TABLE)
+    assert Chain.from_table(path, input_bytes=8) == ROWS
+    frame = pandas.read_csv(path, skipinitialspace=True)
+    assert frame["saved_bytes"].dtype == float
+    assert Chain.from_table(frame, input_bytes=8) == ROWS
+    assert Chain.from_table(frame.astype({"saved_bytes": "Int64"}), input_bytes=8) == ROWS
+    assert Chain.from_table(frame.to_dict("records"), input_bytes=8) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("forward_time_s", "forward"), "row 1: there is no field 'forward'; the columns are for"),
+        (("0.5, 0.5", "0.5, "), "row 2: backward_time_s is missing"),
+        (("1e6", "much"), "row 1: output_bytes is no number: 'much'"),
+        (("1e6", "1.5"), "row 1: Stage 'conv': output_bytes must be a whole number"),
+        (("0.5, 0.5", "-1, 0.5"), "row 2: Stage 'pool': forward_time_s must be"),
+    ],
+)
+def test_a_wrong_table_is_refused_by_its_row(tmp_path, change, message):
+    path = tmp_path / "chain.csv"
+    path.write_text(TABLE.replace(*change))
+    with pytest.raises(ValueError, match=message):
+        Chain.from_table(path)
+
+
+def test_what_is_no_table_is_refused():
+    with pytest.raises(ValueError, match="a CSV file, a data frame or rows are needed: int"):
+        Chain.from_table(3)
+    with pytest.raises(ValueError, match="row 1: a mapping from columns to values is needed"):
+        Chain.from_table([1])

@@ -2,6 +2,7 @@
 
 import pytest
 
+import memopt
 from memopt.models.instances import (
     FIGURE_4_BUDGET_BYTES,
     MEGABYTE,
@@ -85,3 +86,33 @@ def test_instances_refuse_what_they_are_not_made_for():
         rotor_figure_4(2)
     with pytest.raises(ValueError, match="even sum"):
         rotor_partition((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "time_s"),
+    [
+        ("rotor-toy", "rotor-optimal", 47.42e-3),
+        ("rotor-figure-4", "rotor", 16.0),
+        ("rotor-figure-4", "rotor-optimal", 14.0),
+        ("rotor-partition", "rotor-free", 20.0),
+        ("offload-three-partition", "offload-exact", 4.0),
+        ("three-layers", "store-all", 11.0),
+    ],
+)
+def test_the_papers_instances_by_name(name, strategy, time_s):
+    one = memopt.instances()[name]
+    plan = memopt.plan(
+        one.model,
+        budget=one.budget_bytes,
+        strategy=strategy,
+        device=one.device,
+        progress=False,
+    )
+    assert plan.step_time_s == pytest.approx(time_s)
+
+
+def test_instances_say_where_they_are_from():
+    for name, one in memopt.instances().items():
+        assert one.name == name
+        assert one.source
+        assert one.known

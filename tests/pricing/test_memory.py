@@ -13,6 +13,7 @@ from memopt.pricing.measure import MeasureOptions
 from memopt.pricing.memory import library_bytes, metered, metered_sections
 from memopt.profiler.session import profile_model
 from memopt.profiler.step_session import profile_step
+from memopt.step.backend import backend_of
 from memopt.step.loss import Loss
 from memopt.step.profiled import ProfiledStep
 
@@ -76,8 +77,9 @@ def test_sections_are_apart() -> None:
 def test_what_libraries_keep_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the allocator counts before and after cuBLAS gives its workspaces back."""
     counted = [500]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: counted[0])
+    runtime = backend_of("cuda").runtime
+    monkeypatch.setattr(runtime, "synchronize", lambda _device: None)
+    monkeypatch.setattr(runtime, "memory_allocated", lambda _device: counted[0])
     monkeypatch.setattr(
         torch._C,
         "_cuda_clearCublasWorkspaces",

@@ -129,7 +129,7 @@ def test_kernels_leave_what_the_graph_says(name: str) -> None:
 def test_a_fake_kernel_that_describes_two_results_as_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fake_results, "_apart", lambda results: results)
+    monkeypatch.setattr(fake_results, "_in_own_storages", lambda results: results)
     with pytest.raises(memopt.CaptureError, match=r"mkldnn_rnn_layer_backward.*register_fake"):
         check(CASES["lstm"]())
 

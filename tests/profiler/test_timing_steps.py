@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.step import step_time
 
 
 def test_full_collections_come_back() -> None:
     before = gc.get_threshold()
-    with full_collections_put_off():
+    with full_collections_deferred():
         inside = gc.get_threshold()
-        with pytest.raises(KeyboardInterrupt), full_collections_put_off():
+        with pytest.raises(KeyboardInterrupt), full_collections_deferred():
             raise KeyboardInterrupt
         assert gc.get_threshold() == inside
     assert inside[:2] == before[:2]
@@ -30,11 +30,11 @@ def test_full_collections_come_back_after_the_last_of_several_threads() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with full_collections_put_off():
+        with full_collections_deferred():
             entered.set()
             leave.wait(60)
 
-    with full_collections_put_off():
+    with full_collections_deferred():
         thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(60)

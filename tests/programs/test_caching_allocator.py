@@ -261,9 +261,34 @@ def test_settings_are_read_as_pytorch_reads_them() -> None:
         max_split_bytes=128 * MIB, expandable_segments=True, garbage_collection_threshold=0.8
     )
     assert AllocatorSettings.parse("") == AllocatorSettings()
-    for wrong in ("max_split_size_mb", "roundup_power2_divisions:3", "max_split_size_mb:10"):
-        with pytest.raises(ValueError, match=r"got|above"):
+    assert AllocatorSettings.parse("max_split_size_mb:20").max_split_bytes == 20 * MIB
+    assert AllocatorSettings.parse("max_non_split_rounding_mb:64").rounding_limit_bytes == 64 * MIB
+    for wrong in (
+        "max_split_size_mb",
+        "roundup_power2_divisions:3",
+        "max_split_size_mb:10",
+        "expandable_segments:true",  # torch refuses it, too (ConfigTokenizer::toBool)
+        "roundup_power2_divisions:[3:1]",
+    ):
+        with pytest.raises(ValueError, match="got"):
             AllocatorSettings.parse(wrong)
+
+
+def test_size_classes_round_as_pytorch_rounds_them() -> None:
+    """As torch reads them (AllocatorConfig.cpp): the first number holds for smaller classes, too,
+    and classes between named ones are not rounded."""
+    option = "roundup_power2_divisions:[256:1,1024:4,>:8]"
+    settings = AllocatorSettings.parse(f"{option},expandable_segments:True")
+    assert settings.expandable_segments
+    by = (1,) * 9 + (0, 4) + (8,) * 5
+    assert settings.roundup_power2_divisions == by
+    snapshot = {"roundup_power2_divisions": {str(2**i): n for i, n in enumerate(by)}}
+    assert AllocatorSettings.of_snapshot(snapshot).roundup_power2_divisions == by
+    # 1.0 MiB + 1: one division is none; 1.1 GiB: steps of 256 MiB; 3 GiB: steps of 256 MiB.
+    assert settings.request_bytes(MIB + 1) == MIB + 512
+    assert settings.request_bytes(1100 * MIB) == 1280 * MIB
+    assert settings.request_bytes(2100 * MIB) == 2304 * MIB
+    assert settings.request_bytes(600 * MIB + 1) == 600 * MIB + 512
 
 
 def test_a_second_step_finds_the_first_ones_cache() -> None:

@@ -303,7 +303,7 @@ def test_without_bokeh_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         if name.partition(".")[0] == "bokeh":
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    with pytest.raises(ImportError, match=r"pip install memopt\[report\]"):
+    with pytest.raises(ImportError, match=r"pip install bokeh"):
         _ = random_plan(0).report(points=0).html
 
 

@@ -194,7 +194,7 @@ def test_an_interruption_while_values_are_put_back_leaves_none_out() -> None:
                 kept.keep(tensor)
                 tensor.detach().zero_()
             torch.rand(3)
-            real, calls = kept.put_back, []
+            real, calls = kept.restore, []
 
             def interrupted() -> None:
                 calls.append(1)
@@ -202,7 +202,7 @@ def test_an_interruption_while_values_are_put_back_leaves_none_out() -> None:
                     raise KeyboardInterrupt
                 real()
 
-            kept.put_back = interrupted  # type: ignore[method-assign]
+            kept.restore = interrupted  # type: ignore[method-assign]
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()

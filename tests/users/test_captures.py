@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     monkeypatch.setattr(capturing, "capture", counted)
     # The default argument of the one that profiling calls.
-    inner: Any = captures.captured_again.__wrapped__  # type: ignore[attr-defined]
+    inner: Any = captures.reused_capture.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(inner, "__defaults__", (counted,))
     return calls
 

@@ -221,7 +221,7 @@ def test_a_shape_beyond_the_budget_says_what_to_raise(solved: list[Any]) -> None
     with pytest.raises(InfeasibleBudgetError, match=r"float32\[512, 48\]") as beyond:
         model(torch.randn(512, WIDTH))
     least = beyond.value.smallest_budget_bytes
-    assert f"give memopt.wrap at least budget={least}" in str(beyond.value)
+    assert f"give at least budget={least}" in str(beyond.value)
     memopt.unwrap(model)
     memopt.wrap(model, least, loss_fn=square, on_mismatch="error", progress=False)
     square(model(torch.randn(512, WIDTH))).backward()

@@ -78,8 +78,8 @@ class _Answers:
     @property
     def last_as_eager(self) -> Place | None:
         """Return the last place that was told that it is not compiled."""
-        told = self.compiled
-        return next((p for p in reversed(self.asked) if told is not None and p not in told), None)
+        yes = self.compiled
+        return next((p for p in reversed(self.asked) if yes is not None and p not in yes), None)
 
 
 def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
@@ -122,9 +122,9 @@ def _digest(model: nn.Module, trace: Trace) -> str:
 
 def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
     """Trace a model that is told that it is not compiled; None if it cannot be traced so."""
-    told: set[Place] = set()
-    while len(told) <= _MOST_PLACES:
-        answers = _Answers(told)
+    compiled: set[Place] = set()
+    while len(compiled) <= _MOST_PLACES:
+        answers = _Answers(compiled)
         try:
             with _answering(answers):
                 return trace()
@@ -133,7 +133,7 @@ def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
             if place is None:
                 return None
             _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1][:2], error)
-            told.add(place)
+            compiled.add(place)
     return None
 
 

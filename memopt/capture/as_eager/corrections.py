@@ -39,9 +39,10 @@ def tracing_as_eager(device: torch.device | None) -> Iterator[None]:
 
 @contextmanager
 def deriving_as_eager(traced: GraphModule) -> Iterator[None]:
-    """Derive the joint graph of dynamo's graph inside, with eager's bits. Changes dynamo's graph.
+    """Return a context in which AOTAutograd derives, from dynamo's graph, a joint graph with
+    eager's bits. Dynamo's graph is changed.
 
-    Goes inside `tracing_as_eager`; `corrected` corrects the resulting joint graph.
+    Enter it inside `tracing_as_eager`, and pass the resulting joint graph to `corrected`.
     """
     functions_as_eager(traced)
     with casts_as_eager(), InPlaceAsEager():

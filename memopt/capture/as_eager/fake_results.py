@@ -5,6 +5,8 @@ Operators that return a changed copy of a view copy the whole storage behind the
 remembers strides alone: when the same call is repeated, the storage is only as large as the view.
 So the order of a trace's calls decided the sizes of a step's tensors, and whether a plan seemed to
 be for another model.
+
+Some results are on the host, where fake kernels say: on the device (`HOST_RESULTS`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from memopt.step.memory_layout import storage_of
+from memopt.step.nodes import HOST_RESULTS
 from memopt.step.signature import output_mask
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.operators import OpOverload, schema_of
@@ -63,7 +66,8 @@ def fake_results_through(
                     return _in_whole_storage(result, args[0])
             if type(result) is tuple and returns_new_tensors(func):
                 with self:
-                    result = _apart(_asked(func, args, kwargs or {}, result))
+                    whole = _asked_for(func, args, kwargs or {}, _placed(func, result))
+                    result = _in_own_storages(whole)
             if not wanted(func, result):
                 return result
             with self:
@@ -87,7 +91,7 @@ def returns_new_tensors(overload: Any) -> bool:
     return all(one.alias_info is None for one in schema_of(overload).returns)
 
 
-def _asked(
+def _asked_for(
     func: Any, args: Any, kwargs: Mapping[str, Any], results: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Return the fake results that a call asks for: some fake kernels (`grid_sample`'s backward)
@@ -98,7 +102,18 @@ def _asked(
     return tuple(one if asked else None for one, asked in zip(results, mask, strict=True))
 
 
-def _apart(results: tuple[Any, ...]) -> tuple[Any, ...]:
+def _placed(func: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an operator's fake results, with those on the host that its kernel leaves there."""
+    hosted = HOST_RESULTS.get(func, ())
+    return tuple(
+        torch.empty_like(one, device="cpu")
+        if i in hosted and isinstance(one, Tensor) and one.device.type != "meta"
+        else one
+        for i, one in enumerate(results)
+    )
+
+
+def _in_own_storages(results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a kernel's fake results in a storage each: the fake kernel of LSTM's backward on the
     CPU returns one tensor as the gradients of both biases, where the kernel returns two."""
     seen: set[int] = set()

@@ -25,6 +25,7 @@ from memopt.capture.as_eager.fake_results import fake_results_through, returns_n
 from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call, device_of
 from memopt.step.memory_layout import same_strides
+from memopt.step.numerics import numeric_settings
 from memopt.step.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -72,7 +73,7 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         if not all(map(_static, everything)) or all(map(_row_major, everything)):
             return result
         call = call_signature(overload, args, kwargs)
-        place = f"{device}|{torch.get_num_threads()}|{call.text}"
+        place = f"{device}|{torch.get_num_threads()}|{numeric_settings()}|{call.text}"
         return _restrided(result, _known.find(place, lambda: _measured(call, results, device)))
 
     with fake_results_through(wanted, corrected):

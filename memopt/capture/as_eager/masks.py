@@ -1,11 +1,13 @@
 """Traces attention masks that mask nothing as eager treats them.
 
 Hugging Face's models check whether an attention mask masks anything and, if not, drop it; a trace
-cannot check and keeps it. Most models compute the same numbers either way. Models that add a
-learned position bias to the scores (T5 and its kin) do not, in low precision: with a mask each
-sequence has its own bias, whose gradients are rounded before they are summed over the batch;
-without one, all share one bias, summed first. So such calls are captured without the mask, and a
-model that plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
+cannot check and keeps it. Most models compute the same numbers either way. Two kinds do not, in low
+precision. Of models that add a learned position bias to the scores (T5 and its kin), with a mask
+each sequence has its own bias, whose gradients are rounded before they are summed over the batch;
+without one, all share one bias, summed first. Models whose queries share keys and values (Llama and
+its kin) repeat these for every query under a mask, and round each gradient before they are summed;
+without one, the kernel sums them. So such calls are captured without the mask, and a model that
+plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from memopt.torch_private.dynamo import comptime
 T = TypeVar("T")
 
 
-def adds_learned_biases(model: nn.Module) -> bool:
-    """Return whether some Hugging Face attention in a model adds a learned position bias."""
+def rounds_by_mask(model: nn.Module) -> bool:
+    """Return whether some Hugging Face attention in a model computes other bits with a mask that
+    masks nothing: it adds a learned position bias, or its queries share keys and values."""
     return "transformers.masking_utils" in sys.modules and any(
-        name.endswith("relative_attention_bias") for name, _ in model.named_modules()
+        name.endswith("relative_attention_bias") or getattr(module, "num_key_value_groups", 1) != 1
+        for name, module in model.named_modules()
     )
 
 

@@ -23,7 +23,7 @@ from memopt.kernels.compiled.region_work import region_work
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.kernels.compiled.subgraph import subgraphs
-from memopt.models.garbage import full_collections_put_off
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.progress import Progress
 from memopt.pricing.flops import Work
 from memopt.pricing.measure import silent
@@ -41,7 +41,7 @@ _RUNS: dict[str, Run | str] = {}
 """Compiled function of each region of this process, or why it cannot be compiled."""
 
 
-@full_collections_put_off()
+@full_collections_deferred()
 def fused(
     model: nn.Module,
     captured: Captured,
@@ -143,7 +143,8 @@ def kernel_of(one: Subgraph, device: torch.device) -> FusedKernel:
 
 
 def _place(one: Subgraph, device: torch.device) -> str:
-    return f"{device.type}|{one.key}"
+    # The device's number is in the compiled code, which launches on its streams.
+    return f"{device}|{one.key}"
 
 
 def _divided(lowering: Lowering, anchors: set[Node]) -> Found:

@@ -66,7 +66,8 @@ def is_fusible(node: Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or is_random(node):
         return False
-    if any(not _plain(value) for value in tensors_of(node, *node.all_input_nodes)):
+    values = tensors_of(node, *node.all_input_nodes)
+    if not all(map(_plain, values)) or len({value.device.type for value in values}) > 1:
         return False
     # Results of copies into views (`aten.copy`, `slice_scatter`...) can lie in a larger storage, of
     # which `as_strided` may read more; compiled kernels write the results alone.

@@ -52,12 +52,14 @@ def cross_entropy_backward(
     output: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `aten._log_softmax_backward_data` over the classes, of `aten.nll_loss_backward`.
+    """Compute the gradient of the logits of a cross-entropy over classes: `aten.nll_loss_backward`
+    followed by `aten._log_softmax_backward_data`.
 
     Args:
-        grad_output, self, target, weight, reduction, ignore_index, total_weight: of the latter.
-        output: of the softmax's logarithm.
-        dtype: of the logits.
+        grad_output, self, target, weight, reduction, ignore_index, total_weight: the arguments of
+            `aten.nll_loss_backward`.
+        output: the logarithm of the softmax.
+        dtype: that of the logits.
     """
     here, value = _parts(grad_output, self, target, reduction, ignore_index, total_weight)
     counted = (target != ignore_index).unsqueeze(-1)

@@ -76,7 +76,7 @@ def output_of(graph: FxGraph, call: Node, copy: Callable[[Node], Node]) -> Node:
     form = _NORMS[call.target]
 
     def wide(node: Node) -> Node:
-        """Lay a part along the input."""
+        """Add the copy of an operand, shaped to broadcast with the norm's input."""
         one = copy(node)
         if form.by_channel and value.dim() > 2:
             shape = [1, -1, *[1] * (value.dim() - 2)]

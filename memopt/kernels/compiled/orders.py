@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.step.backend import autocast_off
+from memopt.step.numerics import numeric_settings
 from memopt.step.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -38,7 +39,7 @@ def computes_alike(before: Signature, after: Signature, device: torch.device) ->
         before, after: the call, with both layouts.
         device: where it runs.
     """
-    key = before.text, after.text, device
+    key = before.text, after.text, device, numeric_settings()
     return bool(_known.find(key, lambda: _tried(before, after, device)))
 
 

@@ -80,7 +80,7 @@ def read_by(call: Node) -> list[Node]:
 
 
 def names_maxima(node: Node) -> Node | None:
-    """Return the pooling whose indices a node is; None: it is none of a pooling."""
+    """Return the pooling that this node is the index tensor of; None if it is none's."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return None
     call = node.args[0]

@@ -64,8 +64,8 @@ def rematerialised(
 
     Args:
         lowering: of the captured step, its graph in the framework's order.
-        regions: of both halves of the step.
-        again: operators that may be part of a region.
+        regions: those of forward and backward.
+        again: operators that a region of the backward may run again.
     """
     step = _DividedStep.of(lowering, regions, again)
     for_products = step.read_by_products()
@@ -144,7 +144,8 @@ class _DividedStep:
         return {t for t in set(self.made_of) - set(self.graph.outputs) if self._outside(t)}
 
     def with_operands(self, tensors: set[int], ways: Mapping[int, tuple[int, ...]]) -> set[int]:
-        """Return tensors and, by `ways`, all their operands."""
+        """Return the tensors, with all tensors from which `ways` (tensor → operands) recompute
+        them."""
         found, stack = set(tensors), list(tensors)
         while stack:
             new = set(ways.get(stack.pop(), ())) - found
@@ -167,8 +168,9 @@ class _DividedStep:
     def writers(
         self, tensors: Iterable[int], ways: Mapping[int, tuple[int, ...]]
     ) -> dict[int, Region]:
-        """Map each tensor that can have one to the first backward region that reads all its
-        operands and that depends on no reader of the tensor."""
+        """Map tensors to the backward region that can write them for readers outside of regions:
+        the first that reads all operands of the tensor and depends on no such reader. Tensors
+        without one are missing."""
         order = _Order(self.graph, self.inside)
         read = [
             self._leaves({t for op in r.operators for t in self.reads[op]}, ways)

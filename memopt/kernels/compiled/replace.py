@@ -67,7 +67,7 @@ def with_kernels(captured: Captured, lowering: Lowering, fused: Sequence[Compile
 
 
 def with_renamed(captured: Captured, renamed: Mapping[Node, Node]) -> Captured:
-    """Return a step some of whose results are other nodes."""
+    """Return a step in which other nodes take the place of some results."""
 
     def new(one: Any) -> Any:
         return renamed.get(one, one) if isinstance(one, Node) else one
@@ -216,7 +216,8 @@ def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> N
 def _join_views(
     calls: Sequence[Node], lowering: Lowering, region: Region, unit: dict[Node, int], last: int
 ) -> None:
-    """Count views between two calls of a region as part of it."""
+    """Add the views that lie between calls of a region to the region, in `unit`: they move with
+    it."""
     written = {t for op in region.operators for t in lowering.graph.operators[op].writes}
     stack = [source for call in calls for source in call.all_input_nodes]
     while stack:

@@ -133,12 +133,13 @@ class _Taken:
         return tuple(
             bases[tensor]
             for tensor in sorted(self.written & bases.keys())
-            if tensor in together.again.kept or any(map(self._leaves, together.holders[tensor]))
+            if tensor in together.again.kept
+            or any(map(self._is_read_outside, together.holders[tensor]))
         )
 
-    def _leaves(self, node: Node) -> bool:
-        """Return whether a kernel outside the region, or the step's result, reads a node. Readers
-        that make it themselves do not count: as a dropout's mask, or rematerialised."""
+    def _is_read_outside(self, node: Node) -> bool:
+        """Return whether a node's value leaves the region: a kernel outside of it reads the value,
+        or the step returns it. Readers that recompute it themselves do not count."""
         together = self.together
         inside = together.calls if self._masking(node) is not None else self.inside
         making = together.backward if self._is_made_again(node) else frozenset()
@@ -156,7 +157,8 @@ class _Taken:
         return self.lowering.storages.get(node, (None,))[0] in self.together.again.tensors
 
     def _masking(self, node: Node) -> Node | None:
-        """Return the dropout in a region whose mask, or a view of it, a node is."""
+        """Return the dropout, inside a region, whose mask this node is or views; None if there is
+        none."""
         held = self.lowering.storages.get(node, (None,))
         if len(held) != 1 or held[0] is None:
             return None
@@ -204,7 +206,8 @@ class _Taken:
         return [one for one in parts_of(call) or () if one is not None]
 
     def _norm(self, node: Node) -> Node | None:
-        """Return the norm whose output a node is, if the region recomputes that."""
+        """Return the norm that this node is the output of, if the region recomputes the node; else
+        None."""
         if node.target is not operator.getitem or node.args[1] != 0 or not self._makes_again(node):
             return None
         call = node.args[0]
@@ -224,7 +227,7 @@ class _Taken:
         return node in self.lowering.storages and is_constant(node) and from_nothing
 
     def copy(self, node: Node) -> Node:
-        """Return the node of the region's own graph."""
+        """Return the node of the region's graph that stands for a node of the step."""
         if node in self.inputs:
             return self.inputs[node]
         if node not in self.copies:
@@ -275,6 +278,10 @@ def _like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
+def _shown(value: Any) -> str:
+    return value.type if isinstance(value, torch.device) else str(value)
+
+
 def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[TensorLayout]) -> str:
     numbers = {node: position for position, node in enumerate(graph.nodes)}
 
@@ -284,6 +291,6 @@ def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[Tens
     lines = [_FORM, *map(str, layouts), "->", *map(str, results)]
     for node in graph.nodes:
         if node.op != "placeholder":
-            shown = each(str, named(node.args)), each(str, named(node.kwargs))
+            shown = each(_shown, named(node.args)), each(_shown, named(node.kwargs))
             lines.append(f"{node.target}{shown}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]

@@ -64,9 +64,9 @@ def tasks_of(graph: Graph, program: Program) -> ProgramTasks:
 
 
 def in_any_place(problem: ProgramTasks) -> ProgramTasks:
-    """Return the problem of a program without in-place outputs, as if every operator took over the
-    storage of a tensor that it may overwrite wherever some order lets it. Its optimum is a bound
-    for every order and every choice of in-place outputs."""
+    """Return the ordering problem of a program without in-place outputs in which every operator
+    takes over the storage of a tensor that it may overwrite, if some order lets it. Its optimum is
+    a bound for every order and every choice of in-place outputs."""
     graph, tasks = problem.graph, problem.tasks
     transient = list(tasks.transient)
     for task, instruction in enumerate(problem.instructions):
@@ -151,8 +151,9 @@ class _Reader:
         return sorted(found, key=lambda entry: entry[:2])
 
     def _lifetime_order(self) -> None:
-        """Order a tensor's next lifetime after the last reader of the one before, and both waiting
-        Frees and operators that overwrite a storage after that storage's readers."""
+        """Order tasks by lifetimes: a tensor's next lifetime begins after the last reader of the
+        one before; a Free that waits for a copy, and an operator that takes over a storage, follow
+        the readers of what they end."""
         last: dict[int, Lifetime] = {}
         for lifetime in self.lifetimes:
             if lifetime.transient:

@@ -32,7 +32,8 @@ STEPS = 24
 def select_buffers(
     graph: Graph, program: Program, buffers: Sequence[Buffer], limit_bytes: int
 ) -> tuple[Buffer, ...] | None:
-    """Select the buffers to place, as many bytes as found; None: the limit is below the rest.
+    """Select the buffers to place: as many bytes as the search finds. None: the program exceeds the
+    limit whatever is placed.
 
     Args:
         graph: the cost model of the program.

@@ -33,9 +33,10 @@ def leave_out(
 ) -> tuple[Flags, bool]:
     """Choose the buffers of the arena; return (which stay, whether that keeps both limits).
 
-    Where the arena is fullest, leave out a buffer that fits outside for all its life: the one that
-    relieves the most overfull points per byte; or, of those large enough (else of all), the one
-    with the shortest life. Then bring back buffers that fit again, largest first.
+    While the arena is too full, leave out a buffer of its fullest point that fits outside for all
+    its life: the one that relieves the most overfull points per byte; with `shortest`, the one with
+    the shortest life of those that are large enough (of all, if none is). Then bring back buffers
+    that fit again, largest first.
 
     Args:
         lower, upper: lifetimes, as time points.

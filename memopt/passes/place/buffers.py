@@ -102,7 +102,8 @@ class Layout:
         self.first, self.last, self.times = self._sections()
 
     def _sections(self) -> tuple[Ints, Ints, Ints]:
-        """Find the sections: at starts directly followed by an end."""
+        """Find the sections, which begin at the last begin of a buffer before each end. Return each
+        buffer's first section and the end of its sections, and the sections' times."""
         lowers, uppers = np.unique(self.lower), np.unique(self.upper)
         # The last start before each end is where the live set is maximal.
         position = np.searchsorted(lowers, uppers, side="left") - 1

@@ -322,7 +322,7 @@ def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: fl
 
 @njit(cache=True)
 def _is_first(forest: Forest, side: int, piece: int) -> bool:
-    """Tell whether no piece before it in its list has the same other end."""
+    """Tell whether a piece is the first of its list with its other end."""
     earlier = forest.piece[BEFORE + side, piece]
     while earlier >= 0:
         if forest.piece[1 - side, earlier] == forest.piece[1 - side, piece]:

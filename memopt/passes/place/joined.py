@@ -84,21 +84,24 @@ def find_joined(
             for k, column in enumerate((layout.first, layout.last, layout.size))
         )
         limit = min(left, ROUND_WORK * luby(attempt))
-        outcome = _round(layout, capacity, JoinedBuffers(first, last, size, rng), limit, stop)
+        outcome = _search_and_improve(
+            layout, capacity, JoinedBuffers(first, last, size, rng), limit, stop
+        )
         nodes, work = nodes + outcome.nodes, work + max(outcome.work, 1)
         if outcome.offsets is not None:
             return Outcome(outcome.offsets, False, nodes, work)
     return Outcome(None, False, nodes, work)
 
 
-def _round(
+def _search_and_improve(
     layout: Layout,
     capacity: int,
     joined: JoinedBuffers,
     work_limit: int,
     stop: Callable[[], bool],
 ) -> Outcome:
-    """Join buffers, better and better, and search for placements of the pieces."""
+    """Search for a placement of the joined pieces, then look for better joins, in turn, until a
+    placement is found or the work is spent."""
     nodes, searched, tried = 0, 0, None
     while True:
         pieces = [piece for piece in joined.pieces() if piece.parts[0][0] < len(layout)]

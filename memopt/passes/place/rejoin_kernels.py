@@ -31,7 +31,8 @@ across the boundary is among them."""
 
 @njit(cache=True)
 def rejoin(forest: Forest, scratch: Scratch) -> None:
-    """Make the join with the least key, any of equal ones, until none is left."""
+    """Join pieces until no join is left: each time by a join with the least key, drawn among equal
+    ones."""
     while True:
         boundary, least, equal = -1, NEVER, 0
         for k in range(1, len(forest.due) - 1):

@@ -90,7 +90,8 @@ def repaired_placement(
 
 
 class _Problem:
-    """The buffers that attempts place: those of a layout above the stacked ones (-1: others)."""
+    """The buffers that attempts place: those that are not in the stack, above it. `stacked` has the
+    offsets of the stacked ones and -1 for the others."""
 
     def __init__(self, layout: Layout, capacity: int, stacked: Ints) -> None:
         self.layout = layout
@@ -138,8 +139,9 @@ class _Problem:
 
 @dataclass
 class _Setting:
-    """The settings of an attempt: exponents of bytes and of sections in the first weights, moves
-    for which a buffer is expensive to eject, part of the bound."""
+    """The settings of an attempt: first weights are products of powers of a buffer's bytes and its
+    number of sections (`exponents`); a placed buffer is expensive to eject for `tenure` moves;
+    `grid` is the part of the bound of which offsets are multiples, see `GRIDS`."""
 
     problem: _Problem
     exponents: tuple[float, float]
@@ -170,11 +172,11 @@ def _settings(problems: list[_Problem]) -> list[_Setting]:
 
 
 def stacked_results(layout: Layout) -> Ints | None:
-    """Stack the results, which live to the end, in the order of their births, so that free memory
-    is one piece; return their offsets, -1 for the rest. None if results are few.
+    """Stack the results, which live to the end, in the order of their births; return their offsets,
+    and -1 for all other buffers. None if there are few results.
 
-    Results of a step (mostly gradients) are never freed: one placed in the middle divides the
-    memory for good.
+    Results of a step (mostly gradients) are never freed: one in the middle of the arena divides the
+    free memory for good, a stack leaves it in one piece.
     """
     size = layout.size
     results = (layout.last == layout.sections) & (layout.first < layout.sections - 1)

@@ -62,7 +62,7 @@ class Instance(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a search; see `_fresh` in the search module."""
+    """The state of a search as arrays, which `_fresh` in `memopt.passes.place.search` makes."""
 
     counters: Ints
     frames: Ints

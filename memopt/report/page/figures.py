@@ -16,7 +16,7 @@ from memopt.report.schedule_plot import AGAIN
 from memopt.report.style import GREY, VERMILION
 from memopt.report.timeline_plot import COLORS as SPAN_COLORS
 
-MISSING = "a report needs bokeh, which is not installed: pip install memopt[report]"
+MISSING = "a report needs bokeh, which is not installed: pip install bokeh"
 MOST_LAYERS = 10
 """How many layers the memory stack has at most: kinds of tensors, or modules and a rest."""
 MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star", "x")

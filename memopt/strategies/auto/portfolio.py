@@ -18,7 +18,7 @@ STEPS = 500
 LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
 """Seconds: a search that may take less is not begun; one without a plan may take at least so many;
 the most for all members together."""
-NOTHING_FASTER = 1e-9
+NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
 
 

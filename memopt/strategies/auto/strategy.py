@@ -126,8 +126,8 @@ class Auto(Strategy):
         known = {one.name: one for one in SINGLE_STRATEGIES if one.name not in LEFT_OUT}
         step = isinstance(cost_model, Graph) and not cost_model.is_forward
         if not step:
-            # Joint takes no chain, and no graph without a backward.
-            own = [one for one in known.values() if one.name != "joint"]
+            forward = isinstance(cost_model, Graph)
+            own = [one for one in known.values() if one.name != "joint" or not forward]
             return tuple(one for one in own if linked or not one.features.offload)
         names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
         return *(known[name] for name in names), ORDER

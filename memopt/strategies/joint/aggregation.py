@@ -1,18 +1,19 @@
 """The relaxation of a step of equal layers: variables for groups of them.
 
-`LinkedModel` of the step with one layer of each group (`Folding`) and the loss boundary as its only
-time point; a variable of a group of n layers is the sum of the n layers' variables, between 0 and
-n. Each row is a sum of the layers' rows:
+It is the `LinkedModel` of a smaller step: one layer of each group (`Folding`), with the loss
+boundary as its only time point. A variable X of a group of n layers is the sum of the layers'
+variables x[l], between 0 and n. Each row is a sum of the layers' rows:
 
     x[l] ≤ Σ y[l]      of a layer's own tensors     X ≤ Σ Y
     x[l] ≤ Σ z         of tensors from outside      X ≤ n Σ z
     x[l] ≤ Σ y[l-1]    of the layer before          X ≤ Σ (Y - last(Y)) + last(Y')
 
-where Y' is of the group before, and last(Y), between 0 and 1, at most Y and at least Y - (n - 1),
-is what Y has of the group's last layer; with the layer after it is the first. For an operator with
-several implementations there is U ≤ Σ X over them, X ≤ U for each: how many layers run it at all. U
-needs what all of them read, and gives what all of them write. Every point of the step's relaxation
-gives one here, so the optimum is a bound.
+Y' belongs to the group before. last(Y) is the share of Y in its group's last layer: between 0 and
+1, at most Y and at least Y - (n - 1). Where a layer reads the layer after it, the group's
+first layer takes the place of the last. For an operator with several implementations, X for each,
+there is U: how many layers run it at all (U ≤ Σ X; X ≤ U for each). U needs the tensors that all of
+them read, and provides those that all of them write. Every point of the step's relaxation gives one
+of this program, so that its optimum is a bound.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class GroupProgram(BinaryProgram):
     Attributes:
         groups: how many layers each group has.
         group: variable → its group; variables outside of groups are missing.
-        twins: (what a variable is of each layer, group) → variable.
-        name: variable → what it is of each layer.
+        name: variable → what it stands for in each layer ("s" of a certain tensor, say).
+        twins: (such a name, group) → variable: the same thing in another group.
     """
 
     groups: Sequence[int] = ()
@@ -65,7 +66,8 @@ class GroupProgram(BinaryProgram):
     _ends: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def together(self, variables: Sequence[int], name: object, group: int | None) -> None:
-        """Say that variables are the runs of one operator by each implementation."""
+        """Declare that these variables are the runs of one operator, one variable for each
+        implementation."""
         runs = self.belongs(self.variable(), name, group)
         self.any_of[tuple(variables)] = runs
         self._all_of |= dict.fromkeys(variables, tuple(variables))
@@ -74,7 +76,8 @@ class GroupProgram(BinaryProgram):
             self.add([(1, v), (-1, runs)], 0)
 
     def _joined(self, variables: Iterable[int]) -> list[int]:
-        """Return variables, an operator's choices of implementation replaced by its runs."""
+        """Return variables in which the runs of an operator by any implementation replace its runs
+        by each."""
         found = list(dict.fromkeys(variables))
         for v in tuple(found):
             together = self._all_of.get(v, ())
@@ -179,7 +182,8 @@ class AggregatedModel(LinkedModel):
         return GroupProgram(groups=self.groups)
 
     def _place(self, i: int) -> int:
-        """Return the operator of the first group at the place of an operator of the step."""
+        """Return the operator of the first group's layer that has the same place in its layer as an
+        operator of the step."""
         folding = self.folding
         return i if folding.group[i] is None else folding.layers.at(i, folding.first[0])
 

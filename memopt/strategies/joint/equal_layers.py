@@ -63,7 +63,8 @@ class EqualLayers:
 
     @cached_property
     def backward_stretches(self) -> tuple[Stretch, ...]:
-        """Return such stretches of the operators after the forward."""
+        """Return the stretches that repeat among the operators after the forward, as `stretches`
+        does for the forward."""
         return self._found(range(self.graph.first_backward, len(self.graph.operators)))
 
     def _found(self, operators: range) -> tuple[Stretch, ...]:
@@ -240,10 +241,10 @@ class RepeatedLayers:
         found: list[object] = []
         for i in self.operators_of(layer):
             operator = graph.operators[i]
-            seen = [[self._seen(layer, t) for t in _tensors(one)] for one in ways(operator)]
+            seen = [[self._relative(layer, t) for t in _tensors(one)] for one in ways(operator)]
             if any(isinstance(x[0], int) and abs(x[0]) > 1 for one in seen for x in one):
                 return ()
-            if any(self._seen(layer, t)[0] != 0 for t in written(operator)):
+            if any(self._relative(layer, t)[0] != 0 for t in written(operator)):
                 return ()
             lengths = [_lengths(one) for one in ways(operator)]
             facts = [self._facts(t) for t in written(operator)]
@@ -257,9 +258,10 @@ class RepeatedLayers:
         kept = t in graph.outputs, t in graph.gradients, t in graph.allocator_owned
         return tensor.size_bytes, tensor.kind, *kept
 
-    def _seen(self, layer: int, t: int) -> tuple[object, ...]:
-        """Return a tensor relative to a layer: (layers from here, place, index), or as an outside
-        one."""
+    def _relative(self, layer: int, t: int) -> tuple[object, ...]:
+        """Name a tensor by its place relative to a layer, so that equal layers name theirs alike:
+        (layers from here, in the forward or not, place of its operator, index there); a tensor from
+        outside the layers by itself."""
         if t not in self.home:
             return ("outside", -1 if t in self.graph.resident else t)
         i, slot = self.home[t]

@@ -140,14 +140,15 @@ class Folding:
     def _moved_to(self, i: int, one: One) -> One:
         """Return an operator, or one implementation, with the folded step's tensors."""
         reads, writes = (
-            None if many is None else tuple(self.seen(i, t) for t in many)
+            None if many is None else tuple(self.folded_tensor(i, t) for t in many)
             for many in (one.reads, one.writes)
         )
-        over = tuple(self.seen(i, t) for t in one.in_place)
+        over = tuple(self.folded_tensor(i, t) for t in one.in_place)
         return replace(one, reads=reads, writes=writes, in_place=over)
 
-    def seen(self, i: int, t: int) -> int:
-        """Return the folded step's tensor that stands for one of operator i's."""
+    def folded_tensor(self, i: int, t: int) -> int:
+        """Return the folded step's tensor that the counterpart of operator i reads or writes in
+        place of the step's tensor t."""
         g, home = self.group[i], self.layers.home.get(t)
         if g is None or home is None or self.group[home[0]] is None:
             return self.image[t]
@@ -171,14 +172,15 @@ def _least(one: One, alike: Sequence[Operator] | Sequence[Implementation]) -> On
 class Unfolding:
     """Turns runs and flags of a folded step into those of the whole step.
 
-    Repeated runs before the first run of a folded operator come before the first runs it stands
-    for. If its group is at most `reach` groups away, a repeated run comes before each of these, in
-    the layer at that distance. Otherwise it comes before the first of them, for all its layers.
+    A folded operator stands for the operators of a group of layers. A repeated run just before its
+    first run becomes repeated runs in the whole step. If the groups of both are at most `reach`
+    apart, there is one before each of these operators, in the layer at the same distance. Otherwise
+    all of them come before the first of these operators.
 
     Attributes:
         folding: of the whole step.
         folded, whole: the variants of both.
-        reach: see above.
+        reach: the most groups between an operator and a run that is repeated for it.
     """
 
     folding: Folding

@@ -95,8 +95,8 @@ class LocalSearch:
         return at
 
     def anneal(self, at: Decisions, changes: int, hot: float) -> None:
-        """Anneal from decisions, trying so many changes; `hot` is the share of the step's time by
-        which slower ones are accepted at first."""
+        """Anneal from decisions by so many changes. At first, changes that slow the step by about
+        the share `hot` of its time are accepted."""
         rng, moved = Random(self.seed), self.judged(at)
         begin, seconds = self.tried, self.deadline.left_s
         while not self._ended():

@@ -32,7 +32,7 @@ def plan_moved(
 
     Args:
         graph: a whole step with movable tensors.
-        budget_bytes, device: as of `Strategy.solve`.
+        budget_bytes, device: as in `Strategy.solve`.
         mover: plans without recomputation, under the same host budget and kinds of updates.
         host_bytes: the most that may be on the host.
         exact_only: leave out updates on the host that round differently from the device's.

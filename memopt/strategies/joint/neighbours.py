@@ -88,8 +88,12 @@ class Neighbourhood:
 
     def changes(self, wide: bool = False) -> Iterator[Decisions]:
         """Yield all changes in a random order: one by one, or (`wide`) of equal layers at once."""
-        single = (self._fewer, self._more, self._moves, self._variants)
-        made = list(self._wide()) if wide else [change for kind in single for change in kind()]
+        single = (self._omissions, self._recomputations, self._moves, self._variants)
+        made = (
+            list(self._changes_of_layers())
+            if wide
+            else [change for kind in single for change in kind()]
+        )
         self.rng.shuffle(made)
         for change in made:
             found = change()
@@ -99,7 +103,7 @@ class Neighbourhood:
     def _with_runs(self, runs: Ints) -> Decisions:
         return Decisions(runs, self.at.stays, self.at.first)
 
-    def _fewer(self) -> Iterator[Change]:
+    def _omissions(self) -> Iterator[Change]:
         """Yield changes that leave out one run, or neighbouring runs."""
         begin = None
         for p, again in enumerate([*self.again, False]):
@@ -133,7 +137,7 @@ class Neighbourhood:
                         found.append((t, after, before))
         return found
 
-    def _more(self) -> Iterator[Change]:
+    def _recomputations(self) -> Iterator[Change]:
         """Yield changes that make tensors again before a reader."""
         operators = self.mover.table.graph.operators
         for t, _, before in self.gaps:
@@ -173,10 +177,10 @@ class Neighbourhood:
             if len(chosen) > LONGEST:
                 return []
             if deep:
-                stack += [u for u in self.reads(run) if not self._there(u, before)]
+                stack += [u for u in self.reads(run) if not self._is_needed_around(u, before)]
         return sorted(chosen)
 
-    def _there(self, tensor: int, point: int) -> bool:
+    def _is_needed_around(self, tensor: int, point: int) -> bool:
         """Tell whether a tensor is needed both before a time point and from it on."""
         lives = self._lives.get(tensor)
         if lives is None:
@@ -184,7 +188,7 @@ class Neighbourhood:
         return any(touches[0] < point <= touches[-1] for touches in lives)
 
     def _moves(self) -> Iterator[Change]:
-        """Yield changes that move tensors first, or not at all."""
+        """Yield changes that make one tensor move before all others, or forbid it to move."""
         events = None if self.moved is None else self.moved.events
         if events is None:
             return
@@ -196,7 +200,8 @@ class Neighbourhood:
                 yield partial(self.toggled, [t], True)
 
     def toggled(self, tensors: list[int], first: bool) -> Decisions:
-        """Make tensors move first, or not at all; if all of them do already, undo that."""
+        """Make tensors move before all others (`first`), or forbid them to move; if all of them are
+        so already, undo that."""
         stays, moves_first = self.at.stays.copy(), self.at.first.copy()
         which, other = (moves_first, stays) if first else (stays, moves_first)
         which[tensors], other[tensors] = not which[tensors].all(), False
@@ -220,15 +225,18 @@ class Neighbourhood:
             runs[p] = others[runs[p]][place]
         return self._with_runs(runs)
 
-    def _wide(self) -> Iterator[Change]:
-        """Yield the changes of all of a stretch's layers, or of a part of them."""
+    def _changes_of_layers(self) -> Iterator[Change]:
+        """Yield changes of many equal layers at once: of all layers of a stretch, of its halves, of
+        their halves..."""
         for stretch, layers in self.mover.layers.parts():
             begin, period = stretch.begin + layers[0] * stretch.period, stretch.period
-            again = self._again(range(begin, begin + len(layers) * period))
+            again = self._repeated_points(range(begin, begin + len(layers) * period))
             if again:
                 yield partial(self.without, again)
             for place in range(begin, begin + period):
-                yield from self._place(range(place, place + len(layers) * period, period))
+                yield from self._changes_of_place(
+                    range(place, place + len(layers) * period, period)
+                )
 
     @cached_property
     def _longest_gap(self) -> dict[int, int]:
@@ -246,13 +254,14 @@ class Neighbourhood:
             found.setdefault(operator, []).append(p)
         return found
 
-    def _again(self, operators: range) -> list[int]:
+    def _repeated_points(self, operators: range) -> list[int]:
         """Return time points at which any of some operators runs again."""
         return [p for i in operators for p in self._points.get(i, ())[1:]]
 
-    def _place(self, operators: range) -> Iterator[Change]:
-        """Yield the changes of one place of several layers."""
-        again = self._again(operators)
+    def _changes_of_place(self, operators: range) -> Iterator[Change]:
+        """Yield the changes made to all of these operators at once, which have the same place in
+        equal layers."""
+        again = self._repeated_points(operators)
         if again:
             yield partial(self.without, again)
         graph = self.mover.table.graph

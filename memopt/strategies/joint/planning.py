@@ -30,6 +30,7 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
+from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.graph_problem import graph_problem
 from memopt.strategies.shared.incumbent import stored
@@ -137,6 +138,8 @@ class JointPlanning:
         for program in self.known:
             self.offer(program, "known")
             self._seed(program)
+        if self.budget_bytes is None:
+            self._unlimited()
         possible = memory_lower_bound(self.graph) <= self.limit_bytes
         if not self.done and possible and not self._deep(members):
             self._relax()
@@ -161,6 +164,13 @@ class JointPlanning:
                 return self._without_plan(least)
         program, _, source = self.best
         return self._with_plan(program, source)
+
+    def _unlimited(self) -> None:
+        """Plan without a budget: nothing need move."""
+        program, exact = fastest_program(self.graph, self.allowed)
+        self.offer(program, "no limit")
+        if exact and self.best is not None:
+            self.bound_s = self.best[1]
 
     def _deep(self, members: Sequence[Member]) -> bool:
         """Plan by way of a folded step, if there are many equal layers; tell whether it found
@@ -273,7 +283,7 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Recompute to meet larger budgets; the mover does the rest."""
+        """Offer Rotor's programs within larger budgets; the mover makes them fit by transfers."""
         if self.deadline.passed(0.5, "joint: larger budgets"):
             return
         timeline = replay(self.graph, self.small[0])
@@ -329,7 +339,7 @@ class JointPlanning:
         return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
 
     def _finish(self, search: LocalSearch) -> None:
-        """Take the result of a local search."""
+        """Take over the best program of a finished local search."""
         self.changes_tried += search.tried
         if search.best is None:
             return

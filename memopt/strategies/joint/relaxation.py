@@ -40,7 +40,7 @@ SUFFIXES = 12
 
 @dataclass
 class LinkedModel(TimePointModel):
-    """The relaxation of a graph and its link (see the module).
+    """The relaxation of a graph and its link; the module's docstring has its rows.
 
     Attributes:
         device: link rates.
@@ -94,7 +94,7 @@ class LinkedModel(TimePointModel):
         # Other tensors may be on the host.
         return t in self.graph.kept
 
-    def _held(self, point: int, values: tuple[bool, ...]) -> set[int]:
+    def _available(self, point: int, values: tuple[bool, ...]) -> set[int]:
         back = (t for f in self.f[point:] for t, v in f.items() if values[v])
         made_later = {
             t
@@ -105,7 +105,7 @@ class LinkedModel(TimePointModel):
             for t in self.choices[i][place][1].writes
         }
         here = {t for t in self.f[point] if values[self.f[point][t]]}
-        return super()._held(point, values) | here | (set(back) - made_later)
+        return super()._available(point, values) | here | (set(back) - made_later)
 
     def _run_terms(self, point: int) -> list[Term]:
         """Return the seconds, in units, of the runs after a time point; -1: before the boundary."""

@@ -85,7 +85,7 @@ class ForwardSearch:
 
     @property
     def steps(self) -> int:
-        """Return the steps of a part."""
+        """Return how many neighbours one part of an annealing tries."""
         operators, operands = self.arrays.again.size, self.arrays.reads.size
         return max(PERIOD, min(PART, STEPS * operators, WORK // (1 + operators + operands)))
 
@@ -111,8 +111,8 @@ class ForwardSearch:
             yield best
 
     def smallest(self) -> Program:
-        """Return the program of the smallest peak that short annealings find, within limits that
-        halve. The result does not depend on the machine's speed."""
+        """Search for the smallest peak by bisection: each step is a short annealing that tries to
+        keep a limit. Return the best program. The result does not depend on the machine's speed."""
         best, high = self.once, self.peak(self.once)
         low = memory_lower_bound(self.graph) - self.graph.resident_bytes - 1
         for _ in range(BISECTIONS):

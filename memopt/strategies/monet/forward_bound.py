@@ -7,7 +7,7 @@ the first time in the graph's order, each as often again as it likes.
 Variables: h[c,t] tensor t is in memory at time point c
     r[c,i] operator i runs again after it, before the next
     a[c,t] tensor t is in memory all the time from c to the next
-Constraints: h[c+1,t] ≤ h[c,t] + runs in between that write t → `_there`
+Constraints: h[c+1,t] ≤ h[c,t] + runs in between that write t → `_available`
     runs after c, again or first, find their operands in memory there or written since → `_reads`
     results are there at the end; Σ_t h[c,t] |t| + operator k_c's own ≤ budget → `_time_point`
     a[c,t] ≥ h[c,t] + h[c+1,t] - 1 - r[c, operators that write t] → `_throughout`
@@ -70,7 +70,7 @@ class ForwardBoundModel:
         last = len(self.at) - 1
         for t in graph.kept:
             if graph.producer.get(t, self.at[last]) < self.at[last]:
-                self.model.at_least_one(self._there(last, t))
+                self.model.at_least_one(self._available(last, t))
 
     def _end(self, point: int) -> int:
         """Return the operator at the next time point."""
@@ -84,7 +84,7 @@ class ForwardBoundModel:
         if point:
             for t, v in held.items():
                 if not self.at[point - 1] <= graph.producer[t] < k:
-                    model.implies_any(v, self._there(point - 1, t))
+                    model.implies_any(v, self._available(point - 1, t))
         makers = sorted({graph.producer[t] for t in tensors})
         again = [i for i in makers if graph.operators[i].recomputable]
         self.held.append(held)
@@ -142,7 +142,7 @@ class ForwardBoundModel:
                     stack += graph.operators[i].reads
         return found
 
-    def _there(self, point: int, t: int) -> list[int]:
+    def _available(self, point: int, t: int) -> list[int]:
         """List variables that make an earlier tensor available from a time point to the next."""
         maker = self.graph.producer[t]
         found = [self.held[point][t]] if t in self.held[point] else []
@@ -154,11 +154,11 @@ class ForwardBoundModel:
         for i, v in self.runs[point].items():
             for t in graph.operators[i].reads:
                 if graph.producer.get(t, begin) < begin:
-                    model.implies_any(v, self._there(point, t))
+                    model.implies_any(v, self._available(point, t))
         for i in range(begin + 1, self._end(point)):
             for t in graph.operators[i].reads if i in self.needed else ():
                 if graph.producer.get(t, begin) < begin:
-                    model.at_least_one(self._there(point, t))
+                    model.at_least_one(self._available(point, t))
 
     def sequence(self, values: tuple[bool, ...]) -> list[int]:
         """Read a solution as a sequence of operators, repeated runs as late as possible, whatever
@@ -178,7 +178,8 @@ class ForwardBoundModel:
         return found
 
     def _late(self, tensors: Iterable[int], again: set[int], have: set[int]) -> list[int]:
-        """List repeated runs, of those still to come, that make tensors which are not in memory."""
+        """List, of the repeated runs that are still to come, those that are needed to make tensors
+        which are not in memory."""
         wanted: set[int] = set()
         stack = list(tensors)
         while stack:

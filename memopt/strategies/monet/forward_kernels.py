@@ -41,7 +41,7 @@ class GraphArrays(NamedTuple):
 
     Attributes:
         reads_at, reads: tensors that operator i reads: reads[reads_at[i]:reads_at[i + 1]].
-        writes_at, writes: tensors that it writes, likewise.
+        writes_at, writes: the same of the tensors that it writes.
         made_by: tensor → operator.
         size: tensor → bytes.
         kept: tensor → whether it is a result.
@@ -149,8 +149,8 @@ def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
 
 @njit(cache=True)
 def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
-    """Return for every tensor the first position from `at` on that reads its copy in memory before
-    `at`; the sequence's length for results; NOTHING without such a copy or reader."""
+    """Return, for every tensor that is in memory before position `at`, the position of its copy's
+    next reader: the sequence's length for results, NOTHING without a reader or a copy."""
     found = np.full(graph.size.size, NOTHING, np.int64)
     for position in range(at):
         i = sequence[position]

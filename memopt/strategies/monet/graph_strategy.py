@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.models.bounds import (
+    as_they_are,
     memory_lower_bound,
     memory_upper_bound,
     spared_operators,
     time_lower_bound,
 )
 from memopt.models.device import Device
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, Operator
 from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -23,8 +24,9 @@ from memopt.programs.solution import Solution
 from memopt.reductions.coarsen import Coarsening, coarsen
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Progress, Strategy
-from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
+from memopt.strategies.monet.claims import counted_exactly, solution, unlimited, without_plan
 from memopt.strategies.shared.chain_programs import rotor_programs
+from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.incumbent import Incumbent, smaller, stored
 from memopt.strategies.shared.time_point_search import CLOSE
 
@@ -94,6 +96,10 @@ class GraphStrategy(Strategy):
         """Improve a program of the whole graph as the last step."""
         return program
 
+    def allowed(self, operator: Operator, name: str) -> bool:
+        """Tell whether the plan may run `operator` by its implementation `name`."""
+        return False
+
     def as_they_are(self, graph: Graph) -> bool:
         """Tell whether plans of the strategy's class run operators by their own implementation
         only."""
@@ -102,8 +108,8 @@ class GraphStrategy(Strategy):
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
-        """Offer `best` programs of a graph that is too large for `search`; return a bound in s for
-        every plan of the strategy's class."""
+        """Search programs of a graph that is too large for `search`, and offer them to `best`.
+        Return a bound in s for every plan of the strategy's class; None if there is none."""
         return None
 
     def solve(
@@ -116,6 +122,10 @@ class GraphStrategy(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         graph = self.taken(cost_model, Graph)
+        if budget_bytes is None:
+            program, exact = fastest_program(graph, self.allowed)
+            if exact:
+                return unlimited(graph, self.polish(graph, program, None))
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         if graph.is_forward:
             deadline = Deadline(time.monotonic() + limit_s, progress)
@@ -187,7 +197,8 @@ class GraphStrategy(Strategy):
         from memopt.strategies.monet.forward import QUICK, RUNS, ForwardSearch
 
         begin, limit_s = time.monotonic(), deadline.left_s
-        search, best = ForwardSearch(graph, self.seed), Incumbent(graph, budget_bytes)
+        search = ForwardSearch(as_they_are(graph), self.seed)
+        best = Incumbent(graph, budget_bytes)
         stats: dict[str, object] = {"operators": len(graph.operators)}
         bound_s, proves = time_lower_bound(graph), self.as_they_are(graph)
         smallest = stored(graph)
@@ -230,6 +241,8 @@ class GraphStrategy(Strategy):
     ) -> tuple[Incumbent, Program]:
         """Return the plan to start from, polished, and the program of the smallest peak known."""
         best = Incumbent(graph, budget_bytes)
+        if budget_bytes is None:
+            best.offer(fastest_program(graph, self.allowed)[0], "no limit")
         program, smallest = self.incumbent(graph, budget_bytes, deadline)
         if program is not None:
             best.offer(self.polish(graph, program, budget_bytes), "rotor")
@@ -239,7 +252,8 @@ class GraphStrategy(Strategy):
     def _smallest(
         self, coarse: Coarsening, smallest: Program, limit_s: float, progress: Progress | None
     ) -> Program:
-        """Return the program of the smallest peak known, or that of a search for it."""
+        """Search for a program of a smaller peak than the smallest one known; return the smaller of
+        both."""
         found = self.least(coarse.graph, LEAST_SHARE * limit_s, progress)
         if found is None:
             return smallest

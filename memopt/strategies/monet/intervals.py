@@ -180,7 +180,7 @@ class IntervalModel:
                 if run > 1:
                     model.add(sum(x) <= sum(self.x[i, run - 1]))
                     model.add(self.stage[i, run] > self.stage[i, run - 1]).only_enforce_if(
-                        self._any(x)
+                        self._one_of(x)
                     )
             start = self._event(i, run)
             for (_, choice), v in zip(self.choices[i], x, strict=True):
@@ -192,7 +192,7 @@ class IntervalModel:
             writes = dict.fromkeys(t for _, choice in self.choices[i] for t in choice.writes)
             for t in writes:
                 pairs = zip(self.choices[i], x, strict=True)
-                written = self._any([v for (_, choice), v in pairs if t in choice.writes])
+                written = self._one_of([v for (_, choice), v in pairs if t in choice.writes])
                 self._copy(t, start, written, t in self.graph.kept and not (run and again))
         if partial:
             for t in operator.writes:
@@ -201,7 +201,7 @@ class IntervalModel:
                 if t in self.graph.kept:
                     model.add_bool_or(written)
 
-    def _any(self, literals: list[Any]) -> Any:
+    def _one_of(self, literals: list[Any]) -> Any:
         """Return a literal that is the sum of literals of which at most one holds."""
         if len(literals) == 1:
             return literals[0]
@@ -217,7 +217,7 @@ class IntervalModel:
             if t in self.graph.resident:
                 continue
             pairs = zip(self.choices[i], self.x[i, run], strict=True)
-            reader = self._any([v for (_, choice), v in pairs if t in choice.reads])
+            reader = self._one_of([v for (_, choice), v in pairs if t in choice.reads])
             copies = self.copies[t]
             if i < self.first and not run:
                 copies = copies[:1]

@@ -12,17 +12,17 @@ from memopt.models.bounds import memory_lower_bound, memory_upper_bound, time_lo
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.programs.instructions import Program
-from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.monet.claims import counted_exactly, solution, without_plan
+from memopt.strategies.monet.claims import counted_exactly, solution, unlimited, without_plan
 from memopt.strategies.monet.graph_strategy import PROVED
 from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.shared.chain_programs import rotor_programs
-from memopt.strategies.shared.incumbent import SAME, Incumbent, smaller, stored
+from memopt.strategies.shared.fastest_runs import fastest_program
+from memopt.strategies.shared.incumbent import SAME, Incumbent, smaller
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import TimePointSearch
 
@@ -73,15 +73,19 @@ class RotorMenus(Strategy):
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         deadline = Deadline(begin + (math.inf if time_limit_s is None else time_limit_s), progress)
         best, least_s = Incumbent(graph, budget_bytes), time_lower_bound(graph)
-        if budget_bytes is None and replay(graph, stored(graph)).time_s > least_s * (1 + SAME):
+        if budget_bytes is None:
+            fastest, exact = fastest_program(graph, self.allowed)
+            if exact:
+                return unlimited(graph, fastest)
+            best.offer(fastest)
             budget_bytes = memory_upper_bound(graph)
-        view = None if budget_bytes is None else linearize(graph)
+        view = linearize(graph)
         program, smallest = rotor_programs(graph, budget_bytes, view, deadline)
         stats: dict[str, object] = {"rotor_found": program is not None}
         if program is not None:
             stats["rotor_s"] = best.offer(program).time_s
         searched, proved = False, False
-        if view is not None and budget_bytes is not None and not best.near(least_s, SAME):
+        if not best.near(least_s, SAME):
             search = self._merged(graph, budget_bytes, deadline, stats)
             if search is not None:
                 proved = search.infeasible and counted_exactly(graph)

@@ -56,8 +56,8 @@ class _HostedUpdate:
         read: bytes that only this update reads on the device.
         changed: bytes that go back if the device runs it.
         gradients: bytes that go to the host if the host runs it.
-        fetched: changed bytes that the forward reads: they are fetched anew in each step whose
-            update the host runs.
+        fetched: changed bytes that the forward reads. If the host runs the update, every step
+            fetches them anew.
     """
 
     compute_s: float
@@ -70,7 +70,7 @@ class _HostedUpdate:
 
 @dataclass
 class _Needed:
-    """The work of every program: before the loss boundary (0) and after it (1).
+    """What every program has to do; pairs are (before the loss boundary, after it).
 
     Attributes:
         compute_s: seconds of the operators.

@@ -63,7 +63,8 @@ def possible(graph: Graph, program: Program) -> list[HostUpdate]:
 
 
 def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate, ...]]:
-    """Yield the first of the updates, up to each of `SHARES`; all of them first."""
+    """Yield the updates for the host to run: for each of `SHARES`, as many of the first as have
+    that share of all bytes. All of them come first."""
     sizes = [
         sum(graph.tensors[t].size_bytes for t in graph.operators[one.op].reads) for one in updates
     ]
@@ -81,7 +82,8 @@ def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate
 def without(
     graph: Graph, program: Program, updates: tuple[HostUpdate, ...]
 ) -> tuple[Program, dict[int, HostUpdate]]:
-    """Return the program without these updates, and the update of each gradient's Free position."""
+    """Return the program without these updates, and a map from positions in it: from each Free of
+    an update's gradient to the update."""
     if not updates:
         return program, {}
     ops = {one.op for one in updates}

@@ -101,8 +101,8 @@ def planned_moves(
     try:
         for source, program in bases:
             search.base(program, source)
-            told = stops(limits.deadline.progress, 0.5, f"moving parameters: {source}")
-            if told or (search.best is not None and not limits.deadline.left_s):
+            stopped = stops(limits.deadline.progress, 0.5, f"moving parameters: {source}")
+            if stopped or (search.best is not None and not limits.deadline.left_s):
                 break
     except (KeyboardInterrupt, Stopped):
         if search.least is None:
@@ -140,10 +140,12 @@ class _Search:
         return timeline.time_s
 
     def base(self, program: Program, source: str) -> None:
-        """Offer programs of one base: a few with each share of the updates on the host; then all,
-        with the best of those shares, and with share 0 if that is close; where the step is
-        repeated, also those that leave tensors on the device. Even after the deadline, one program
-        is made."""
+        """Offer the programs of one base.
+
+        First a few (`SCOUTS`) for each share of the updates that the host runs. Then all others for
+        the best of these shares, and for none if that is nearly as good; in a repeated step also
+        programs that leave tensors on the device. One program is made even after the deadline.
+        """
         updates = possible(self.graph, program)
         found: list[Tried] = []
         for number, hosted in enumerate(shares(self.graph, updates)):
@@ -159,15 +161,15 @@ class _Search:
         found.sort(key=lambda row: row[:2])
         rest = [choice for choice in CHOICES if choice not in SCOUTS]
         if self.graph.repeated:
-            self._thorough(found, _leaving(SCOUTS), source)
+            self._thorough(found, _with_carried_shares(SCOUTS), source)
         if updates:
             self._thorough(found, rest, source)
         if self.graph.repeated:
-            self._thorough(found, _leaving(rest), source)
+            self._thorough(found, _with_carried_shares(rest), source)
 
     def _thorough(self, rows: list[Tried], choices: Sequence[RoomChoice], source: str) -> None:
-        """Offer more programs of the best of some bases, of the first of them, and of the base
-        without updates on the host if it is close."""
+        """Offer programs of more choices, for the first row's base and, if it is nearly as good,
+        the base without updates on the host. `rows` are sorted by time."""
         for time_s, _, base in rows:
             if self.over:
                 break
@@ -240,8 +242,9 @@ class _Search:
         return solution_of(program, timeline, bound_s, PROVED, stats)
 
 
-def _leaving(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
-    """Return the choices, each with some share of the room for what stays until the next step."""
+def _with_carried_shares(choices: Iterable[RoomChoice]) -> list[RoomChoice]:
+    """Return each choice once for every share in `CARRIED`: the share of the room for tensors that
+    stay on the device until the next step."""
     return [replace(one, carried=share) for one in choices for share in CARRIED]
 
 
@@ -251,7 +254,8 @@ def activation_bases(
     solve: Callable[[Graph, int], Solution],
     shares: Iterable[float],
 ) -> Iterator[tuple[str, Program]]:
-    """Yield programs whose activations fit into some of the room that resident parameters leave.
+    """Yield programs whose activations are planned within a share of the room; the rest of it is
+    for moved tensors. The room is the budget without what cannot move.
 
     Args:
         graph: a step with movable tensors.

@@ -35,7 +35,8 @@ class Stay:
 
     @property
     def joins(self) -> bool:
-        """Tell whether it continues the stay before: nothing is copied."""
+        """Tell whether it begins where the tensor's stay before it ends, so that nothing is copied
+        between them."""
         return self.before is not None and self.before.end + 1 == self.begin
 
 

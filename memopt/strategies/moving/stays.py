@@ -50,11 +50,11 @@ class RoomChoice:
         whole_first: whether tensors are kept for the whole step before they are kept between two
             readers.
         reserve: see `RESERVES`.
-        for_returns: the share of the reserve for copies to the host alone.
+        for_returns: the share of the reserve that only copies to the host may use.
         carried: the share of the room that may stay on the device from one step to the next, where
             the step is repeated.
-        drops_at_once: whether a gradient's host copy is dropped as soon as its device copy is, for
-            which the compute stream waits, not when its update on the host should be over.
+        drops_at_once: whether a gradient's host copy is dropped with its device copy, so that the
+            compute stream waits for its update on the host; else when that should be over.
     """
 
     whole_first: bool
@@ -144,7 +144,8 @@ class MovedBase:
     def candidates(
         self, budget_bytes: int, choices: Iterable[RoomChoice] = CHOICES
     ) -> Iterator[Program]:
-        """Yield programs within a budget of at least `floor_bytes`: one base, several choices."""
+        """Yield programs within a budget of at least `floor_bytes`: for each choice one per round,
+        whose copies are timed by the replay of the round before."""
         for choice in choices:
             plan = _Room(self, budget_bytes, choice)
             plan.keep()
@@ -158,7 +159,7 @@ class MovedBase:
 
 @dataclass(eq=False)
 class _Room:
-    """Spends the memory of one choice, and builds its program."""
+    """Spends the room that a budget leaves as one `RoomChoice` says, and builds the program."""
 
     base: MovedBase
     budget_bytes: int
@@ -248,8 +249,8 @@ class _Room:
     def _fetches(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64]
     ) -> Iterator[tuple[int, int, Stay]]:
-        """Yield (instruction at which its copy would best begin, 0, stay), for a link that is busy
-        from the latest moment at which all copies come in time."""
+        """Yield (instruction at which its fetch should begin, 0, stay), the last stay first. All
+        fetches begin as late as the link allows if each is to arrive in time."""
         latest_s = math.inf
         for stay in sorted(stays, key=lambda s: (s.begin, s.tensor), reverse=True):
             if stay.carried:
@@ -261,8 +262,8 @@ class _Room:
     def _returns(
         self, stays: list[Stay], starts_s: npt.NDArray[np.float64], busy_s: float
     ) -> Iterator[tuple[int, int, Stay]]:
-        """Yield (the update, the instruction before which its copy to the host should be over,
-        stay), for a link that is busy until `busy_s`."""
+        """Yield (the update, the instruction by which its copy to the host is over, stay), in the
+        order of the stays' ends; the link is free from `busy_s` on."""
         free_s, host_s, graph = busy_s, 0.0, self.base.graph
         operators = dict(self.base.program.computes)
         self.drops = {}

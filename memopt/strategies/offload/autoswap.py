@@ -49,7 +49,7 @@ class AutoSwap(ChainOffload):
 
     def why_not(self, cost_model: CostModel) -> str | None:
         if importlib.util.find_spec("optuna") is None:
-            return "autoswap needs optuna: pip install 'memopt[autoswap]'"
+            return "autoswap needs optuna: pip install optuna"
         return super().why_not(cost_model)
 
     def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:

@@ -158,11 +158,11 @@ def select(
 ) -> tuple[int, int]:  # fmt: skip
     """Drop dominated labels in place; return how many are left and how many `width` cut off.
 
-    The labels are sorted by kept data. One that keeps less has more on the host. It can follow one
-    that keeps more only if it keeps at least `free_kept`, so that the rest may move, too. When not
-    exact, only labels of equal kept data are compared (and the last offloaded index is ignored); if
-    more than `width` of them are left, nearly dominated ones are dropped, too, so that the rest is
-    spread over the front.
+    The labels are sorted by kept data. A label that keeps less has more on the host: it may
+    dominate one that keeps more only if it keeps at least `free_kept`, since the host then has room
+    for all that can still move. When not exact, only labels of equal kept data are compared, and
+    the last offloaded index is ignored. If more than `width` of them are left, nearly dominated
+    ones are dropped, too, so that those that stay are spread over the front.
     """
     left, cut, position, free = 0, 0, 0, 0
     while position < count:

@@ -57,7 +57,8 @@ class Ticks:
         return _ceil(time_s / self.tick_s)
 
     def lower_s(self, ticks: int, events: int) -> float:
-        """Convert a bound in ticks to seconds: a path has at most `events` rounded times."""
+        """Convert a lower bound in ticks to seconds. Each of the at most `events` durations on a
+        path may have been rounded up by one tick."""
         return (ticks if self.exact else ticks - events) * self.tick_s
 
 

@@ -150,9 +150,12 @@ class OffloadGraph(Strategy):
         return math.inf if self.host_budget_bytes is None else self.host_budget_bytes
 
     def _below(self, problem: GraphProblem, budget_bytes: int, started: float) -> Solution:
-        """Return no plan below the floor, and the plan at it: every absence moves, or none if the
-        host has no room. If outputs may be computed in place afterwards, a program may need less,
-        so the floor is no proof then."""
+        """Answer a budget below the floor: no plan, but the plan at the floor, in which every
+        absence moves (none, if the host has no room).
+
+        If outputs may be computed in place afterwards, a program may need less, so that the floor
+        is no proof then.
+        """
         floor_bytes, graph = problem.floor_bytes, problem.graph
         search = _Candidates(problem, floor_bytes, self._host_bytes)
         search.scheduled(problem.absences)
@@ -228,7 +231,8 @@ class _Candidates:
         return host_bytes <= self.host_bytes
 
     def scheduled(self, absences: tuple[Absence, ...]) -> float:
-        """Schedule a set of absences with all timings; return the least time."""
+        """Schedule a set of absences under every timing, offer the programs, and return the least
+        time."""
         least_s = math.inf
         for timing in TIMINGS:
             if self.done or self.late:

@@ -93,9 +93,9 @@ def searched_amounts(
 ) -> tuple[Bytes, float]:
     """Search for the best set by flips and exchanges that each make whole transfers faster.
 
-    The search starts from a planned set, from Greedy's, and from three with pauses between copies,
-    which are another valley where activations are large: one activation in two, either parity, and
-    all less the superfluous ones. At equal times the earlier set stays.
+    There are five starts: a planned set, Greedy's, every other activation (from the first, from the
+    second), and all activations. The last three pause between copies; where activations are large,
+    such sets are another local optimum. Of equally fast sets the first found is returned.
 
     Args:
         problem: chain, capacity and link.

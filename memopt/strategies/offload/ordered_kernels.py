@@ -21,7 +21,8 @@ Bools = npt.NDArray[np.bool_]
 
 @njit(cache=True)
 def fits(need: Ints, amounts: Ints) -> bool:
-    """Tell whether for every operation the amounts it does not touch make room for it."""
+    """Tell whether every operation has room once all amounts that it does not touch are on the
+    host."""
     n = len(amounts) - 1
     before = 0
     for i in range(n):
@@ -33,10 +34,10 @@ def fits(need: Ints, amounts: Ints) -> bool:
 
 @njit(cache=True)
 def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
-    """Return bytes that may be back while each operation runs and from its predecessor's end on.
+    """Return, for each operation, the most bytes that may be back once its predecessor has ended.
 
-    0 until F_last starts: only then may x_last, the first to return, have left. While F_last runs
-    it still needs x_last (correction of eq. 10).
+    Before F_last, nothing is back: x_last returns first, and leaves when F_last starts at the
+    earliest. While F_last runs, x_last is still on the device (correction of eq. 10).
     """
     n = len(amounts) - 1
     allowed = np.empty(2 * n, np.int64)

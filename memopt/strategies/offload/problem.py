@@ -118,7 +118,8 @@ class OffloadProblem:
         return float(self.durations_s.sum())
 
     def amounts(self, offloaded: npt.ArrayLike) -> Bytes:
-        """Return the bytes of each x_j off the device when the listed activations are, entirely."""
+        """Return the bytes of each x_j that are off the device if the listed activations are, and
+        no others."""
         amounts = np.zeros_like(self.sizes)
         chosen = np.asarray(offloaded, dtype=np.int64)
         amounts[chosen] = self.sizes[chosen]

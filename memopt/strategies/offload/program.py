@@ -122,7 +122,8 @@ class _StepWriter:
         return True
 
     def _allowances(self) -> list[int]:
-        """Return bytes that may be back from each operation's boundary on, all others away."""
+        """Return, for each operation, the most bytes that may have come back when it starts, if
+        everything else that moves is on the host."""
         allowed = [0] * (2 * self.stages)
         bound = self.total_bytes
         for k in reversed(range(2 * self.stages)):

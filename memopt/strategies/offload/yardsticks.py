@@ -63,12 +63,13 @@ def _thresholds(problem: OffloadProblem) -> Iterator[list[int]]:
 class Tflms(ChainOffload):
     """Moves the first activations to the host by TFLMS's rule; a yardstick.
 
-    The first N go as they are made, and each one is fetched `distance` backward
-    operations before it is read; the best N and distance per budget, by exhaustive search.
+    The first N activations go to the host as they are made. Each is fetched `distance` backward
+    operations before it is read. The best N and `distance` for a budget are found by exhaustive
+    search.
 
-    Operations wait for the data they read and never for room, so every pair of parameters has
-    one peak: low budgets are out of reach, and infeasible says what is not. The program may
-    wait for room all the same, at instruction boundaries.
+    Operations wait for the data that they read and never for room, so that every (N, distance) has
+    one peak. The smallest of these is the smallest budget of this strategy, though not of others.
+    (The program may wait for room all the same, at instruction boundaries.)
     """
 
     name: ClassVar[str] = "tflms"

@@ -34,7 +34,8 @@ from memopt.strategies.rotor.steps_kernels import (
 
 
 class Column(NamedTuple):
-    """The functions of one (s, t) or (s, u): f(kind, last) starts at start[kind, last]."""
+    """All W, or all H, functions that share a pair (s, t); f(kind, last) begins at
+    steps[start[kind, last]]."""
 
     steps: Steps
     start: Int64Array
@@ -42,7 +43,8 @@ class Column(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The functions of one s, W or H: f(kind, t, last) starts at start[kind, t, last]."""
+    """All W, or all H, functions that share their first stage s; f(kind, t, last) begins at
+    steps[start[kind, t, last]]."""
 
     steps: Steps
     start: Int64Array

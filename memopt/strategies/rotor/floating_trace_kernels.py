@@ -82,7 +82,8 @@ def least_of(
 
 @compiled
 def own_need(c: ChainArrays, kind: int, s: int, last: int) -> int:
-    """Return the bytes of F_all^s and B^s, as far as W_kind(s, s, last) has them."""
+    """Return the bytes that stage s needs for its own operations in W_kind(s, s, last): for
+    F_all^s, for B^s, or for the larger of both."""
     saving = gradient_need(c, last, kind) + c.saving[s]
     if s == last and kind >= 2:
         return int(c.reverse[s])
@@ -91,7 +92,8 @@ def own_need(c: ChainArrays, kind: int, s: int, last: int) -> int:
 
 @compiled
 def own_left(c: ChainArrays, kind: int, s: int) -> int:
-    """Return bytes that F_all^s takes from the rest: ā^s, less a^{s-1} if it is dropped."""
+    """Return the bytes of the memory that F_all^s takes for good: ā^s, less a^{s-1} if that is
+    dropped."""
     return int(c.saved_bytes[s] - (c.output_bytes[s - 1] if kind % 2 == 1 else 0))
 
 
@@ -99,8 +101,8 @@ def own_left(c: ChainArrays, kind: int, s: int) -> int:
 def estimate(
     c: ChainArrays, whole: Whole, kind: int, s: int, t: int, last: int, memory: int
 ) -> tuple[int, float]:
-    """Return (0, W for a memory in bytes); below its slots (1, its first value); below all (3,
-    inf)."""
+    """Return (0, the table's value of W) for a memory in bytes; (1, its first value) if that memory
+    is below its first slot; (3, infinity) if it is below the least that W needs."""
     if memory < whole.floor[kind, s, t, last]:
         return 3, np.inf
     start = whole.start[kind, s, t, last]

@@ -19,7 +19,8 @@ from memopt.strategies.rotor.steps_kernels import index_at
 
 @compiled
 def estimate(c: ChainArrays, table: Rows, s: int, t: int, memory: int) -> tuple[int, float]:
-    """Return (0, C(s, t, m)) for a memory in bytes; below the row's slots, (1, its first value)."""
+    """Return (0, the table's C(s, t, m)) for a memory in bytes; (1, the row's first value) if that
+    memory is below the row's first slot."""
     start = table.offset[s, t]
     if table.at.size > 0:
         index = index_at(table.at[start : start + table.steps[s, t]], memory)

@@ -266,8 +266,8 @@ class FloatingStrategy(TableStrategy):
 class RotorOptimal(FloatingStrategy):
     """Rotor with more freedom in what is dropped when; takes longer to plan.
 
-    The fastest schedule of Rotor's Table 1 without F_∅^ℓ while ā^ℓ is held (Theorem 4.7,
-    corrected): the last kept activation may move.
+    The fastest weakly memory persistent schedule (Rotor Definition 4.3; Theorem 4.7, corrected)
+    without F_∅^ℓ while ā^ℓ is held: the last kept activation may move.
     """
 
     name: ClassVar[str] = "rotor-optimal"

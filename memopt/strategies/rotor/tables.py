@@ -138,7 +138,8 @@ def traced(
 
 
 def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
-    """Return bytes at which the root's row falls; between them, schedules are no worse."""
+    """Return the budgets, in bytes, at which the table's time for the whole chain falls. No
+    schedule for a budget between two of them is faster than that for the smaller one."""
     n = c.length
     low, high = int(table.low[1, n]), int(table.high[1, n])
     if last_slot is not None:
@@ -278,7 +279,8 @@ def _all(parts: Iterable[Column], limits: SolveLimits, done: float) -> list[Colu
 
 
 def _level(c: ChainArrays, columns: Sequence[int], parts: Sequence[Column], kinds: int) -> Level:
-    """Return the functions of one stage, `parts` in the order of `columns`."""
+    """Join the functions of one first stage s, made column by column: `parts[i]` has those of (s,
+    columns[i])."""
     n = c.length
     start = np.zeros((kinds, n + 2, n + 2), np.int64)
     count = np.zeros((kinds, n + 2, n + 2), np.int64)

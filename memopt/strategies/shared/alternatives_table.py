@@ -128,8 +128,8 @@ class AlternativesTable:
         return self._lowered(order)
 
     def _lowered(self, order: list[tuple[int, Alternative | None, bool]]) -> Program:
-        """Make the program of (stage, the alternative if saved here, whether backward), in
-        order."""
+        """Make a program of a schedule, whose items are (stage, alternative by which it is saved
+        here or None, whether this is its backward)."""
         instructions: list[Instruction] = []
         begun: set[int] = set()
         trains = self.graph.first_backward < len(self.graph.operators)

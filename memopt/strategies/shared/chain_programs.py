@@ -66,10 +66,8 @@ def rotor_programs(
 def programs_of_chain(
     graph: Graph, budgets: Iterable[int], deadline: Deadline
 ) -> Iterator[Program]:
-    """Yield Rotor's programs within some budgets, total bytes: the fastest of each that needs no
-    more, or that of least memory. One table has them all. If it takes longer than there is time,
-    only the programs of least memory and of store-all are known. Yield none if the graph has no
-    chain."""
+    """Yield, for each of some budgets (total bytes), the fastest of Rotor's programs within it, or
+    that of least memory if none is."""
     if has_updates(graph):
         return
     view = linearize(graph)

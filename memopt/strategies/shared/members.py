@@ -118,7 +118,8 @@ class Member:
     def _checked(
         self, solution: Solution, budget_bytes: int | None, device: Device
     ) -> tuple[Solution, str]:
-        """Return (the solution as an `MemberOutcome` has it, why its plan is not valid)."""
+        """Validate and replay a solution. Return it in the form that `MemberOutcome.solution` has,
+        and why its plan is not valid ("" if it is)."""
         program = self.target.program(solution, budget_bytes, device)
         linearized = self.target.linearized is not None
         if program is None:

@@ -246,7 +246,7 @@ class _Stage:
         answer = built.model.solve(None, options)
         if not answer.values:
             return ()
-        least = self._held(built, answer.values)
+        least = self._saved_bytes(built, answer.values)
         for t, v in built.s[0].items():
             built.model.costs[v] = price * self.size(t)
         found: dict[Recipe, None] = {}
@@ -259,14 +259,14 @@ class _Stage:
             if not answer.values:
                 break
             found[self._recipe(built, answer.values)] = None
-            limit = min(limit, self._held(built, answer.values)) - 1
+            limit = min(limit, self._saved_bytes(built, answer.values)) - 1
         return tuple(found)
 
     def size(self, n: int) -> int:
         """Return the bytes of the tensor at a place."""
         return self.small.tensors[n].size_bytes
 
-    def _held(self, built: TimePointModel, values: tuple[bool, ...]) -> int:
+    def _saved_bytes(self, built: TimePointModel, values: tuple[bool, ...]) -> int:
         return sum(self.size(t) for t, v in built.s[0].items() if values[v])
 
     def _recipe(self, built: TimePointModel, values: tuple[bool, ...]) -> Recipe:
@@ -317,7 +317,8 @@ def plain_runs(operators: Iterable[int]) -> tuple[Compute, ...]:
 
 
 def first_run(stage: StageOperators, forward: Sequence[Compute]) -> list[Compute]:
-    """List the runs of a stage's forward with those of the operators that run only once."""
+    """List the operators of a stage's first forward: those of an alternative, and those that run
+    only once."""
     return sorted((*forward, *plain_runs(stage.once)), key=lambda run: run.op)
 
 

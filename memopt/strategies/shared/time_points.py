@@ -182,8 +182,8 @@ class TimePointModel(GraphModel):
         return self.bytes_of(held)
 
     def _sure(self, t: int, k: int) -> bool:
-        """Tell whether a tensor must be held when operator k runs: the step ends with it, or an
-        operator that must run, from k on, reads it under every implementation."""
+        """Tell whether every program holds a tensor when operator k runs: the step ends with it, or
+        an operator that must run, from k on, reads it under every implementation."""
         if t in self.graph.kept:
             return True
         return any(
@@ -202,15 +202,15 @@ class TimePointModel(GraphModel):
             instructions += self.chosen(i, self.run[i], values)
         instructions += self.boundary()
         for point in range(len(self.at) + 1):
-            run = _LateRuns(self, point, values, self._held(point, values))
+            run = _LateRuns(self, point, values, self._available(point, values))
             for k in range(self._begin(point), (*self.at, self.count)[point]):
                 instructions += run.before(self._reads(k, values))
                 instructions += self.chosen(k, self.run[k], values)
             if point < len(self.at):
-                instructions += run.before(self._held(point + 1, values))
+                instructions += run.before(self._available(point + 1, values))
         return Program(with_frees(self.graph, instructions))
 
-    def _held(self, point: int, values: tuple[bool, ...]) -> set[int]:
+    def _available(self, point: int, values: tuple[bool, ...]) -> set[int]:
         """Find the forward tensors that a solution need not make after a time point."""
         return {t for t, v in self.s[point].items() if values[v]}
 

@@ -217,7 +217,8 @@ def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
     limit_bytes: int, link: Link, timing: Timing,
 ) -> None:  # fmt: skip
-    """Fetch tensors read at this point, and, with room until their readers, those read next."""
+    """Choose the tensors to fetch at this point: all that it reads itself; then those that later
+    points read, in order, as long as the next one has room until it is read."""
     count = at.figures
     away, count[AWAY] = count[AWAY], 0
     count[COMING] = count[FETCHED] = 0

@@ -10,8 +10,11 @@ import pytest
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.status import Status
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.solvers.binary_program import BinaryProgram
+from memopt.solvers.running import Solver, SolverOptions
 from memopt.strategies import Joint
 from tests.fuzz.instances import with_figures
 from tests.strategies.joint.exhaustive import TooLargeError, least_time
@@ -97,11 +100,21 @@ def test_bounds_hold_and_plans_are_optimal_on_many(first: int) -> None:
     assert found.optimal >= 0.95 * found.cells, found.slower
 
 
-def test_figures_that_the_solver_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    """A transfer of 1e21 s is more than HiGHS takes as a number."""
+def test_figures_above_the_largest_of_the_solver(caplog: pytest.LogCaptureFixture) -> None:
+    """HiGHS takes no number like a transfer of 1e21 s."""
     graph = with_figures(random_graph(Random(6), 3, max_bytes=4), size=lambda s: s * 2**38)
     slowest = Device(to_host_bytes_per_s=1e-9)
     peak = replay(graph, store_all(graph)).peak_bytes
     found = Joint(changes=50).solve(graph, peak - 2**38, device=slowest)
     assert found.plans
-    assert "refuses the program" in caplog.text
+    assert found.stats["relaxation_rounds"]
+    assert not caplog.records
+
+
+def test_a_program_that_the_solver_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    program = BinaryProgram()
+    program.add([(-1e16, program.variable(1.0))], -1.0)
+    answer = program.solve(1, SolverOptions(Solver.HIGHS))
+    assert answer.status is Status.UNKNOWN
+    # The solver's words, not those of OR-Tools' failure to pass them on.
+    assert "refuses the program, so there is no answer of it: HighsStatus" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 
 from memopt.models.chain import Chain
 from memopt.models.device import Device
+from memopt.models.instances import offload_three_partition, offload_two_partition
 from memopt.models.status import Status
 from memopt.strategies.offload import DynProg, Greedy, OffloadExact, Vdnn
 from memopt.strategies.offload.ordered import eager_amounts, makespan_s, ordered_schedule
@@ -21,9 +22,7 @@ from memopt.strategies.offload.problem import offload_problem
 from tests.strategies.offload.chains import (
     splits,
     stage,
-    three_partition,
     three_stages,
-    two_partition,
 )
 from tests.strategies.offload.oracle import paper_link
 
@@ -115,7 +114,7 @@ def test_input_that_does_not_move() -> None:
 
 @pytest.mark.parametrize("values", [(2, 3, 5, 1, 4, 5), (3, 3, 4, 2, 2, 6), (1, 1, 1, 1, 1, 9)])
 def test_figure_2_decides_3_partition(values: tuple[int, ...]) -> None:
-    chain, budget, device = three_partition(values, 2)
+    chain, budget, device = offload_three_partition(values, 2)
     solution = OffloadExact().solve(chain, budget, device=device)
     assert solution.stats["proved"]
     assert (solution.stats["exact_time_s"] == 4.0) == splits(values, 2)
@@ -123,7 +122,7 @@ def test_figure_2_decides_3_partition(values: tuple[int, ...]) -> None:
 
 def test_figure_2_with_three_parts() -> None:
     for values in ((1, 2, 6, 2, 3, 4, 1, 3, 5), (1, 1, 7, 7, 2, 2, 2, 2, 3)):
-        chain, budget, device = three_partition(values, 3)
+        chain, budget, device = offload_three_partition(values, 3)
         solution = OffloadExact().solve(chain, budget, device=device)
         assert solution.stats["proved"]
         assert (solution.stats["exact_time_s"] == 6.0) == splits(values, 3), values
@@ -134,7 +133,7 @@ def test_figure_3_decides_2_partition() -> None:
     for values in itertools.combinations_with_replacement((1, 2, 3, 5, 7), 4):
         if sum(values) % 2:
             continue
-        chain, budget, device = two_partition(values)
+        chain, budget, device = offload_two_partition(values)
         solution = DynProg(slots=None, refine=False).solve(chain, budget, device=device)
         assert (solution.stats["paper_time_s"] == 2.0) == splits(values, 2), values
         both.add(splits(values, 2))

@@ -163,7 +163,7 @@ def test_bad_input() -> None:
 def test_autoswap_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = AutoSwap().why_not(three_stages())
-    assert reason == "autoswap needs optuna: pip install 'memopt[autoswap]'"
+    assert reason == "autoswap needs optuna: pip install optuna"
 
 
 def test_tflms_has_one_peak_per_parameters() -> None:

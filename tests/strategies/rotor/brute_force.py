@@ -18,10 +18,10 @@ from memopt.models.chain import Chain
 
 NO_SAVE, CHECKPOINT, ALL, BACKWARD, DROP_A, DROP_SAVED = range(6)
 PERSISTENT, REVOLVE, OPTIMAL, FREE, LAZY = range(5)
-"""Classes: Definition 4.1; that with F_all^ℓ only right before B^ℓ; Table 1 without F_∅^ℓ while
-ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but a
-forward only runs on from the highest value below what the next backward lacks, and every ā is there
-for its own backward."""
+"""Classes: Definition 4.1; that with F_all^ℓ only right before B^ℓ; Definition 4.3, without F_∅^ℓ
+while ā^ℓ is held; any value may be dropped at any time (F_∅ is then F_ck and a drop); the same, but
+a forward only runs on from the highest value below what the next backward lacks, and every ā is
+there for its own backward."""
 
 WIDTH = 12
 """Bits of a set: stages 0 to 11."""
@@ -76,7 +76,7 @@ def successor(n, sizes, state, move, k, kind):
     pinned, gradient = state >> (2 * WIDTH) & MASK, state >> (3 * WIDTH)
     live = live_bytes(n, sizes, state)
     here, before = 1 << k, 1 << (k - 1)
-    if kind <= REVOLVE and move <= BACKWARD and pinned >> (k + 1):
+    if kind <= OPTIMAL and move <= BACKWARD and pinned >> (k + 1):
         return np.int64(-1), np.int64(0)
     if kind == REVOLVE and saved and move != BACKWARD:
         return np.int64(-1), np.int64(0)
@@ -125,7 +125,9 @@ def successor(n, sizes, state, move, k, kind):
                 if not own or saved & here or (kind <= REVOLVE and pinned & here):
                     return np.int64(-1), np.int64(0)
                 held ^= before
-    if kind > REVOLVE:
+                # Definition 4.3: what F_∅ discards pins no lower stage any longer.
+                pinned &= ~here
+    if kind > OPTIMAL:
         pinned = 0
     new = gradient << (3 * WIDTH) | pinned << (2 * WIDTH) | saved << WIDTH | held
     return np.int64(new), np.int64(during)

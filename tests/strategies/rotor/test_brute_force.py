@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from memopt.models.steps import ChainStep
+from memopt.models.chain import Chain, Stage
+from memopt.models.steps import ChainStep, Move
 from memopt.reductions.chain_replay import ChainState, replay_chain
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential
 from memopt.strategies.rotor.schedules import MOVES, steps_of
@@ -119,6 +120,25 @@ def test_the_search_charges_what_the_replay_charges():
             assert charged == during + chain.resident_bytes
             expected = 0 if move > search.BACKWARD else times[stage, int(move == search.BACKWARD)]
             assert seconds == expected
+
+
+def test_where_recomputing_early_saves_memory():
+    """Lemma 4.4 fails: B^2 leaves a δ^1 that is larger than what it frees, so that F_all^1 needs
+    less memory before it. The class of Definition 4.3 has no such schedule."""
+    chain = Chain(
+        1,
+        (
+            Stage(1, 1, 1, 8, 20, 100, 0),
+            Stage(50, 1, 0, 2, 0, 2, 2),
+            Stage(0, 0, 8, 1, 8, 100, 100),
+        ),
+    )
+    moves = (("Fck", 1), ("Fall", 2), ("Fall", 3), ("B", 3), ("Fall", 1), ("B", 2), ("B", 1))
+    early = replay_chain(chain, tuple(ChainStep(Move(move), stage) for move, stage in moves))
+    check_chain(chain)
+    points = RotorOptimal().plan_set(chain).points
+    assert not any(p.peak_bytes <= early.peak_bytes and p.time_s <= early.time_s for p in points)
+    assert any(p.time_s <= early.time_s for p in points)
 
 
 FIGURE_4 = pytest.mark.parametrize(

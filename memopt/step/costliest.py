@@ -10,22 +10,25 @@ from typing import Any
 
 import torch
 
-from memopt.step.functions import EAGER_BACKWARD, dearest_values
+from memopt.step.functions import EAGER_BACKWARD, costliest_values
 from memopt.torch_private.operators import aten as _ATEN
 
 _LARGE_NORM = 10.0
 """A norm above 3 (float32) or 6 (float64), for which `matrix_exp` squares matrices."""
 
 
-def make_dearest(target: Any, arguments: tuple[Any, ...]) -> None:
-    """Change the stand-in arguments of a call, in place, to those for which it needs most."""
-    change = _DEAREST.get(target)
+def make_costliest(target: Any, arguments: tuple[Any, ...]) -> None:
+    """Change a call's stand-in arguments, in place, to values for which its kernel needs the
+    most time and memory. Most kernels' costs do not depend on values; their arguments stay as
+    they are."""
+    change = _COSTLIEST.get(target)
     if change is not None:
         change(arguments)
 
 
 def _no_empty_bags(arguments: tuple[Any, ...]) -> None:
-    """Leave no bag empty: with mode "max" the gradient copies the rows of all non-empty bags."""
+    """Give every bag the size 1, so that none is empty: with mode "max" the gradient copies the
+    rows of all bags that are not."""
     bag_sizes = arguments[4]
     bag_sizes.fill_(1)
 
@@ -37,14 +40,14 @@ def _several_norms(arguments: tuple[Any, ...]) -> None:
     if not matrices.numel():
         return
     *batch, rows, _ = matrices.shape
-    norms = torch.full((matrices[..., 0, 0].numel(),), _LARGE_NORM)
+    norms = torch.full((matrices[..., 0, 0].numel(),), _LARGE_NORM, device="cpu")
     for position, smaller in enumerate((1.0, 2.0)[: len(norms) - 1]):
         norms[position] = smaller
     matrices.copy_((norms / rows).reshape(*batch, 1, 1).expand(matrices.shape))
 
 
-_DEAREST: dict[Any, Callable[[tuple[Any, ...]], None]] = {
-    EAGER_BACKWARD: dearest_values,
+_COSTLIEST: dict[Any, Callable[[tuple[Any, ...]], None]] = {
+    EAGER_BACKWARD: costliest_values,
     _ATEN._embedding_bag_backward.default: _no_empty_bags,
     _ATEN.linalg_matrix_exp.default: _several_norms,
 }

@@ -1,0 +1,230 @@
+"""A stand-in for CUDA graphs on the fake accelerator: what a capture launches, in the order of its
+streams and events, is recorded, and a replay launches it again into the same memory.
+
+It enforces CUDA's rules of captures (CUDA programming guide, "Stream capture"): a stream joins a
+capture by waiting for an event of it; no wait crosses a capture's boundary; all joined streams must
+have joined the first one when it ends; nothing waits on the host, and no pinned memory is made.
+A capture launches nothing, so that all memory and the generator are as before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.executor.cuda_graph import Run
+from memopt.executor.swap import flat
+from memopt.step.accelerator import Accelerator
+from memopt.torch_private import pytree
+from tests.device import accelerator
+
+
+class CaptureError(RuntimeError):
+    """A capture breaks one of CUDA's rules."""
+
+
+@dataclass(eq=False)
+class Record:
+    """What one capture launched: (what, stream, anything it needs), in order."""
+
+    origin: int
+    items: list[tuple[str, int, Any]] = field(default_factory=list)
+    clocks: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Stream → what it has seen of each stream's work; its keys are the streams in the capture."""
+
+    def launched(self, stream: int, what: str, more: Any) -> None:
+        if stream not in self.clocks:
+            raise CaptureError(f"{what} on a stream that is not in the capture")
+        self.items.append((what, stream, more))
+        clock = self.clocks[stream]
+        clock[stream] = clock.get(stream, 0) + 1
+
+    def check_joined(self) -> None:
+        seen = self.clocks[self.origin]
+        for stream, clock in self.clocks.items():
+            if clock.get(stream, 0) > seen.get(stream, 0):
+                raise CaptureError("a stream has not joined the capture's at its end")
+
+
+_now: list[Record] = []
+"""The capture under way, if any."""
+
+
+class Stream:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.id = inner.stream_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.inner == other.inner
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def wait_event(self, event: Event) -> None:
+        record = _now[-1] if _now else None
+        if event.of is not record:
+            raise CaptureError("a wait crosses the boundary of a capture")
+        if record is None:
+            self.inner.wait_event(event.inner)
+            return
+        clock = record.clocks.setdefault(self.id, {})
+        for stream, position in event.clock.items():
+            clock[stream] = max(clock.get(stream, 0), position)
+        record.items.append(("wait", self.id, event))
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.inner = accelerator.mod.Event(enable_timing=enable_timing)
+        self.of: Record | None = None
+        self.clock: dict[int, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = Stream(accelerator.mod.current_stream()) if stream is None else stream
+        if not _now:
+            self.inner.record(stream.inner)
+            return
+        self.of = _now[-1]
+        self.of.launched(stream.id, "record", self)
+        self.clock = dict(self.of.clocks[stream.id])
+
+    def synchronize(self) -> None:
+        if _now:
+            raise CaptureError("a capture waits on the host")
+        self.inner.synchronize()
+
+    def elapsed_time(self, other: Event) -> float:
+        return float(self.inner.elapsed_time(other.inner))
+
+
+class Runtime(Accelerator):
+    """The accelerator, with streams and events that a capture records."""
+
+    Event = Event  # type: ignore[assignment]
+
+    def Stream(self, device: Any = None) -> Stream:
+        return Stream(accelerator.mod.Stream(device))
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream(accelerator.mod.current_stream(device))
+
+    def stream(self, stream: Stream) -> Any:
+        return accelerator.mod.stream(stream.inner)
+
+    def synchronize(self, device: Any = None) -> None:
+        if _now:
+            raise CaptureError("a capture waits on the host")
+        accelerator.mod.synchronize(device)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs each operator, and records it; notes what the memory that it writes held before."""
+
+    def __init__(self, record: Record, device: torch.device) -> None:
+        super().__init__()
+        self._record, self._device = record, device
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            raise CaptureError("a capture allocates pinned memory")
+        name = func.overloadpacket.__name__
+        plain = func.is_view or name in ("set_", "detach", "alias") or name.startswith("empty")
+        given = _tensors((args, kwargs))
+        if not plain:
+            schema = func._schema.arguments
+            written = [kwargs.get(one.name, args[i] if i < len(args) else None)
+                       for i, one in enumerate(schema)
+                       if one.alias_info is not None and one.alias_info.is_write]  # fmt: skip
+            for value in _tensors(written):
+                self._before.append((value, flat(value).clone()))
+        accelerator.mod.synchronize(self._device)
+        result = func(*args, **kwargs)
+        accelerator.mod.synchronize(self._device)
+        if not plain and any(value.device == self._device for value in (*given, *_tensors(result))):
+            stream = accelerator.mod.current_stream(self._device).stream_id
+            self._record.launched(stream, "run", (func, args, kwargs, result))
+            own = {value.untyped_storage().data_ptr() for value in given}
+            fresh = [v for v in _tensors(result) if v.untyped_storage().data_ptr() not in own]
+            self._made += [value for value in fresh if value.is_floating_point()]
+        return result
+
+    def put_back(self) -> None:
+        """A capture writes nothing; what it makes holds anything."""
+        for value in self._made:
+            value.detach().fill_(float("nan"))
+        for value, before in reversed(self._before):
+            flat(value).copy_(before)
+
+
+class RecordedGraphs:
+    """Captures by recording; replays on real streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = accelerator.mod.Stream(device)
+        self.captures = self.replays = 0
+        self.records: list[Record] = []
+
+    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+        self.captures += 1
+        accelerator.mod.synchronize(self._device)
+        generator = accelerator.generator(self._device.index)
+        state = generator.get_state()
+        record = Record(self._stream.stream_id, clocks={self._stream.stream_id: {}})
+        recorder = _Recorder(record, self._device)
+        with accelerator.mod.stream(self._stream), self._under_way(record), recorder:
+            results = run()
+        record.check_joined()
+        recorder.put_back()
+        generator.set_state(state)
+        accelerator.mod.synchronize(self._device)
+        self.records.append(record)
+        return results, lambda: self._replay(record)
+
+    @contextlib.contextmanager
+    def _under_way(self, record: Record) -> Iterator[None]:
+        _now.append(record)
+        try:
+            yield
+        finally:
+            _now.pop()
+
+    def _replay(self, record: Record) -> None:
+        self.replays += 1
+        streams: dict[int, Any] = {record.origin: accelerator.mod.current_stream(self._device)}
+        events: dict[Event, Any] = {}
+        with torch.no_grad():
+            for what, number, more in record.items:
+                if number not in streams:
+                    streams[number] = accelerator.mod.Stream(self._device)
+                stream = streams[number]
+                if what == "record":
+                    events[more] = accelerator.mod.Event()
+                    events[more].record(stream)
+                elif what == "wait":
+                    stream.wait_event(events[more])
+                else:
+                    with accelerator.mod.stream(stream):
+                        _launch(*more)
+
+
+def _launch(func: Any, args: Any, kwargs: Any, into: Any) -> None:
+    given = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
+    for value, static in zip(_tensors(func(*args, **kwargs)), _tensors(into), strict=True):
+        if static.untyped_storage().data_ptr() not in given:
+            static.copy_(value)

@@ -1,0 +1,119 @@
+"""Loops that call a model with labels and train with something else than the loss it returns, and
+with masks and checkpointing as trainers set them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import memopt
+from memopt.integrations.hugging_face import MemoptCallback
+
+
+def llama(**more: Any) -> nn.Module:
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        intermediate_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        **more,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def batch(padded: bool = False) -> dict[str, Tensor]:
+    ids = torch.randint(0, 100, (3, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = int(not padded)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def steps(
+    model: nn.Module, loss_of: Callable[[Any], Tensor], batches: list[dict[str, Tensor]]
+) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for one in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(**one))
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+        optimizer.step()
+    return found
+
+
+def of_logits(output: Any) -> Tensor:
+    return output.logits.float().logsumexp(-1).mean()
+
+
+def test_the_loss_may_come_from_other_outputs() -> None:
+    model = llama()
+    reference, batches = copy.deepcopy(model), [batch()] * 3
+    memopt.wrap(model, "min")
+    with pytest.warns(UserWarning, match="not the `loss` in its output"):
+        got = steps(model, of_logits, batches)
+    assert all(map(torch.equal, got, steps(reference, of_logits, batches)))
+    assert (model.calls.planned, model.calls.original) == (2, 1)
+
+
+def test_the_loss_and_other_outputs_in_one_step_are_an_error_that_says_what_to_do() -> None:
+    model = llama()
+    memopt.wrap(model, "min")
+    with pytest.raises(memopt.ExecutionError, match=r"loss_fn= of memopt\.wrap"):
+        steps(model, lambda output: of_logits(output) + output.loss, [batch()])
+
+
+def test_a_named_loss_still_refuses_other_outputs() -> None:
+    model = llama()
+    memopt.wrap(model, "min", loss_fn=lambda output: output.loss)
+    with pytest.raises(memopt.ExecutionError, match="does not use it"):
+        steps(model, of_logits, [batch()])
+
+
+def test_masks_of_ones_are_dropped_as_eager_drops_them() -> None:
+    """Under a mask, shared keys are repeated, and their gradients rounded before the sum."""
+    model = llama()
+    reference = copy.deepcopy(model)
+    batches = [batch(), batch(padded=True), batch()]
+    memopt.wrap(model, "min")
+    got = steps(model, lambda output: output.loss, batches)
+    assert all(map(torch.equal, got, steps(reference, lambda output: output.loss, batches)))
+    assert model.calls.planned == 3
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_callback_switches_checkpointing_off_and_on_again(
+    adapted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = llama()
+    model.gradient_checkpointing_enable()
+    if adapted:
+        model.enable_input_require_grads()
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    reference, settings = copy.deepcopy(model), transformers.TrainingArguments(use_cpu=True)
+    hooks = [dict(m._forward_hooks) for m in model.modules()]
+    callback = MemoptCallback("min")
+    callback.on_train_begin(settings, None, None, model=model)
+    assert caplog.text.count("gradient_checkpointing is switched off") == 1
+    got = steps(model, lambda output: output.loss, [batch()] * 2)
+    assert callback.calls.planned == 2
+    callback.on_train_end(settings, None, None, model=model)
+    assert [dict(m._forward_hooks) for m in model.modules()] == hooks
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = steps(reference, lambda output: output.loss, [batch()] * 2)
+    assert all(map(torch.equal, got, expected))
