@@ -105,7 +105,9 @@ class Portfolio:
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
             weights = [self.weights.get(one.strategy.name, 1.0) for one in members[index:]]
-            share_s = deadline.left_s * weights[0] / sum(weights)
+            # Machine code, which the first plan on a machine waits for, is not a member's to save.
+            alone = member.quick and self.limit_s is None
+            share_s = deadline.left_s * (1.0 if alone else weights[0] / sum(weights))
             try:
                 known = self.programs
                 outcome = member.run(self.budget_bytes, self.device, share_s, report, known)
