@@ -11,7 +11,12 @@ import torch
 from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.operators import schema_of
 
-_LIBRARY: Any = torch.library.Library("memopt", "FRAGMENT")  # type: ignore[no-untyped-call]
+OPAQUE = "memopt_opaque"
+"""The namespace of operators that run a user's code, which may use autograd inside."""
+_LIBRARIES: dict[str, Any] = {
+    one: torch.library.Library(one, "FRAGMENT")  # type: ignore[no-untyped-call]
+    for one in ("memopt", OPAQUE)
+}
 
 
 def define(
@@ -19,6 +24,7 @@ def define(
     kernel: Callable[..., Any],
     described: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
+    namespace: str = "memopt",
 ) -> Any:
     """Define an operator of memopt's own, once in a process for each schema.
 
@@ -27,13 +33,14 @@ def define(
         kernel: computes the operator; no autograd.
         described: the fake kernel: makes the results without their values.
         tags: torch's tags of the operator.
+        namespace: "memopt", or OPAQUE.
     """
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memopt::{name}", described, lib=_LIBRARY)
+    name, library = schema.partition("(")[0], _LIBRARIES[namespace]
+    library.define(schema, tags=tags)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{namespace}::{name}", described, lib=library)
     packet, _, form = name.partition(".")
-    return getattr(getattr(torch.ops.memopt, packet), form or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), form or "default")
 
 
 def functional_name(overload: Any) -> str:

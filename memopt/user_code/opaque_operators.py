@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from memopt.errors import CaptureError, ExecutionError
-from memopt.step.operators import Substitute, define
+from memopt.step.operators import OPAQUE, Substitute, define
 from memopt.torch_private import pytree
 from memopt.torch_private.tensors import version_of
 from memopt.user_code.opaque import (
@@ -358,7 +358,7 @@ def _operator(
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()
     digest = hashlib.sha256(text).hexdigest()[:12]
-    base = "_".join(filter(None, ("opaque", name, part))) + f".f{digest}"
+    base = "_".join(filter(None, (name, part))) + f".f{digest}"
     with _lock:
         number = 0
         while f"{base}_{number}" in _names:
@@ -368,7 +368,11 @@ def _operator(
     operands = ", ".join(f"Tensor x{i}" for i in range(count))
     results = ", ".join(["Tensor"] * len(made))
     schema = f"{full}({operands}) -> {results if len(made) == 1 else f'({results})'}"
-    return define(schema, kernel, lambda *_: _packed([one.empty() for one in made]), _RUNS_ONCE)
+
+    def described(*_: Tensor) -> Any:
+        return _packed([one.empty() for one in made])
+
+    return define(schema, kernel, described, _RUNS_ONCE, OPAQUE)
 
 
 def _packed(results: list[Tensor]) -> Any:
