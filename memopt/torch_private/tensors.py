@@ -21,6 +21,7 @@ GRADIENT_HOOKS = (
     attribute_name("torch.Tensor._post_accumulate_grad_hooks"),
 )
 """The attributes of a tensor that hold the hooks on its gradient."""
+_gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
 """Return a conjugated view of a tensor."""
@@ -32,7 +33,7 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
-    return any(bool(getattr(tensor, name)) for name in GRADIENT_HOOKS)
+    return any(_gradient_hooks(tensor))
 
 
 def held_once(tensor: torch.Tensor) -> bool:

@@ -167,8 +167,9 @@ class Allocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
     std::lock_guard lock(pools[device].mutex);
-    return {pools[device].limit - std::min(pools[device].limit, pools[device].active),
-            pools[device].limit};
+    const auto& pool = pools[device];
+    const auto reserved = static_cast<size_t>(pool.stats.reserved_bytes[0].current);
+    return {pool.limit - std::min(pool.limit, reserved), pool.limit};
   }
   void copy_data(void* to, const void* from, size_t size) const override {
     queue_here(owner_of(to)).put([to = real_address(to), from = real_address(from), size] {
