@@ -100,6 +100,7 @@ class _Steps:
         self.clear()
         with kept.first_run():
             self.run(module, kept.backward)
+        self.clear()  # where the device's allocator counts, what goes inside would be missing
         with metered(self.device) as use:
             for _ in range(2 if self.plan.loss_bytes else 1):
                 self.clear()

@@ -63,10 +63,18 @@ class DeviceStreams:
     An event is kept with the number of captures begun or ended before it. A capture may not wait
     for events from outside of it, nor the outside for a capture's; neither has to, since the device
     is idle when a capture begins, and all copies of one have joined its stream when it ends.
+
+    Args:
+        device: the device.
+        recorder: records the step, if it is recorded.
+        exact: whether host memory takes no byte more than asked for. Giving it back then waits for
+            the device: it is for memory that lasts.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, recorder: Recorder | None = None, exact: bool = False
+    ) -> None:
+        self._device, self._exact = device, exact
         self._recorder = recorder
         self._runtime = backend_of(device).runtime
         self._out, self._in = self._runtime.Stream(device), self._runtime.Stream(device)
@@ -132,7 +140,9 @@ class DeviceStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def host_bytes(self, size_bytes: int) -> torch.Tensor:
-        return pinned_bytes(size_bytes, self._device)
+        if self._exact:
+            return pinned_bytes(size_bytes, self._device)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 @dataclass

@@ -32,8 +32,8 @@ def planned(way: str) -> PlannedModule:
 
 
 WHOLE: dict[str, dict[str, Any]] = {
-    "olla": {"strategy": "olla", "time_limit_s": 3},
-    "state on the host": {"strategy": "olla", "time_limit_s": 3, "offload_optimizer": True},
+    "olla": {"strategy": "olla", "time_limit_s": 1},
+    "state on the host": {"strategy": "olla", "time_limit_s": 1, "offload_optimizer": True},
     "all moved": {"strategy": "offload-graph", "budget": 0.6, "movable": "all"},
     "steady": {
         "strategy": "offload-graph",
