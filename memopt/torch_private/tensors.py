@@ -54,24 +54,24 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
 
 
 class TensorsKnown:
-    """Tells fast whether many tensors still have the shapes, strides, dtypes, devices and needs of
-    gradients with which they were learnt. If not, or under another autocast, they may be alike all
-    the same."""
+    """A fast check whether many tensors still have the shapes, strides, dtypes, devices and
+    `requires_grad` flags that they had when they were learnt. It may say no although they have:
+    under another autocast, for example."""
 
     def __init__(self) -> None:
         self._learnt: tuple[Callable[..., bool], Callable[[Any], tuple[Any, ...]] | None] | None
         self._learnt = None
 
     def __call__(self, tensors: tuple[Any, ...]) -> bool:
-        """Return whether they certainly are."""
+        """Return whether the tensors certainly are as they were learnt."""
         if self._learnt is None:
             return False
         check, chosen = self._learnt
         return check(*(tensors if chosen is None else chosen(tensors)))
 
     def learn(self, tensors: tuple[Any, ...]) -> None:
-        """Take the tensors as they are now. Those that come more than once are looked at once: that
-        they are the same has to be checked elsewhere."""
+        """Learn the tensors as they are now. One that comes several times is checked once; whether
+        it is still the same tensor at each place has to be checked elsewhere."""
         first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
         chosen = None
         if len(first) < len(tensors):
