@@ -114,6 +114,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.api",
         "memopt.step.accelerator",
     ),
+    "memopt.commands.doctor": (
+        *_PLANS,
+        "memopt",
+        "memopt.torch_private",
+        "memopt.api",
+        "memopt.step.accelerator",
+        "memopt.commands",
+    ),
     "memopt.testing": (*_PLANS, "memopt.files", "memopt.api"),
     "memopt.demo": (
         "memopt.models",

@@ -68,8 +68,7 @@ def install(
         arenas = (CheckedArenas if checked else Arenas)(layout, family)
     order = None
     if interpreted:
-        forward, backward = interpret(halves, mover, random, homes)
-        source = ""
+        forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
         forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
         order = HandoverOrder.of(halves, mover, random, recorder, arenas)

@@ -232,7 +232,8 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
                 builder.bases[index] = node
         held_list.append(index)
     builder.storages[node] = tuple(held_list)
-    if not writes and not is_random(node):
+    random = is_random(node)
+    if not writes and not random:
         builder.views.add(node)
         return
     builder.nodes.append(node)
@@ -245,10 +246,8 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             phase=Phase.BACKWARD if backward else Phase.FORWARD,
             recomputable=(mutated.isdisjoint(reads) or _only_replaces_statistics(node))
             # Only the device's generator is rewound for a second run.
-            and not (
-                is_random(node) and all(is_on_host(v, builder.device) for v in tensors_of(node))
-            ),
-            random=is_random(node),
+            and not (random and all(is_on_host(v, builder.device) for v in tensors_of(node))),
+            random=random,
             module=path,
             target=str(node.target),
             collective=collective_of(node),
