@@ -50,7 +50,7 @@ OPTIMA: dict[str, tuple[CostModel, Optimum]] = {
 
 def schedule_is_valid(model: CostModel, plan: PlanRecord) -> None:
     """The schedule of a bare chain, by the chains' own validators and replay."""
-    if not isinstance(model, Chain):
+    if not isinstance(model, Chain) or not plan.is_of_chain:
         return
     assert plan.chain_steps is not None
     if has_transfers(plan.chain_steps):
