@@ -13,7 +13,7 @@ from memopt.models.status import Status
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.shared.members import MemberOutcome, fitting, for_forward
+from memopt.strategies.shared.members import Member, MemberOutcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -86,6 +86,8 @@ class Auto(Strategy):
         if not self.members and isinstance(cost_model, Graph) and cost_model.is_forward:
             members, without = for_forward(members)
             refused += without
+        if budget_bytes is None and not self.members:
+            members = tuple(sorted(members, key=_without_a_budget))
         least_s = time_lower_bound(cost_model)
         outcomes: list[MemberOutcome] = []
         at_once: list[MemberOutcome] = []
@@ -118,6 +120,13 @@ class Auto(Strategy):
         if best is None:
             return _without_plan(outcomes, bool(left), stats)
         return _with_plan(best, outcomes, bool(left), least_s, stats)
+
+
+def _without_a_budget(member: Member) -> int:
+    """Rank a member without a budget: the step as it is, then the fastest implementations, which
+    are found at once, then the others."""
+    features = member.strategy.features
+    return 0 if features == Features() else 1 if features.implementations else 2
 
 
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
