@@ -8,6 +8,7 @@ from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.passes.cp_sat import CpSat
 from memopt.passes.order.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.passes.order.program_tasks import in_any_place, tasks_of
 from memopt.passes.place.arena_selection import select_buffers
@@ -31,6 +32,7 @@ def order_program(
     device: Device | None = None,
     time_limit_s: float | None = None,
     max_states: int = DEFAULT_STATES,
+    cp_sat: CpSat | None = None,
     on_improvement: Improvement | None = None,
 ) -> tuple[Program, Ordering]:
     """Reorder a valid program for a smaller peak; every instruction runs exactly as often.
@@ -43,8 +45,7 @@ def order_program(
         program: valid; its placement, if any, is dropped when the order changes.
         device: link rates, to make sure that no transfer takes longer to wait for.
         time_limit_s: wall clock.
-        max_states: see `order_tasks`.
-        on_improvement: see `order_tasks`.
+        max_states, cp_sat, on_improvement: see `order_tasks`.
 
     Returns:
         The program, and the ordering with its bound over all such orders.
@@ -54,6 +55,7 @@ def order_program(
         problem.tasks,
         time_limit_s=time_limit_s,
         max_states=max_states,
+        cp_sat=cp_sat,
         on_improvement=on_improvement,
     )
     own = replay(graph, program, device)
@@ -111,11 +113,11 @@ def program_buffers(
         place_results: whether outputs and gradients, which the user holds beyond the step, are
             placed too.
     """
-    placeable = _placeable_storages(graph, program, _never_placed(graph, place_results))
+    placeable = _placeable_storages(graph, program, never_placed(graph, place_results))
     return _buffers(graph, placeable, alignment)
 
 
-def _never_placed(graph: Graph, place_results: bool) -> set[int]:
+def never_placed(graph: Graph, place_results: bool) -> set[int]:
     """Return the tensors that get no address."""
     return {*graph.tangents, *graph.allocator_owned, *(() if place_results else graph.kept)}
 
@@ -152,8 +154,7 @@ def place_program(
     time_limit_s: float | None = None,
     work_limit: int | None = DEFAULT_WORK_LIMIT,
     seed: int = 0,
-    cp_sat: bool = False,
-    num_workers: int = 1,
+    cp_sat: CpSat | None = None,
     on_improvement: Improvement | None = None,
 ) -> tuple[Program, Placement]:
     """Give every lifetime of a valid program an offset in one small arena.
@@ -167,15 +168,13 @@ def place_program(
             Lifetimes that would exceed it are left to the allocator (`Program.unplaced`), as few
             bytes as `select_buffers` finds. If no arena is within the limit, no offsets are
             returned. None: no limit, every lifetime gets an address.
-        time_limit_s, work_limit, seed, cp_sat, num_workers, on_improvement: see `place`.
+        time_limit_s, work_limit, seed, cp_sat, on_improvement: see `place`.
 
     Returns:
         The program with its offsets, and the placement with its bound (of the arena alone).
     """
-    if graph.allocator_owned:
-        alignment = lcm(alignment, ALIGNMENT_BYTES)
-
-    never = _never_placed(graph, place_results)
+    alignment = alignment_of(graph, alignment)
+    never = never_placed(graph, place_results)
     aim_bytes = limit_bytes
     for _ in range(ATTEMPTS):
         made, chosen = _selected(graph, program, alignment, never, aim_bytes)
@@ -185,10 +184,9 @@ def place_program(
             work_limit=work_limit,
             seed=seed,
             cp_sat=cp_sat,
-            num_workers=num_workers,
             on_improvement=on_improvement,
         )
-        placed = _with_offsets(graph, made, chosen, placement, never)
+        placed = with_offsets(graph, made, chosen, placement, never)
         if aim_bytes is None or limit_bytes is None:
             return placed, placement
         total_bytes = replay(graph, placed).placed_peak_bytes
@@ -200,6 +198,11 @@ def place_program(
         # Fragmentation, which `select_buffers` does not foresee.
         aim_bytes -= total_bytes - limit_bytes
     return Program(program.instructions), placement
+
+
+def alignment_of(graph: Graph, alignment: int) -> int:
+    """Return the alignment of a program's addresses: of captured models a kernel's, too."""
+    return lcm(alignment, ALIGNMENT_BYTES) if graph.allocator_owned else alignment
 
 
 def placing_figures(graph: Graph, placed: Program, placement: Placement) -> dict[str, object]:
@@ -250,7 +253,7 @@ def _selected(
     return best
 
 
-def _with_offsets(
+def with_offsets(
     graph: Graph,
     program: Program,
     chosen: Sequence[Storage],

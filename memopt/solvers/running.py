@@ -18,8 +18,8 @@ from memopt.models.progress import Progress, stops
 from memopt.models.status import Status
 
 POLL_S = 0.1
-GRACE_S = 2.0
-"""Seconds by which a solver may overrun its own time limit."""
+GRACE_S, GRACE_SHARE = 0.1, 0.05
+"""Seconds, and share of its time limit, by which a solver that cannot be stopped may overrun it."""
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ class SolverOptions:
         workers: CP-SAT's threads; the others run on one.
         seed: the solver's random seed.
         gap: relative gap at which the search may end.
+        linearize: whether CP-SAT solves linear relaxations beside.
     """
 
     solver: Solver = Solver.CP_SAT
@@ -55,6 +56,7 @@ class SolverOptions:
     workers: int = 1
     seed: int = 0
     gap: float = 0.0
+    linearize: bool = True
 
 
 class Stopped(Exception):
@@ -138,10 +140,12 @@ def call_in_thread(
         ended.set()
 
     thread = threading.Thread(target=run, name="memopt-solver", daemon=True)
-    until = math.inf if limit_s is None else time.monotonic() + limit_s + GRACE_S
+    if stop is None and limit_s is not None:
+        limit_s += GRACE_S + GRACE_SHARE * limit_s
+    until = math.inf if limit_s is None else time.monotonic() + limit_s
     thread.start()
     try:
-        while not ended.wait(POLL_S):
+        while not ended.wait(min(POLL_S, max(0.0, until - time.monotonic()))):
             if stops(progress, 0.5, what()) or time.monotonic() > until:
                 break
     except KeyboardInterrupt:
@@ -158,7 +162,11 @@ def call_in_thread(
 
 
 def solve_with_cp_sat(
-    model: Any, options: SolverOptions, *, scale: float = 1.0
+    model: Any,
+    options: SolverOptions,
+    *,
+    scale: float = 1.0,
+    watch: Callable[[float, float], None] | None = None,
 ) -> tuple[Status, Any]:
     """Solve a CP-SAT model.
 
@@ -166,6 +174,8 @@ def solve_with_cp_sat(
         model: a constraint model, with an objective or without.
         options: the solver is CP-SAT.
         scale: the factor of the objective's costs, for the reported figures.
+        watch: called in the caller's thread with (objective, bound) after either has improved; it
+            may raise KeyboardInterrupt, as `options.progress` may.
 
     Returns:
         The status, and the solver, which knows the values and the bound.
@@ -179,6 +189,8 @@ def solve_with_cp_sat(
     solver.parameters.num_workers = options.workers
     solver.parameters.random_seed = options.seed
     solver.parameters.relative_gap_limit = options.gap
+    if not options.linearize:
+        solver.parameters.linearization_level = 0
     if options.time_limit_s is not None:
         solver.parameters.max_time_in_seconds = max(0.0, options.time_limit_s)
     if options.deterministic_s is not None:
@@ -193,10 +205,19 @@ def solve_with_cp_sat(
     def on_bound(bound: float) -> None:
         known["bound"] = bound / scale
 
+    told = dict(known)
+
+    def report(fraction: float, what: str) -> None:
+        if watch is not None and told != known and math.isfinite(known["best"]):
+            told.update(known)
+            watch(told["best"], told["bound"])
+        if options.progress is not None:
+            options.progress(fraction, what)
+
     solver.best_bound_callback = on_bound
     code = call_in_thread(
         lambda: solver.solve(model, Listener()),
-        options.progress,
+        report,
         lambda: f"ilp: {known['best']:.6g}, bound {known['bound']:.6g}",
         limit_s=options.time_limit_s,
         stop=solver.stop_search,

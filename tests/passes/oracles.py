@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from memopt.models.graph import Graph, Phase, TensorKind
+from memopt.passes.order.tasks import Tasks, Value
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
@@ -116,3 +117,17 @@ def filled_up(rng: Random) -> list[Buffer]:
         lives.append((first, last, size))
         room[first:last] = [free - size for free in room[first:last]]
     return [Buffer(str(k), *life) for k, life in enumerate(lives)]
+
+
+def random_tasks(rng: Random, count: int) -> Tasks:
+    """A DAG that is no training step: wide, with transients, precedences and kept values."""
+    values = []
+    for producer in range(count):
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            later = range(producer + 1, count)
+            consumers = tuple(sorted(rng.sample(later, min(len(later), rng.randint(0, 3)))))
+            kept = not consumers or rng.random() < 0.15
+            values.append(Value(rng.randint(0, 12), producer, consumers, kept))
+    after = [[rng.randrange(t)] if t and rng.random() < 0.2 else [] for t in range(count)]
+    transient = [rng.choice([0, 0, rng.randint(1, 9)]) for _ in range(count)]
+    return Tasks(tuple(transient), tuple(values), tuple(map(tuple, after)), rng.randint(0, 5))

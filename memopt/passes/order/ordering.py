@@ -4,7 +4,7 @@ Minimum cuts give a bound, often met by the framework's own order. Where it is n
 the peak's operator says which tasks to execute first. Then windows around the peak are searched
 exactly, growing until they cover the whole independent part. A short search of this kind starts
 from the framework's order, to change it little (it stays as easy to place as it was). A long one
-also starts from the best of greedy orders.
+also starts from the best of greedy orders. On request CP-SAT goes on, or does all (`CpSat`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from memopt.models.bounds import relative_gap
 from memopt.models.status import Status
+from memopt.passes.cp_sat import CpSat
 from memopt.passes.order.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.passes.order.orders import greedy_orders
+from memopt.passes.order.part_programs import solve_by_parts
 from memopt.passes.order.task_contraction import (
     eager,
     expand_order,
@@ -24,6 +26,7 @@ from memopt.passes.order.task_contraction import (
 )
 from memopt.passes.order.tasks import Tasks
 from memopt.passes.order.window_search import Window
+from memopt.passes.order.windows import with_control_edges
 from memopt.passes.timed_search import Improvement, TimedSearch
 
 STATES_FROM_FRAMEWORK = 4_000
@@ -41,7 +44,8 @@ class Ordering:
         peak: its peak memory, bytes.
         bound: no order has a smaller peak, bytes.
         status: OPTIMAL when peak = bound, else FEASIBLE.
-        stats: "first_order" (best greedy order), "first_peak", "cuts", "states", "time_s".
+        stats: "first_order" (best greedy order), "first_peak", "cuts", "states", "time_s"; with
+            CP-SAT "variables", of all its programs, and "too_large", of programs not made.
     """
 
     order: tuple[int, ...]
@@ -62,6 +66,7 @@ def order_tasks(
     good_enough: int = 0,
     time_limit_s: float | None = None,
     max_states: int = DEFAULT_STATES,
+    cp_sat: CpSat | None = None,
     on_improvement: Improvement | None = None,
 ) -> Ordering:
     """Order tasks for a small peak.
@@ -74,20 +79,28 @@ def order_tasks(
         good_enough: bytes; an order of at most this peak ends the search.
         time_limit_s: wall clock, seconds.
         max_states: of the exact window searches in all.
+        cp_sat: how CP-SAT goes on where the search leaves a gap; None: not at all.
         on_improvement: called with (seconds, peak, bound) whenever either improves.
     """
     run = _OrderSearch(tasks, good_enough, time_limit_s, on_improvement)
     try:
-        run.bound_by_cuts()
-        run.follow_cuts()
-        run.windows(min(STATES_FROM_FRAMEWORK, max_states))
-        run.greedy()
-        run.bound_by_cuts()
-        run.follow_cuts()
-        run.windows(max_states)
+        if cp_sat is None or cp_sat.warm_start:
+            run.bound_by_cuts()
+            run.follow_cuts()
+            run.windows(min(STATES_FROM_FRAMEWORK, max_states))
+            run.greedy()
+            run.bound_by_cuts()
+            run.follow_cuts()
+            run.windows(max_states)
+        if cp_sat is not None:
+            run.programs(cp_sat)
     except KeyboardInterrupt:
         run.interrupted = True
     return run.result()
+
+
+LARGE = 1000
+"""Tasks from which on a search that is out of time takes no bound at all."""
 
 
 class _OrderSearch(TimedSearch):
@@ -106,6 +119,7 @@ class _OrderSearch(TimedSearch):
         self.cuts: dict[int, tuple[int, int]] = {}
         self.states = 0
         self.first = ("framework", 0)
+        self.figures: dict[str, object] = {}
         self.tasks, self.kept = without_free_tasks(tasks)
         self.order = eager(self.tasks, self.tasks.topological)
         self.profile = self.tasks.profile(self.order)
@@ -159,7 +173,9 @@ class _OrderSearch(TimedSearch):
     def bound_by_cuts(self, count: int = 8) -> None:
         """Take minimum cuts where they promise most: at the incumbent's highest tasks, and at those
         with the largest forced-live bound."""
-        forced = forced_live(self.tasks)
+        if len(self.tasks) > LARGE and self.out_of_time():
+            return
+        forced = forced_live(self.tasks, self.out_of_time)
         self.raise_bound(max(last_task_bound(self.tasks), *forced, self.tasks.base))
         highest = sorted(range(len(self.order)), key=lambda i: -self.profile[i])[:count]
         tasks = [self.order[i] for i in highest]
@@ -200,6 +216,26 @@ class _OrderSearch(TimedSearch):
                 if whole or width > 2 * len(self.order):
                     return
                 width *= 2
+
+    def programs(self, how: CpSat) -> None:
+        """Let CP-SAT go on by OLLA's own program."""
+        if self.done:
+            return
+        tasks, order, index = self.tasks, self.order, {t: t for t in range(len(self.tasks))}
+        if how.control_edges:
+            tasks = with_control_edges(self.original)
+            order, index = list(tasks.topological), {t: i for i, t in enumerate(self.kept)}
+
+        def watch(peak: int, bound: int) -> None:
+            self.tell(min(peak, self.peak), self.bound if how.control_edges else bound)
+
+        least = max(self.bound, self.good_enough)
+        found = solve_by_parts(tasks, order, how, least=least, left_s=self.left_s, watch=watch)
+        self.figures |= {"variables": found.variables, "too_large": found.too_large}
+        self.interrupted = found.interrupted
+        self.offer([index[task] for task in found.order if task in index])
+        if not how.control_edges:
+            self.raise_bound(found.bound)
 
     def _part(self) -> tuple[int, int]:
         """Return the independent part of the present order that holds the peak."""
@@ -248,5 +284,6 @@ class _OrderSearch(TimedSearch):
                 "states": self.states,
                 "time_s": self.elapsed_s(),
                 "interrupted": self.interrupted,
+                **self.figures,
             },
         )

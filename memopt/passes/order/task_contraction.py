@@ -129,3 +129,22 @@ def independent_parts(tasks: Tasks, order: Sequence[int]) -> list[tuple[int, int
     position = {task: i for i, task in enumerate(order)}
     ends = sorted({position[task] + 1 for task in cut_points(tasks)} | {len(order)})
     return [(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if begin < end]
+
+
+def part_of(tasks: Tasks, order: Sequence[int], begin: int, end: int) -> Tasks:
+    """Return the problem of order[begin:end], an independent part, as tasks 1, 2, ... in that
+    order. Task 0 makes the values that are there when the part begins and may end in it."""
+    index = {task: i for i, task in enumerate(order[begin:end], 1)}
+    before = set(order[:begin])
+    values, base = [], tasks.base
+    for value in tasks.values:
+        producer = 0 if value.producer in before else index.get(value.producer)
+        inside = tuple(sorted(index[task] for task in value.consumers if task in index))
+        kept = value.kept or any(x not in before and x not in index for x in value.consumers)
+        if producer == 0 and kept:
+            base += value.size
+        elif producer or (producer == 0 and inside):
+            values.append(Value(value.size, producer, inside, kept))
+    transient = [0, *(tasks.transient[task] for task in index)]
+    after = [(), *((0, *sorted(index[x] for x in tasks.after[t] if x in index)) for t in index)]
+    return Tasks(tuple(transient), tuple(values), tuple(after), base)

@@ -1,16 +1,18 @@
-"""Placement within a capacity as a constraint satisfaction problem (OLLA eq. 6 to 8, CP-SAT).
+"""Placement as a program in CP-SAT (OLLA eq. 6 to 8, and 15).
 
 Variables: offset A_i ∈ [0, capacity - S_i] of each buffer i.
 Constraints: for each maximal live set, the address intervals [A_i, A_i + S_i) are disjoint: one
 AddNoOverlap each. Eq. 6-7 say the same pair by pair with the order variables a and b.
+    A_i + S_i ≤ peak (eq. 8), where it is minimised
 Search: offsets by decreasing lifetime, smallest value first.
-There is no objective: minimising the peak itself is much harder for the solver.
+Objective: none, or the peak (eq. 15), which is much harder for the solver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import gcd
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil, gcd
 
 import numpy as np
 
@@ -18,41 +20,51 @@ from memopt.models.status import Status
 from memopt.passes.place.buffers import Ints, Layout
 from memopt.solvers.running import SolverOptions, solve_with_cp_sat
 
+EFFORT = SolverOptions(deterministic_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityAnswer:
+    """What CP-SAT found.
+
+    Attributes:
+        status: OPTIMAL: no placement has a smaller peak, or one was enough; FEASIBLE: some
+            placement; INFEASIBLE: none exists, unless `fixed` is at fault; UNKNOWN.
+        offsets: of the best placement; None: none was found.
+        bound: of every placement's peak, bytes, unless `fixed` is at fault.
+        effort: CP-SAT's deterministic time spent.
+    """
+
+    status: Status
+    offsets: Ints | None
+    bound: int
+    effort: float = 0.0
+
 
 def solve_capacity(
     layout: Layout,
     capacity: int,
     *,
+    least: int | None = None,
     fixed: Mapping[int, int] | None = None,
-    time_limit_s: float | None = None,
-    deterministic_limit: float | None = 60.0,
-    num_workers: int = 1,
-    seed: int = 0,
-) -> tuple[Status, Ints | None]:
+    options: SolverOptions = EFFORT,
+    watch: Callable[[int, int], None] | None = None,
+) -> CapacityAnswer:
     """Look for offsets with peak ≤ `capacity`.
 
     Args:
         layout: buffers of positive size.
         capacity: bytes.
+        least: minimise the peak, down to this many bytes; None: the first placement is enough.
         fixed: buffer index → offset of buffers already placed (OLLA §4.5, the pyramid).
-        time_limit_s: wall clock; results may differ between runs if it strikes.
-        deterministic_limit: CP-SAT's deterministic time, about seconds; None: no limit.
-        num_workers: threads of the solver.
-        seed: of the solver.
-
-    Returns:
-        (OPTIMAL, offsets), (INFEASIBLE, None) - proved, unless `fixed` is at fault - or
-        (UNKNOWN, None).
+        options: limits of the solver, which is CP-SAT.
+        watch: called with (peak, bound) when one of them has improved, if the peak is minimised.
     """
     if layout.bound > capacity:
-        return Status.INFEASIBLE, None
+        return CapacityAnswer(Status.INFEASIBLE, None, layout.bound)
     from ortools.sat.python import cp_model
 
-    # Offsets of sunk placements are sums of sizes rounded to alignments: all multiples of this.
-    unit = gcd(*layout.size.tolist(), *layout.alignment.tolist())
-    if np.all(layout.alignment == layout.alignment[0]) and fixed is None:
-        unit = gcd(*layout.size.tolist())
-    model = cp_model.CpModel()
+    model, unit = cp_model.CpModel(), _unit(layout, fixed is not None)
     offsets, intervals = [], []
     for index, size in enumerate(layout.size.tolist()):
         step = int(layout.alignment[index])
@@ -74,13 +86,32 @@ def solve_capacity(
         cp_model.CHOOSE_FIRST,
         cp_model.SELECT_MIN_VALUE,
     )
-    options = SolverOptions(
-        time_limit_s=time_limit_s,
-        deterministic_s=deterministic_limit,
-        workers=num_workers,
-        seed=seed,
-    )
-    status, solver = solve_with_cp_sat(model, options)
-    if status in (Status.OPTIMAL, Status.FEASIBLE):
-        return Status.OPTIMAL, np.array([solver.value(x) * unit for x in offsets], dtype=np.int64)
-    return status, None
+    bottom = 0
+    if least is not None:
+        bottom = min(max(layout.bound, least), capacity) // unit
+        peak = model.new_int_var(bottom, capacity // unit, "peak")
+        for offset, size in zip(offsets, layout.size.tolist(), strict=True):
+            model.add(offset + size // unit <= peak)
+        model.minimize(peak)
+
+    def improved(peak: float, bound: float) -> None:
+        if watch is not None and least is not None:
+            watch(int(peak) * unit, int(bound) * unit if fixed is None else 0)
+
+    status, solver = solve_with_cp_sat(model, options, watch=improved)
+    effort = solver.deterministic_time
+    if status is Status.INFEASIBLE:
+        return CapacityAnswer(status, None, (capacity // unit + 1) * unit, effort)
+    proved = ceil(solver.best_objective_bound - 1e-6) if least is not None else 0
+    bound = proved * unit if proved > bottom else layout.bound
+    if status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return CapacityAnswer(status, None, bound, effort)
+    placed = np.array([solver.value(x) * unit for x in offsets], dtype=np.int64)
+    return CapacityAnswer(status, placed, bound, effort)
+
+
+def _unit(layout: Layout, fixed: bool) -> int:
+    """Return what divides the offsets of sunk placements, sums of sizes rounded to alignments."""
+    if np.all(layout.alignment == layout.alignment[0]) and not fixed:
+        return gcd(*layout.size.tolist())
+    return gcd(*layout.size.tolist(), *layout.alignment.tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from memopt.models.status import Status
+from memopt.passes.cp_sat import CpSat, ran_out
 from memopt.passes.place.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.passes.place.feasibility import solve_capacity
 from memopt.passes.place.greedy import greedy_placement, promoted_placement, pyramid
@@ -35,9 +36,7 @@ def place(
     time_limit_s: float | None = None,
     work_limit: int | None = None,
     seed: int = 0,
-    use_pyramid: bool = False,
-    cp_sat: bool = False,
-    num_workers: int = 1,
+    cp_sat: CpSat | None = None,
     on_improvement: Improvement | None = None,
 ) -> Placement:
     """Place buffers so that those live at the same time do not overlap, with a small peak.
@@ -55,9 +54,7 @@ def place(
         work_limit: units of search work (about 10⁹ in one to five seconds). None:
             `DEFAULT_WORK_LIMIT`, or with a time limit as much as that allows.
         seed: of the random restarts. Without a time limit, the same seed gives the same result.
-        use_pyramid: let CP-SAT keep the nested tensors of OLLA Function 5 where it puts them.
-        cp_sat: try CP-SAT at the bound when the search has not decided it.
-        num_workers: threads of CP-SAT.
+        cp_sat: how CP-SAT goes on where the search leaves a gap; None: not at all.
         on_improvement: called with (seconds since the start, peak, bound) at each better one.
 
     Raises:
@@ -69,8 +66,8 @@ def place(
             work_limit = DEFAULT_WORK_LIMIT if time_limit_s is None else WITHOUT_LIMIT
         work_limit -= run.greedy(work_limit, seed)
         run.search(work_limit, seed)
-        if cp_sat:
-            run.cp_sat(use_pyramid, num_workers, seed)
+        if cp_sat is not None:
+            run.cp_sat(cp_sat)
     except KeyboardInterrupt:
         run.interrupted = True
         if run.best is None:
@@ -189,28 +186,36 @@ class _PlacementSearch(TimedSearch):
                 self.offer(outcome.offsets, method)
         return work
 
-    def cp_sat(self, use_pyramid: bool, num_workers: int, seed: int) -> None:
-        """Run CP-SAT at the bound (or the capacity)."""
-        if self.done or self.out_of_time():
-            return
+    def cp_sat(self, how: CpSat) -> None:
+        """Let CP-SAT decide the peak to stop at, then minimise the peak above it (eq. 15)."""
         fixed = None
-        if use_pyramid:
+        if how.pyramid:
             fixed, base = {}, 0
             for index in pyramid(self.layout).tolist():
                 fixed[index] = base
                 base += int(self.layout.size[index])
-        status, offsets = solve_capacity(
-            self.layout,
-            self.good_enough,
-            fixed=fixed,
-            time_limit_s=self.left_s(),
-            num_workers=num_workers,
-            seed=seed,
-        )
-        if offsets is not None:
-            self.offer(offsets, "CP-SAT")
-        elif status is Status.INFEASIBLE and fixed is None:
-            self.bound = self.good_enough + 1
+        left = how.effort
+        for minimise in (False, True):
+            if self.done or self.out_of_time() or left <= 0:
+                return
+            options = how.options(self.left_s(), left if minimise else left / 2)
+            answer = solve_capacity(
+                self.layout,
+                self.peak - self.layout.unit if minimise else self.good_enough,
+                least=self.good_enough if minimise else None,
+                fixed=fixed,
+                options=options,
+                watch=lambda peak, bound: self.tell(peak, max(self.bound, bound)),
+            )
+            left -= answer.effort
+            if answer.offsets is not None:
+                self.offer(answer.offsets, "CP-SAT")
+            if fixed is None:
+                self.bound = max(self.bound, answer.bound)
+            decided = answer.status in (Status.OPTIMAL, Status.INFEASIBLE)
+            if not (decided or ran_out(options, answer.effort) or self.out_of_time()):
+                self.interrupted = True
+                return
 
     def result(self) -> Placement:
         """Return the incumbent with its proof."""

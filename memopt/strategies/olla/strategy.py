@@ -8,6 +8,8 @@ from typing import ClassVar
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
+from memopt.passes.cp_sat import CpSat
+from memopt.passes.joint_pass import order_and_place_together
 from memopt.passes.order.ordering import DEFAULT_STATES
 from memopt.passes.passes import (
     order_in_any_place,
@@ -43,11 +45,21 @@ class Olla(Strategy):
             lifetimes that would cost more are left to the allocator. None: whatever they cost.
         alignment: of every address, bytes; 1: none.
         place_results: whether outputs and gradients get addresses, too.
-        seed: of the placement's random restarts.
+        seed: of the placement's random restarts, and of CP-SAT.
         max_states: limit of the exact searches for an order.
         work_limit: limit of the search for addresses.
-        cp_sat: try CP-SAT on a placement that the search leaves open.
-        num_workers: threads of CP-SAT.
+        solver: "search"; or "cp-sat", by which OLLA's own programs (eq. 14 and 15) are solved where
+            the search leaves a gap.
+        joint: with CP-SAT, also order and addresses in one program (eq. 9), practical for small
+            steps. Every tensor gets an address, whatever `arena_cost`, if the budget allows it.
+        warm_start: CP-SAT begins from what the search finds, and with its bounds; else from the
+            framework's order and greedy addresses.
+        control_edges: let CP-SAT run updates early by OLLA's Functions 3 and 4, which may lose the
+            optimum; else they are treated exactly.
+        pyramid: let CP-SAT keep nested tensors where OLLA's Function 5 puts them, likewise.
+        effort: limit of each of CP-SAT's programs, in its deterministic time, of which one is a few
+            seconds.
+        num_workers: threads of CP-SAT; with one, the same problem gives the same plan.
     """
 
     order: bool = True
@@ -59,7 +71,12 @@ class Olla(Strategy):
     seed: int = 0
     max_states: int = DEFAULT_STATES
     work_limit: int = DEFAULT_WORK_LIMIT
-    cp_sat: bool = False
+    solver: str = "search"
+    joint: bool = False
+    warm_start: bool = True
+    control_edges: bool = False
+    pyramid: bool = False
+    effort: float = 60.0
     num_workers: int = 1
 
     name: ClassVar[str] = "olla"
@@ -80,6 +97,26 @@ class Olla(Strategy):
             raise ValueError(f"Olla: arena_cost must be at least 0, got {self.arena_cost}")
         if self.num_workers < 1:
             raise ValueError(f"Olla: num_workers must be at least 1, got {self.num_workers}")
+        if not self.effort > 0:
+            raise ValueError(f"Olla: effort must be above 0, got {self.effort}")
+        if self.solver not in ("search", "cp-sat"):
+            raise ValueError(f'Olla: solver must be "search" or "cp-sat", got {self.solver!r}')
+        if self.joint and not (self.solver == "cp-sat" and self.order and self.place):
+            raise ValueError('Olla: joint=True needs solver="cp-sat", order=True and place=True')
+
+    @property
+    def cp_sat(self) -> CpSat | None:
+        """Return how CP-SAT solves; None: it is not asked."""
+        if self.solver == "search":
+            return None
+        return CpSat(
+            workers=self.num_workers,
+            seed=self.seed,
+            warm_start=self.warm_start,
+            control_edges=self.control_edges,
+            pyramid=self.pyramid,
+            effort=self.effort,
+        )
 
     def solve(
         self,
@@ -95,7 +132,9 @@ class Olla(Strategy):
         program = store_all(graph)
         if self.in_place:
             program = with_in_place(graph, program)
-        share_s = None if time_limit_s is None else time_limit_s / (1 + (self.order and self.place))
+        share_s = None
+        if time_limit_s is not None:
+            share_s = time_limit_s / (1 + (self.order and self.place) + self.joint)
         stats: dict[str, object] = {"framework_peak_bytes": replay(graph, program).peak_bytes}
         proved = True
         if self.order:
@@ -104,6 +143,10 @@ class Olla(Strategy):
                 share_s = 0.0
             if self.in_place and budget_bytes is not None and proved:
                 program, proved = self._order_anew(graph, program, budget_bytes, share_s)
+        if self.joint:
+            found = self._joint(graph, program, budget_bytes, share_s, progress, stats)
+            if found is not None:
+                return _solution(graph, *found, device, stats)
         unplaced_bytes = peak_bytes = replay(graph, program).peak_bytes
         if self.place and (budget_bytes is None or unplaced_bytes <= budget_bytes):
             limit_bytes = self._limit_bytes(graph, unplaced_bytes, budget_bytes)
@@ -136,6 +179,7 @@ class Olla(Strategy):
             program,
             time_limit_s=time_limit_s,
             max_states=self.max_states,
+            cp_sat=self.cp_sat,
             on_improvement=_listener(progress, 0.0, "ordering"),
         )
         stats |= {f"order_{key}": value for key, value in ordering.stats.items()}
@@ -161,6 +205,39 @@ class Olla(Strategy):
         if other_bytes < peak_bytes:
             program, peak_bytes = other, other_bytes
         return program, bound >= peak_bytes or bound > budget_bytes
+
+    def _joint(
+        self,
+        graph: Graph,
+        program: Program,
+        budget_bytes: int | None,
+        time_limit_s: float | None,
+        progress: Progress | None,
+        stats: dict[str, object],
+    ) -> tuple[Program, int, bool] | None:
+        """Order and place in one program; return (program, its peak, whether it is proved), or None
+        where not all addresses are within the budget."""
+        bound_bytes, how = stats["order_bound_bytes"], self.cp_sat
+        assert isinstance(bound_bytes, int)
+        assert how is not None
+        made, bound_bytes, figures = order_and_place_together(
+            graph,
+            program,
+            how,
+            bound_bytes=bound_bytes,
+            alignment=self.alignment,
+            place_results=self.place_results,
+            time_limit_s=time_limit_s,
+            work_limit=self.work_limit,
+            on_improvement=_listener(progress, 0.5, "joint"),
+        )
+        stats |= {f"joint_{key}": value for key, value in figures.items()}
+        stats |= {"joint_bound_bytes": bound_bytes}
+        peak_bytes = replay(graph, made).placed_peak_bytes
+        if peak_bytes is None or (budget_bytes is not None and peak_bytes > budget_bytes):
+            return None
+        stats |= {"placed": True}
+        return made, peak_bytes, peak_bytes <= bound_bytes
 
     def _limit_bytes(
         self, graph: Graph, unplaced_bytes: int, budget_bytes: int | None
@@ -190,10 +267,9 @@ class Olla(Strategy):
             place_results=self.place_results,
             limit_bytes=limit_bytes,
             time_limit_s=time_limit_s,
-            work_limit=self.work_limit,
+            work_limit=self.work_limit if self.warm_start else 0,
             seed=self.seed,
             cp_sat=self.cp_sat,
-            num_workers=self.num_workers,
             on_improvement=_listener(progress, 0.5, "placing"),
         )
         stats |= {f"place_{key}": value for key, value in placement.stats.items()}

@@ -1,4 +1,4 @@
-"""Ordering: brute force over all topological orders, bounds, models, interruption."""
+"""Ordering: brute force over all topological orders, bounds, interruption."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.strategies.olla import order_program, order_tasks
 from tests.models.training_graphs import drawing, overwriting
-from tests.passes.oracles import all_orders, best_order_bytes
-from tests.passes.order.exact_models import solve_joint, solve_order
+from tests.passes.oracles import all_orders, best_order_bytes, random_tasks
 
 
 def small_graphs(count: int, seed: int, most: int) -> list[Graph]:
@@ -88,22 +87,6 @@ def test_equals_brute_force_where_operators_draw() -> None:
 def test_equals_brute_force_up_to_ten_operators() -> None:
     for graph in small_graphs(400, 2, 10):
         check_against_all_orders(graph)
-
-
-def random_tasks(rng: Random, count: int) -> Tasks:
-    """A DAG that is no training step: wide, with transients, precedences and kept values."""
-    from memopt.passes.order.tasks import Value
-
-    values = []
-    for producer in range(count):
-        for _ in range(rng.choice([0, 1, 1, 2])):
-            later = range(producer + 1, count)
-            consumers = tuple(sorted(rng.sample(later, min(len(later), rng.randint(0, 3)))))
-            kept = not consumers or rng.random() < 0.15
-            values.append(Value(rng.randint(0, 12), producer, consumers, kept))
-    after = [[rng.randrange(t)] if t and rng.random() < 0.2 else [] for t in range(count)]
-    transient = [rng.choice([0, 0, rng.randint(1, 9)]) for _ in range(count)]
-    return Tasks(tuple(transient), tuple(values), tuple(map(tuple, after)), rng.randint(0, 5))
 
 
 def exhaustive_peak(tasks: Tasks) -> int:
@@ -230,45 +213,6 @@ def test_updates_run_early() -> None:
         program, ordering = order_program(graph, store_all(graph))
         assert ordering.peak <= replay(graph, store_all(graph)).peak_bytes
         assert validate(graph, program) is None
-
-
-def test_order_model_agrees() -> None:
-    rng = Random(21)
-    for _ in range(25):
-        tasks = random_tasks(rng, rng.randint(2, 7))
-        ordering = order_tasks(tasks)
-        exact = solve_order(tasks, hint=ordering.order)
-        assert exact.status is Status.OPTIMAL
-        assert exact.peak == exact.bound == ordering.peak
-        assert tasks.is_valid(exact.order)
-
-
-def test_joint_is_not_worse_than_split() -> None:
-    from memopt.strategies.olla import Buffer, place
-
-    rng = Random(22)
-    for _ in range(12):
-        tasks = random_tasks(rng, rng.randint(2, 6))
-        order = order_tasks(tasks).order
-        position = {task: i for i, task in enumerate(order)}
-        buffers = [
-            Buffer(
-                f"v{i}",
-                position[v.producer],
-                len(order) if v.kept else max(position[c] for c in (*v.consumers, v.producer)) + 1,
-                v.size,
-            )
-            for i, v in enumerate(tasks.values)
-        ]
-        buffers += [
-            Buffer(f"t{t}", position[t], position[t] + 1, size)
-            for t, size in enumerate(tasks.transient)
-        ]
-        split = tasks.base + place(buffers).peak
-        joint = solve_joint(tasks, hint=order)
-        assert joint.status is Status.OPTIMAL
-        assert joint.peak is not None
-        assert order_tasks(tasks).bound <= joint.peak <= split
 
 
 def test_interruption_returns_the_best_order_so_far() -> None:

@@ -145,7 +145,7 @@ def test_small_ones_agree_with_cp_sat() -> None:
     found = 0
     for seed in range(60):
         layout = Layout(filled_up(rng))
-        there = solve_capacity(layout, layout.bound)[0] is Status.OPTIMAL
+        there = solve_capacity(layout, layout.bound).status is Status.OPTIMAL
         assert find_placement(layout, layout.bound, seed=seed).infeasible != there
         outcome = find_joined(layout, layout.bound, seed=seed, work_limit=3_000_000)
         assert not outcome.infeasible

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from memopt.cli import app
 from memopt.models.status import Status
+from memopt.passes.cp_sat import CpSat
 from memopt.passes.place import placement as placement_module
 from memopt.passes.place.buffers import Layout
 from memopt.passes.place.feasibility import solve_capacity
@@ -18,6 +19,7 @@ from memopt.passes.place.greedy import pyramid
 from memopt.passes.place.repair import repaired_placement, stacked_results
 from memopt.strategies.olla import (
     Buffer,
+    Placement,
     lower_bound,
     place,
     read_buffers,
@@ -90,7 +92,7 @@ def test_proves_a_bound_above_the_live_bytes() -> None:
     assert lower_bound(buffers) == 6
     placement = place(buffers)
     assert (placement.peak, placement.bound, placement.status) == (7, 7, Status.OPTIMAL)
-    assert solve_capacity(Layout(buffers), 6)[0] is Status.INFEASIBLE
+    assert solve_capacity(Layout(buffers), 6).status is Status.INFEASIBLE
     assert place(buffers, capacity=6).status is Status.INFEASIBLE
 
 
@@ -212,12 +214,18 @@ def test_cp_sat_agrees_with_the_search() -> None:
             if not buffers:
                 continue
             layout, best = Layout(buffers), place(buffers).peak
-            status, offsets = solve_capacity(layout, best)
-            assert status is Status.OPTIMAL
-            assert offsets is not None
-            named = {b.id: int(x) for b, x in zip(buffers, offsets, strict=True)}
-            assert overlap(buffers, named) is None
-            assert max(named[b.id] + b.extent for b in buffers) <= best
+            some = solve_capacity(layout, best)
+            least = solve_capacity(layout, layout.size.sum(), least=0)
+            for found in (some, least):
+                assert found.status is Status.OPTIMAL
+                assert found.offsets is not None
+                named = {b.id: int(x) for b, x in zip(buffers, found.offsets, strict=True)}
+                assert overlap(buffers, named) is None
+                assert max(named[b.id] + b.extent for b in buffers) <= best
+            assert layout.bound <= least.bound <= best
+            under = solve_capacity(layout, best - 1)
+            assert under.status is Status.INFEASIBLE
+            assert best - 1 < under.bound <= best
 
 
 @pytest.mark.parametrize("aligned", [False, True])
@@ -285,7 +293,35 @@ def test_pyramid_is_nested() -> None:
 
 def test_pyramid_with_cp_sat() -> None:
     buffers = (Buffer("a", 0, 6, 1), Buffer("b", 1, 5, 1), Buffer("c", 2, 4, 1))
-    assert place(buffers, cp_sat=True, use_pyramid=True).peak == 3
+    assert place(buffers, cp_sat=CpSat(pyramid=True)).peak == 3
+
+
+def by_cp_sat(buffers: tuple[Buffer, ...], how: CpSat) -> Placement:
+    """All that CP-SAT can do from the worst placement there is."""
+    run = placement_module._PlacementSearch(buffers, None, None, None)
+    run.stack()
+    run.cp_sat(how)
+    return run.result()
+
+
+def test_cp_sat_minimises_the_peak() -> None:
+    rng = Random(5)
+    left_open = 0
+    for _ in range(25):
+        buffers = random_buffers(rng, 15)
+        best = place(buffers).peak
+        found = by_cp_sat(buffers, CpSat())
+        assert found.bound <= best == found.peak
+        assert found.status is Status.OPTIMAL
+        assert overlap(buffers, dict(found.offsets)) is None
+        for how in (CpSat(effort=1e-7), CpSat(pyramid=True)):
+            short = by_cp_sat(buffers, how)
+            assert short.bound <= best <= short.peak
+            assert overlap(buffers, dict(short.offsets)) is None
+            left_open += short.peak > best
+    assert left_open > 3
+    full = by_cp_sat(tuple(Buffer(str(k), *x) for k, x in enumerate(FULL_SECTIONS)), CpSat())
+    assert (full.peak, full.bound, full.stats["method"]) == (7, 7, "CP-SAT")
 
 
 @pytest.mark.parametrize("aligned", [False, True])

@@ -1,0 +1,51 @@
+"""How CP-SAT solves OLLA's programs of orders and addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.solvers.running import SolverOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CpSat:
+    """Options of OLLA's programs in CP-SAT.
+
+    Attributes:
+        workers: threads; with more than one the same problem may give another result.
+        seed: the solver's random seed.
+        warm_start: begin from what the search finds, and with its bounds; else from the framework's
+            order and greedy addresses.
+        control_edges: run updates early by OLLA's Functions 3 and 4, which may lose the optimum;
+            else they are treated exactly.
+        pyramid: keep nested tensors where OLLA's Function 5 puts them, likewise.
+        effort: limit of each program, in CP-SAT's deterministic time, of which one is a few
+            seconds.
+    """
+
+    workers: int = 1
+    seed: int = 0
+    warm_start: bool = True
+    control_edges: bool = False
+    pyramid: bool = False
+    effort: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"CpSat: workers must be at least 1, got {self.workers}")
+        if not self.effort > 0:
+            raise ValueError(f"CpSat: effort must be above 0, got {self.effort}")
+
+    def options(self, time_limit_s: float | None, effort: float | None = None) -> SolverOptions:
+        """Return the solver's options; `effort` is in place of its own."""
+        return SolverOptions(
+            time_limit_s=time_limit_s,
+            deterministic_s=max(0.0, self.effort if effort is None else effort),
+            workers=self.workers,
+            seed=self.seed,
+        )
+
+
+def ran_out(options: SolverOptions, effort: float) -> bool:
+    """Tell whether the limit of effort has ended a solve that took so much."""
+    return options.deterministic_s is not None and effort >= 0.99 * options.deterministic_s
