@@ -11,10 +11,10 @@ import sys
 import time
 
 NAMES = (
-    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_grid", "offload_paper",
-    "offload_solve", "olla_tables", "olla_steps", "olla_programs", "olla_cp_sat",
-    "minimalloc", "hard_placements", "forward_graphs", "joint_tables", "joint_deep",
-    "joint_pictures",
+    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_portfolio", "limits",
+    "offload_paper",
+    "offload_solve", "olla_tables", "olla_steps", "olla_programs", "olla_cp_sat", "minimalloc",
+    "hard_placements", "forward_graphs", "joint_tables", "joint_deep", "joint_pictures",
     "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
     "monet_table1", "monet_ablation", "monet_real", "monet_language", "monet_in_place", "arena",
     "llama_7b",

@@ -8,24 +8,39 @@ class MemoptError(Exception):
 
 
 class InfeasibleBudgetError(MemoptError):
-    """No plan of the strategy fits the budget.
+    """The strategy has no plan within the budget.
 
     Attributes:
         budget_bytes: the budget asked for, total bytes.
         smallest_budget_bytes: the smallest budget known to be feasible for the same
             strategy, total bytes; None if none is known.
+        proved: whether there is none; otherwise the search found none in its time.
     """
 
     def __init__(
-        self, message: str, budget_bytes: int, smallest_budget_bytes: int | None = None
+        self,
+        message: str,
+        budget_bytes: int,
+        smallest_budget_bytes: int | None = None,
+        proved: bool = True,
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.smallest_budget_bytes = smallest_budget_bytes
+        self.proved = proved
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle all arguments, so that another process can raise the error."""
-        return type(self), (*self.args, self.budget_bytes, self.smallest_budget_bytes)
+        return type(self), (
+            *self.args,
+            self.budget_bytes,
+            self.smallest_budget_bytes,
+            self.proved,
+        )
+
+
+class TableTooLargeError(MemoptError, MemoryError):
+    """A dynamic program's tables would need more memory than they may; they were not made."""
 
 
 class CaptureError(MemoptError):

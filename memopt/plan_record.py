@@ -16,6 +16,7 @@ from memopt.models.stage_record import StageRecord, options_of
 from memopt.models.status import Status
 from memopt.models.steps import ChainStep
 from memopt.programs.allocator_requests import AllocatorFigures, reserved_by
+from memopt.programs.allocator_settings import AllocatorSettings
 from memopt.programs.instructions import Program
 from memopt.programs.placed import ArenaUse, arena_use
 from memopt.strategies.base import Strategy
@@ -114,12 +115,15 @@ class PlanRecord:
 
     @property
     def reserved(self) -> AllocatorFigures | None:
-        """Simulate how much CUDA's caching allocator allocates and reserves for the step, with its
-        default settings (`memopt.programs.caching_allocator`); None for other devices."""
+        """Simulate how much CUDA's caching allocator allocates and reserves for the step, with the
+        settings of this process (PYTORCH_ALLOC_CONF; `memopt.programs.caching_allocator`); None for
+        other devices. On CUDA this is what `max_memory_allocated` and `max_memory_reserved` are to
+        show: blocks that are not split count whole, by which the first may be above the plan's
+        peak; not with expandable segments."""
         record_bytes = 1 if self.record is None else self.record.block_bytes
         if max(record_bytes, self.device.block_bytes) == 1:
             return None
-        return reserved_by(self.graph, self.program)
+        return reserved_by(self.graph, self.program, AllocatorSettings.of_environment())
 
     @property
     def reserved_bytes_limited(self) -> bool:

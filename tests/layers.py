@@ -34,7 +34,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
     "memopt.step": (*_FACTS, "memopt.torch_private"),
-    "memopt.user_code": ("memopt.models", "memopt.torch_private", "memopt.step"),
+    "memopt.user_code": (
+        "memopt.errors",
+        "memopt.models",
+        "memopt.torch_private",
+        "memopt.step",
+    ),
     "memopt.capture": _STEP,
     "memopt.pricing": _STEP,
     "memopt.kernels": (*_STEP, "memopt.capture", "memopt.pricing"),
@@ -107,6 +112,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.report",
         "memopt.files",
         "memopt.api",
+        "memopt.step.accelerator",
     ),
     "memopt.testing": (*_PLANS, "memopt.files", "memopt.api"),
     "memopt.demo": (

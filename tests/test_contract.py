@@ -37,7 +37,7 @@ QUICK: dict[str, Strategy] = {
     "offload-exact": OffloadExact(effort=0.2),
 }
 STRATEGIES = {strategy.name: QUICK.get(strategy.name, strategy) for strategy in KNOWN}
-HEURISTIC = {"checkmate-rounding", "joint", "rotor-menus"}
+HEURISTIC = {"auto", "checkmate-rounding", "joint", "rotor-menus"}
 """Name the smallest budget that they found: their next search may find a smaller one."""
 CHAIN = random_chain(Random(3), 5, parameter_gradients=True)
 GRAPH = tiny_graph(Random(11))
@@ -50,7 +50,7 @@ OPTIMA: dict[str, tuple[CostModel, Optimum]] = {
 
 def schedule_is_valid(model: CostModel, plan: PlanRecord) -> None:
     """The schedule of a bare chain, by the chains' own validators and replay."""
-    if not isinstance(model, Chain):
+    if not isinstance(model, Chain) or not plan.is_of_chain:
         return
     assert plan.chain_steps is not None
     if has_transfers(plan.chain_steps):

@@ -174,7 +174,7 @@ def test_other_arguments() -> None:
 
 def test_missing_inputs() -> None:
     with pytest.raises(ValueError, match="example inputs are needed"):
-        memopt.plan(two_layers(), progress=False)
+        memopt.compare(two_layers(), progress=False)
 
 
 def test_not_a_model() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from benchmarks.gpu.cells import CELLS, Row
 from benchmarks.gpu.subject import Machine
 from benchmarks.table import Kept
 from benchmarks.table import table as markdown
+from memopt.programs.allocator_settings import EXPANDABLE
 
 CELL_S = 240
 """The longest that a cell may take: then it is ended, and said so."""
@@ -90,13 +92,22 @@ def children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def environment() -> dict[str, str]:
+    """Give a cell's environment: expandable segments, with which CUDA's allocator counts exactly,
+    unless the user has chosen other settings."""
+    name, _, value = EXPANDABLE.partition("=")
+    return {name: value, **os.environ}
+
+
 def run_cell(name: str, options: argparse.Namespace, limit_s: float) -> list[Row]:
     """Run a cell in a process of its own: its rows, or one that says how it fails."""
     rows = options.results.with_suffix(".rows.json")
     command = [sys.executable, "-m", "benchmarks", "gpu", "--cell", name, "--rows", str(rows)]
     command += ["--device", options.device, "--size", options.size, "--rounds", str(options.rounds)]
     try:
-        subprocess.run(command, check=True, timeout=limit_s, capture_output=True, text=True)
+        subprocess.run(
+            command, check=True, timeout=limit_s, capture_output=True, text=True, env=environment()
+        )
     except subprocess.TimeoutExpired:
         reason = f"took longer than {limit_s:.0f} s"
     except subprocess.CalledProcessError as error:

@@ -312,6 +312,8 @@ class _Table:
                 view=self.view,
             )
         except InfeasibleBudgetError as error:
+            if not error.proved:
+                return empty(Status.UNKNOWN, str(error), error.smallest_budget_bytes)
             return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))

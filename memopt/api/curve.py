@@ -37,7 +37,7 @@ def curve(
 
     Args:
         model, inputs, loss_fn, targets, device, mode, optimizer: as for `memopt.plan`.
-        strategies: names or instances; None: the fast ones that can plan this model.
+        strategies: names or instances; None: those of `memopt.compare`.
         points: how many budgets, at least 2.
         time_limit_s: seconds for each plan.
         workers, cache, progress: as for `memopt.compare`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from memopt.api.cluster import on_mesh
@@ -20,8 +21,10 @@ from memopt.report.progress import reporting
 from memopt.report.texts import aligned, format_seconds, or_dash
 from memopt.stages import profiled_for
 from memopt.strategies import Strategy, resolve
+from memopt.strategies.named_budgets import Planning
+from memopt.strategies.target import Target
 
-DEFAULT_STRATEGIES = ("store-all", "sequential", "rotor")
+DEFAULT_STRATEGIES = ("store-all", "sequential", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,15 @@ class _BatchSearch:
         return solve(found.graph, budget, strategy, device=self._device, profiled=found)
 
     def _smallest(self, strategy: Strategy, batch: int) -> int:
-        return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
+        if strategy.refines_smallest:
+            return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
+        graph = self.at(batch).graph
+        target = Target.of(strategy, graph)
+        attempt = partial(strategy.solve, graph, device=self._device)
+        found = Planning(target, self._device, attempt).smallest_budget()
+        if found is None:
+            raise ValueError(f"{strategy.name} knows no budget that it can meet")
+        return found
 
     def _largest(self, strategy: Strategy, first: int, smallest: int) -> tuple[int | None, bool]:
         """Find the largest batch that fits, and whether it is proved, by secant search: memory is

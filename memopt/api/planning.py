@@ -29,7 +29,7 @@ def plan(
     inputs: Any = None,
     *,
     budget: WrittenBudget = None,
-    strategy: str | Strategy = "rotor",
+    strategy: str | Strategy = "auto",
     host_budget: int | str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),

@@ -27,10 +27,13 @@ def infeasible(
     proved = f"no plan of any kind needs less than {format_bytes(memory_lower_bound(graph))}"
     if solution.status is Status.UNKNOWN or budget_bytes is None:
         feasible = "" if smallest is None else f"one is known for {format_bytes(smallest)}, "
-        return MemoptError(
+        text = (
             f"{strategy.name} found no plan ({feasible}{proved}), and no proof that there is none: "
             f"give it a larger time_limit_s, raise the budget, or {others}"
         )
+        if budget_bytes is None:
+            return MemoptError(text)
+        return InfeasibleBudgetError(text, budget_bytes, smallest, proved=False)
     known = (
         "no feasible budget is known"
         if smallest is None
@@ -53,7 +56,9 @@ def _others(strategy: Strategy, graph: Graph) -> str:
             'use strategy="monet", "checkmate" or "auto": where there is no backward, '
             f"{strategy.name} runs no operator again"
         )
-    return "try another strategy"
+    if strategy.name == "auto":
+        return "keep less: a smaller batch, or kernels that need less"
+    return 'use strategy="auto", the default, which asks all of them'
 
 
 def _fixed(graph: Graph, profiled: Profiled | None) -> str:

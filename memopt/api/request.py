@@ -21,7 +21,7 @@ class PlanRequest:
         progress: whether to show a bar, or the callback that progress is reported to.
     """
 
-    strategy: str | Strategy = "rotor"
+    strategy: str | Strategy = "auto"
     limits: PlanLimits = field(default_factory=PlanLimits)
     step: StepOptions = field(default_factory=StepOptions)
     pricing: Pricing = field(default_factory=Pricing)

@@ -22,6 +22,7 @@ from memopt.models.budget import (
 )
 from memopt.models.charges import Charges
 from memopt.plan_record import PlanRecord
+from memopt.programs.allocator_settings import EXPANDABLE, AllocatorSettings
 from memopt.programs.charged import needed_bytes
 
 LOWERED = 12
@@ -168,11 +169,13 @@ def _beside_forward(
 
 
 def _infeasible(limit: int, reserved_bytes: int) -> InfeasibleBudgetError:
+    grows = AllocatorSettings.of_environment().expandable_segments
+    segments = "" if grows else f"start Python with {EXPANDABLE}, "
     return InfeasibleBudgetError(
         f"no plan was found for which CUDA's allocator reserves at most {limit} bytes "
         f"({format_bytes(limit)}); for the smallest one tried it reserves "
-        f"{format_bytes(reserved_bytes)}. Raise the budget, give the tensors addresses "
-        "(place=True), or budget what is allocated",
+        f"{format_bytes(reserved_bytes)}. Raise the budget, {segments}give the tensors "
+        "addresses (place=True), or budget what is allocated",
         limit,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -169,17 +171,21 @@ def solve(
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
 
+    limit_s = math.inf if time_limit_s is None else time_limit_s
+    end_s = time.monotonic() + limit_s
+
     def attempt(budget_bytes: int | None) -> Solution:
+        # All attempts share the time.
         return strategy.solve(
             target.solved,
             budget_bytes,
             device=device,
-            time_limit_s=time_limit_s,
+            time_limit_s=None if time_limit_s is None else max(0.0, end_s - time.monotonic()),
             progress=progress,
         )
 
     budget_bytes: int | None
-    attempts = Planning(target, device, attempt)
+    attempts = Planning(target, device, attempt, end_s)
     if budget == MINIMUM:
         least = attempts.smallest()
         if least is None:
@@ -194,7 +200,7 @@ def solve(
     finished = finish(target, solution, limit, device, passes, time_limit_s)
     if isinstance(finished, Solution):
         raise infeasible(finished, budget_bytes, strategy, target.graph, profiled)
-    return _record(target, finished, limit, baseline, device, profiled)
+    return finished_record(target, finished, limit, baseline, device, profiled)
 
 
 def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures:
@@ -206,7 +212,7 @@ def baseline_figures(graph: Graph, profiled: Profiled | None) -> BaselineFigures
     return BaselineFigures(timeline.peak_bytes, timeline.time_s, False)
 
 
-def _record(
+def finished_record(
     target: Target,
     finished: FinishedProgram,
     budget: Budget,

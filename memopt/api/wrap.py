@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memopt.api.cells import code_digest
+from memopt.api.improving import Improving
 from memopt.api.plan import Plan
 from memopt.api.ranks import planning_ranks
 from memopt.api.request import PlanRequest
@@ -50,7 +50,7 @@ M = TypeVar("M", bound="nn.Module")
 def wrap(
     model: M,
     budget: int | float | str | None = None,
-    strategy: str | Strategy = "rotor",
+    strategy: str | Strategy = "auto",
     *,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]] = (),
@@ -65,6 +65,7 @@ def wrap(
     place: bool = False,
     time_limit_s: float | None = None,
     kernels: str = "aten",
+    improve: bool = True,
     cache: bool = True,
     progress: bool | Progress = True,
 ) -> M:
@@ -95,6 +96,9 @@ def wrap(
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
             `place=True` their plans share one arena, as large as the largest needs.
         most_plans: how many kinds of calls stay ready to run.
+        improve: train with a plan that is made at once, look for a better one in a process of its
+            own, and take it over between two steps, which changes no bit; for "auto" without
+            `order` and `place`, where a better plan may pay back. False: search first, then train.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -117,7 +121,8 @@ def wrap(
         PassOptions(order, place),
         progress=progress,
     )
-    planned_by(OwnCallsPlanner(request, loss_fn, targets), model, on_mismatch, shapes, most_plans)
+    planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
+    planned_by(planner, model, on_mismatch, shapes, most_plans)
     return model
 
 
@@ -192,6 +197,8 @@ class OwnCallsPlanner:
     loss_fn: Callable[..., Any] | None
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
     made: Callable[[Plan], None] | None = None
+    improve: bool = False
+    """Whether the first plan is one made at once, if the strategy has one."""
     labelled: bool = True
     """Whether calls with `labels` compute their own loss."""
     outputs: frozenset[int] = frozenset()
@@ -262,43 +269,72 @@ class OwnCallsPlanner:
                     if other[0].program.offsets is not None:
                         plan, again = other
         try:
-            return self._apply(plan, model, call, instead, family), plan
+            return self.apply(plan, model, call, instead, family), plan
         except PlanFileError:
             if again is None:
                 raise
         # Something that the key leaves out has changed, such as the model's own code.
         plan = again()
-        return self._apply(plan, model, call, instead, family), plan
+        return self.apply(plan, model, call, instead, family), plan
 
     @staticmethod
-    def _apply(
-        plan: Plan, model: nn.Module, call: Call, instead: OnMismatch, family: ArenaFamily
+    def apply(
+        plan: PlanRecord, model: nn.Module, call: Call, instead: OnMismatch, family: ArenaFamily
     ) -> PlannedModule:
         from memopt.executor.apply import apply_plan
 
         return apply_plan(plan, model, call, on_mismatch=instead, family=family)
 
-    @staticmethod
     def _plan(
-        model: nn.Module, call: Call, request: PlanRequest
+        self, model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
         """Return a plan and, if it was read from disk, the function that makes it anew."""
-
-        def make() -> PlanRecord:
-            return make_plan(model, call, request)
-
         # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
+        first = resolve(request.strategy).at_first() if self.improve and alone else None
+
+        def make() -> PlanRecord:
+            if first is not None:
+                with contextlib.suppress(InfeasibleBudgetError):
+                    return make_plan(model, call, replace(request, strategy=first))
+            return make_plan(model, call, request)
+
         store = PlanStore() if request.pricing.cache and alone else None
         key = None if store is None else _key(model, call, request)
         if store is None or key is None:
             return Plan.of(make()), None
-        record, kept = store.get(key, make, partial(_is_within, request))
+
+        def answers(plan: PlanRecord) -> bool:
+            searched = first is not None or plan.strategy.improved_by() is None
+            return searched and _is_within(request, plan)
+
+        record, kept = store.get(key, make, answers)
 
         def again() -> Plan:
             return Plan.of(store.renew(key, make))
 
         return Plan.of(record), again if kept else None
+
+    def improving(
+        self, model: nn.Module, call: Call, asked: Asked, plan: PlanRecord, beside_bytes: int
+    ) -> Improving | None:
+        """Begin to look for a better plan than one made at once."""
+        strategy = plan.strategy.improved_by() if self.improve else None
+        if strategy is None or plan.reserved_bytes_limited:
+            return None
+        request = self._request(call, asked)
+        limit_s = request.limits.time_limit_s
+        if not strategy.worth_improving(plan.step_time_s, plan.lower_bound_s, limit_s):
+            return None
+        key = _key(model, call, request) if request.pricing.cache else None
+
+        def keep(made: PlanRecord) -> None:
+            if key is not None:
+                PlanStore().renew(key, lambda: made)
+
+        limit_bytes = None if plan.budget is None else plan.budget - beside_bytes
+        aloud = request.progress is True
+        return Improving(plan, strategy, limit_bytes, limit_s, keep, aloud)
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
         from memopt.capture.training_call import own_loss

@@ -26,7 +26,7 @@ def compare(
     ] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="See `memopt strategies`; once for each. Left out: the fast ones."),
+        typer.Option(help="See `memopt strategies`; once for each. Left out: most of them."),
     ] = None,
     run: Annotated[
         bool, typer.Option("--run", help="Run every plan, too, and measure peak and time.")

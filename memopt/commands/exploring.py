@@ -14,7 +14,7 @@ from memopt.commands import options
 from memopt.commands.output import OptionError, say
 from memopt.report.snapshot import write_snapshot
 
-DEFAULT = ("rotor", "store-all")
+DEFAULT = ("auto", "store-all")
 
 
 def explore(
@@ -28,7 +28,7 @@ def explore(
     out: Annotated[Path, typer.Option(help="Write the page here (html).")] = Path("report.html"),
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="See `memopt strategies`; once for each. Left out: rotor, store-all."),
+        typer.Option(help="See `memopt strategies`; once for each. Left out: auto, store-all."),
     ] = None,
     points: Annotated[
         int, typer.Option(min=2, help="Plans per strategy, the stops of the budget slider.")

@@ -23,7 +23,7 @@ def plan(
         str | None,
         typer.Option(help='Bytes, "6GiB", "6GB", a share such as 0.5, or min. Left out: no limit.'),
     ] = None,
-    strategy: Annotated[str, typer.Option(help="See `memopt strategies`.")] = "rotor",
+    strategy: Annotated[str, typer.Option(help="See `memopt strategies`.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Save the plan here (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw its memory here (png, svg).")] = None,
     time_limit: options.TimeLimit = None,

@@ -157,7 +157,7 @@ class ArenaWriter:
             self.after(writer, what)
 
     def _leave(self, tensor: int) -> int | None:
-        """Note that a tensor has left its slot, and return that."""
+        """Record that a tensor has left its slot; return the slot's index, None if it had none."""
         self.slots.pop(self.layout.lowering.bases.get(tensor), None)  # type: ignore[arg-type]
         return self.used.pop(tensor, None)
 

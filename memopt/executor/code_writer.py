@@ -36,6 +36,10 @@ class Writer(ExpressionWriter):
         self.held: set[int] = set()
         self.ran: set[int] = set()
         self.position = 0
+        # Recorded, every update is one instruction, and where somebody looks on, as planned.
+        alone = "record" in globals_ or not direct
+        self.together = {} if alone else dict(halves.together)
+        self.done = {p for first, every in self.together.items() for p in every if p != first}
 
     def arrived(self, node: Node, text: str) -> str:
         if not is_wait(node.target):
@@ -64,6 +68,10 @@ class Writer(ExpressionWriter):
 
     def instruction(self, instruction: Instruction) -> None:
         match instruction:
+            case Compute() if self.position in self.done:
+                return
+            case Compute() if self.position in self.together:
+                self.update_together(self.together[self.position])
             case Compute(op, outputs, implementation, in_place):
                 self.compute(op, outputs, implementation, in_place)
             case Free(tensor):
@@ -222,6 +230,24 @@ class Writer(ExpressionWriter):
         self.globals["waited"] = waited
         self.landed(tensors)
         return self.waiting(f"waited({text})")
+
+    def update_together(self, positions: Iterable[int]) -> None:
+        """Emit one call for several updates."""
+        pairs = []
+        for position in positions:
+            run = self.halves.program.instructions[position]
+            assert isinstance(run, Compute)
+            node = self.lowering.node_of(run.op, run.implementation)
+            operator = self.lowering.graph.operators[run.op]
+            for tensor in operator.reads:
+                self.arrive(tensor)
+            if self.arena is not None:
+                self.arena.before(self, operator.name, operator.reads)
+            name, gradient, value = (*node.args, None)[:3]
+            pairs.append(f"({name!r}, {self.argument(gradient)}, {self.argument(value)})")
+        named = "".join(f", {key}={self.argument(one)}" for key, one in node.kwargs.items())
+        update = self.named(str(node.target), node.target)
+        self.emit(f"{update}.together(({', '.join(pairs)}){named})", above=True)
 
     def update_on_host(self, op: int) -> None:
         """Emit the optimizer's update on the host, which reads the host copy of the gradient."""

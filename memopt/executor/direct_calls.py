@@ -41,14 +41,16 @@ def all_plain(*given: Iterable[Any]) -> bool:
 
 
 def runs_below_autograd(target: Any) -> bool:
-    """Return whether a call can run below autograd: ATen's and memopt's have no autograd inside."""
+    """Return whether a call can run below autograd: a kernel of ATen's or of memopt's, which uses
+    no autograd inside."""
     if isinstance(target, OpOverload):
         return target.namespace in _WITHOUT_AUTOGRAD
     return isinstance(target, FusedKernel) or target is operator.getitem
 
 
 def direct(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what calls an overload with arguments of this kind with the least work of the host.
+    """Return the callable that runs an overload on arguments of this kind with the least work of
+    the host.
 
     Args:
         target: the overload; other callables are returned as they are.
@@ -67,7 +69,8 @@ _known: dict[Any, Callable[..., Any]] = {}
 
 
 def _kind(value: Any) -> Any:
-    """Return what of an argument may decide how a binding passes it on: its type, not its value."""
+    """Return the kind of an argument, on which it may depend how a binding passes the argument on:
+    its type, and a tensor's dtype and whether it has dimensions."""
     value = _value(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim() == 0
@@ -103,7 +106,8 @@ def _without_data(value: Any) -> Any:
 
 
 class _Called(Exception):
-    """Ends a call at the dispatcher; its arguments are the operator's."""
+    """Raised when a call reaches the dispatcher, to end it there; its arguments are the operator
+    and the operator's arguments."""
 
 
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

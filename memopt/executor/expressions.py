@@ -59,7 +59,8 @@ class ExpressionWriter:
         globals_["looked"] = looked_at_plain() if direct else looked()
 
     def emit(self, line: str, *, above: bool = False) -> None:
-        """Add a line; `above`: it is for autograd to see, or is not a kernel's."""
+        """Add a line. With `above` it runs above autograd: it runs no kernel, or autograd must see
+        what it does."""
         below = self.direct and not (above or self.above)
         if below and not self._below:
             self.lines.append("    with below_autograd():")
@@ -154,7 +155,7 @@ class ExpressionWriter:
         return node.name
 
     def arrived(self, _node: Node, text: str) -> str:
-        """Return the text of a view; what it waits for is emitted before."""
+        """Return the text of a view, after emitting lines for what the view waits for."""
         return text
 
     def look(self, node: Node) -> str | None:

@@ -10,6 +10,7 @@ parameter of the first function, whose gradient passes through it.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -107,12 +108,18 @@ class Handover:
         wanted = set(self._parts[number])
         found: dict[int, Any] = {}
         last = self._done == len(self._parts)
-        with autocast_off():
-            while last or not wanted <= found.keys():
-                handed = next(self._running, None)
-                if handed is None:
-                    break
-                found.update(handed)
+        try:
+            with autocast_off():
+                while last or not wanted <= found.keys():
+                    handed = next(self._running, None)
+                    if handed is None:
+                        break
+                    found.update(handed)
+        except torch.OutOfMemoryError as error:
+            found.clear()
+            self._running = None
+            traceback.clear_frames(error.__traceback__)  # as `Runtime._backward` does
+            raise
         if last:
             self._running = None
         return found

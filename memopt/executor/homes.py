@@ -89,10 +89,10 @@ class Homes:
     def leave(self, *, carried: bool = False) -> None:
         """Copy moved tensors to the host that are not there: before the first step, and after they
         were loaded or replaced. With `carried`, also those that begin a step on the device."""
-        for tensor in (*self.parameters, *self.states):
-            if carried or tensor not in self.carried:
-                self._leave(tensor)
-        self._synchronize()
+        tensors = (*self.parameters, *self.states)
+        copied = [self._leave(one) for one in tensors if carried or one not in self.carried]
+        if any(copied):  # after a step nothing is, and the host need not wait again
+            self._synchronize()
 
     def moves(self, parameter: torch.Tensor) -> bool:
         """Return whether steps move a parameter."""
@@ -223,14 +223,17 @@ class Homes:
             self.swap.settle()
         self._synchronize()
 
-    def _leave(self, tensor: int) -> None:
-        """Copy to the host the values of a tensor that are not there."""
+    def _leave(self, tensor: int) -> bool:
+        """Copy to the host the values of a tensor that are not there; return whether any is."""
+        copied = False
         for key, value in self._values(tensor).items():
             known = value is self._views.get((tensor, key))
             if not known and not self._is_home(tensor, key, value):
                 self._store(tensor, key, value)
                 self._wait(tensor, key)
+                copied = True
         self._show(tensor)
+        return copied
 
     def _synchronize(self) -> None:
         """Wait until copies to the host can be read there."""

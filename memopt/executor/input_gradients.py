@@ -53,18 +53,38 @@ def pass_on(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give inputs their gradients, those of computed inputs to the graphs that computed them.
 
     Args:
-        gradients: (input, gradient) pairs.
+        gradients: (input, gradient) pairs; emptied. Autograd makes no copy of a gradient that
+            nothing else holds.
     """
     times = Counter(id(tensor) for tensor, _ in gradients)
-    rest = []
-    for tensor, gradient in gradients:
+    tensors, rest = list[torch.Tensor](), list[torch.Tensor]()
+    while gradients:
+        tensor, gradient = gradients.pop(0)
         if times[id(tensor)] == 1 and _plain(tensor, gradient):
-            # Without the copy that autograd makes of tensors that others hold.
             tensor.grad = gradient
         else:
-            rest.append((tensor, gradient))
+            tensors.append(tensor)
+            rest.append(gradient)
+        del gradient
     if rest:
-        torch.autograd.backward([tensor for tensor, _ in rest], [given for _, given in rest])
+        with torch.enable_grad():
+            end = _Given.apply(rest, *tensors)  # type: ignore[no-untyped-call]
+        torch.autograd.backward([end], [torch.empty(0)])
+
+
+class _Given(torch.autograd.Function):
+    """A backward that hands out a list of gradients, and empties it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
 
 
 def _plain(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,7 @@ def install(
     checked: bool = False,
     family: ArenaFamily | None = None,
     homes: Homes | None = None,
+    together: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -52,8 +54,9 @@ def install(
             arena: torch's allocator places their tensors.
         homes: the host copies of moved parameters and state (train steps).
         family: programs whose arena it shares; None: it has its own.
+        together: position of an update → the positions of those that run with it (train steps).
     """
-    halves = Halves(captured, lowering, program)
+    halves = Halves(captured, lowering, program, together=together or {})
     device = _device(captured)
     mover = _mover(halves, device, recorder) if swap is None else swap
     if homes is not None:

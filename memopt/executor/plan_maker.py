@@ -47,6 +47,20 @@ class Asked:
     budget_bytes: int | None = None
 
 
+class BetterPlan(Protocol):
+    """A search, in a process of its own, for a better plan than the one that runs."""
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether it has ended."""
+
+    def better(self) -> PlanRecord | None:
+        """Return the better plan of a search that has ended, if it found one."""
+
+    def stop(self) -> None:
+        """Give the search up."""
+
+
 class Planner(Protocol):
     """Makes plans as the user asked for them."""
 
@@ -86,6 +100,24 @@ class Planner(Protocol):
         """Return whether the user asked for a certain budget, not for none or the smallest."""
         ...
 
+    def improving(
+        self, model: nn.Module, call: Call, asked: Asked, plan: PlanRecord, beside_bytes: int
+    ) -> BetterPlan | None:
+        """Begin to look for a better plan than the one made for `asked`, which leaves so many bytes
+        of the budget for what is beside the step; None: there is nothing to look for."""
+        ...
+
+    def apply(
+        self,
+        plan: PlanRecord,
+        model: nn.Module,
+        call: Call,
+        instead: OnMismatch,
+        family: ArenaFamily,
+    ) -> PlannedModule:
+        """Return the model under a plan that is made."""
+        ...
+
 
 @dataclass(eq=False)
 class Made:
@@ -96,6 +128,7 @@ class Made:
         plan: the plan.
         charges: memory that it charges beside the step.
         enough: the largest charges for which it need not be made again.
+        search: for a better plan; None: there is none.
         other_loss: whether it is for a loss that is not the one that is trained with.
     """
 
@@ -104,6 +137,13 @@ class Made:
     charges: Charges
     enough: Charges
     other_loss: bool = False
+    search: BetterPlan | None = None
+
+    def stop(self) -> None:
+        """Look for no better plan."""
+        if self.search is not None:
+            self.search.stop()
+            self.search = None
 
 
 class PlanMaker:
@@ -162,6 +202,21 @@ class PlanMaker:
             "that needs least runs instead",
         )
         return made
+
+    def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
+        """Return the better plan that was found in the meantime, ready to run, if there is one."""
+        if made.search is None or not made.search.ended:
+            return None
+        search, made.search = made.search, None
+        plan = search.better()
+        if plan is None:
+            return None
+        found = replace(made, plan=plan)
+        if self._over_bytes(found, self._around.charges(kind)) > 0:
+            return None
+        found.module = self._planner.apply(plan, self._model, call, self._instead, self._family)
+        when_arrived(found.module, self._around.arrived)
+        return found
 
     def keeps(self, made: Made, kind: Any) -> bool:
         """Return whether a plan stays: it keeps its budget with all that was met around its steps,
@@ -229,6 +284,7 @@ class PlanMaker:
                 made = self._planned(call, Asked(False, until_backward, budget_bytes))
             except InfeasibleBudgetError:
                 raise error from None
+            made.stop()
             arrived = partial(self._arrived_dropping, made.plan, error.smallest_budget_bytes)
             when_arrived(made.module, arrived)
             return made
@@ -238,6 +294,12 @@ class PlanMaker:
     def _planned(self, call: Call, asked: Asked) -> Made:
         module, plan = self._planner(self._model, call, asked, self._instead, self._family)
         made = Made(module, plan, asked.charges, asked.charges)
+        if self._alone:
+            # The other charges are in the plan's graph.
+            outside = replace(asked.charges, boundary_bytes=0, kept_bytes=0, state_bytes=0)
+            needs_bytes = needed_bytes(plan.graph, plan.program, outside)
+            beside_bytes = max(0, needs_bytes - plan.peak_bytes)
+            made.search = self._planner.improving(self._model, call, asked, plan, beside_bytes)
         if self._alone and self._planner.guesses_loss(call):
             when_other_loss(module, partial(self._trained_otherwise, made))
         return made

@@ -115,7 +115,7 @@ def with_step(
     record, graph = plan.record, plan.graph
     if plan.profiled is not None or record is None or graph is None or not has_updates(graph):
         return plan
-    check_splittable(optimizer, model)
+    check_splittable(optimizer, model.named_parameters())
     call = example_call(record)
     user_call = Call(call.args[1:], call.kwargs)
     device = device_of(model, call)

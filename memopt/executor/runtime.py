@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -263,6 +264,17 @@ class Runtime:
         )
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run a step's backward. On a device it runs in a thread of autograd's, which drops what
+        has failed there some time after the caller has the error: memory that ran out is freed
+        before, so that the caller's next step finds it."""
+        try:
+            return self._run_backward(args)
+        except torch.OutOfMemoryError as error:
+            args.clear()
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    def _run_backward(self, args: list[Any]) -> tuple[Any, ...]:
         key = int(args[0])
         kept = next((one for one in list(self._states) if one.value.key == key), None)
         if kept is None:

@@ -189,6 +189,9 @@ class SelfPlanning:
 
     def remove(self) -> None:
         """Undo the wrap: the model runs as before."""
+        for made in self._ready.values():
+            for one in made:
+                one.stop()
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -277,7 +280,7 @@ class SelfPlanning:
         """
         if kind in self._ready:
             self._ready.move_to_end(kind)
-            made = self._ready[kind][-1]
+            made = self._improved(kind, call)
             if not self._maker.keeps(made, kind):
                 made = self._made(kind, call, made)
             if made.plan.program.offsets is None:
@@ -295,6 +298,16 @@ class SelfPlanning:
         self._count("" if before is None else _difference(before, kind))
         return made
 
+    def _improved(self, kind: Any, call: Call) -> Made:
+        """Return the plan of a kind of calls that ran last, or a better one that was found."""
+        made = self._ready[kind][-1]
+        better = self._maker.improved(made, kind, call)
+        if better is None:
+            return made
+        count_in(better.module, self.calls)
+        self._ready[kind][-1] = better
+        return better
+
     def _count(self, differs: str) -> None:
         """Count a plan that a call asked for."""
         self._asked += 1
@@ -306,12 +319,14 @@ class SelfPlanning:
         count_in(made.module, self.calls)
         ready = self._ready.setdefault(kind, [])
         if instead_of in ready:
+            assert instead_of is not None
+            instead_of.stop()
             ready.remove(instead_of)
         ready.append(made)
         self._ready.move_to_end(kind)
         while len(self.plans) > self._most:
             oldest = next(iter(self._ready))
-            del self._ready[oldest][0]
+            self._ready[oldest].pop(0).stop()
             if not self._ready[oldest]:
                 del self._ready[oldest]
         return made

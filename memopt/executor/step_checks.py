@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +21,25 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 
-def other_parameters(profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> str | None:
+def other_parameters(
+    profiled: ProfiledStep,
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> str | None:
     """Say which parameter one of the two optimizers, this one and the planned one, trains and the
-    other does not; None: they train the same ones."""
+    other does not; None: they train the same ones.
+
+    Args:
+        profiled: the planned step.
+        optimizer: the one given.
+        named: the parameters of the step's module.
+    """
     assert profiled.parts is not None
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     results = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
     kept = {primal.name for primal, gradient in results if gradient is not None}
-    for name, parameter in profiled.parts.module.named_parameters():
+    for name, parameter in named:
         here = id(parameter) in trained
         if (name in planned and not here) or (name in kept and here):
             which = "the planned optimizer trains and this one does not"
@@ -120,8 +131,9 @@ def plan_of_step(
     # Not `is`: each access of a bound method makes another object.
     if planned.model is not model or planned.loss_fn != loss_fn:
         raise ValueError("a train step runs the model and loss it was planned with; plan again")
-    check_splittable(optimizer, model)
-    differs = other_parameters(profiled, optimizer)
+    check_splittable(optimizer, model.named_parameters())
+    assert profiled.parts is not None
+    differs = other_parameters(profiled, optimizer, profiled.parts.module.named_parameters())
     if differs is not None:
         raise ValueError(f"{differs}; plan again")
     _check_state(profiled, optimizer, model)

@@ -24,6 +24,7 @@ from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount, StoredTensor, flat
 from memopt.step.backend import backend_of, is_on_host
+from memopt.step.pinned_memory import pinned_bytes
 
 
 class Streams(Protocol):
@@ -131,7 +132,7 @@ class DeviceStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def host_bytes(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return pinned_bytes(size_bytes, self._device)
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,15 +23,21 @@ from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.step_checks import other_parameters, plan_of_step
+from memopt.executor.step_updates import StepUpdates
 from memopt.executor.undo import Changes, Undo
 from memopt.models.step_rules import scales
+from memopt.programs.instructions import Program
+from memopt.programs.updates_together import updates_together
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
+from memopt.step.foreach_updates import foreach_options
 from memopt.step.inputs import Call, align, to_call
 from memopt.step.joint_graph import loss_tangents
 from memopt.step.loss import as_targets
 from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
-from memopt.step.step_optimizer import HostState, Touch, check_splittable, update_one
+from memopt.step.step_optimizer import HostState, Item, check_splittable
+
+_CACHED_BYTES = 2**19
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -45,15 +50,13 @@ class TrainStep:
     `zero_grad()`, bit for bit on CPU; inputs that require a gradient get theirs. A step that fails
     before its first update leaves parameters, optimizer state, buffers and random state as they
     were. One that fails later is taken back whole with `undo=True`. Without, parameters updated so
-    far stay updated; the error says how many, and which one may be changed in part (none that moves
-    together with its state). Buffers change only when all parameters are updated. After the first
-    update Ctrl-C waits for the end of the step.
+    far stay updated; the error says how many, and which may be changed in part (those that were
+    updated together, none that moves together with its state). Buffers change only when all
+    parameters are updated. After the first update Ctrl-C waits for the end of the step.
 
     Attributes:
         gradient_norm: with `clip_norm`, the global norm of the last step's gradients, before they
             were clipped: what `clip_grad_norm_` returns.
-        skipped: with a GradScaler, whether the last step updated nothing, since a gradient was
-            infinite or NaN.
     """
 
     def __init__(
@@ -82,8 +85,12 @@ class TrainStep:
             interpreted=interpreted,
             checked=checked,
             homes=self._homes,
+            together=_together(profiled, plan.program),
         )
         self._homes.leave(carried=True)
+        for group in optimizer.param_groups:
+            # What is tried for it takes memory, which no step is to count.
+            foreach_options(type(optimizer), group, group["params"])
         planned = profiled.record.autocast if profiled.record is not None else autocast_state()
         with autocast_as(planned):
             self._guard = Guard.of(
@@ -98,9 +105,14 @@ class TrainStep:
         device = profiled.captured.device or torch.device("cpu")
         self._random = RandomStates(device) if draws(profiled.captured) else None
         self._scaling = LossScaling(self._parts.rules.micro_batches, scaler, device)
-        self._asked: torch.Tensor | None = None
+        self._updates: StepUpdates | None = None
         self.gradient_norm: torch.Tensor | None = None
-        self.skipped = False
+
+    @property
+    def skipped(self) -> bool:
+        """With a GradScaler, whether the last step updated nothing, since a gradient was infinite
+        or NaN."""
+        return self._updates is not None and self._updates.skipped
 
     @property
     def code(self) -> str:
@@ -176,11 +188,17 @@ class TrainStep:
         looked_at = why_not_inside()
         if looked_at is not None:
             raise GuardError(f"a train step cannot run here: {looked_at}. Call it outside")
-        check_splittable(self._optimizer, model)
-        differs = other_parameters(self._profiled, self._optimizer)
+        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
+        # A parameter of several names is known by its first.
+        first = {id(p): (n, p) for n, p in reversed(self._parameters.items())}
+        named = list(reversed(first.values()))
+        begin = "model."
+        check_splittable(
+            self._optimizer, ((n.removeprefix(begin), p) for n, p in named if n.startswith(begin))
+        )
+        differs = other_parameters(self._profiled, self._optimizer, named)
         if differs is not None:
             raise GuardError(f"{differs}; plan again")
-        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
         for call in calls:
             check_behind(call.leaves, self._parameters.values())
         for name, parameter in self._parameters.items():
@@ -210,38 +228,15 @@ class TrainStep:
 
     def _run(self, call: Call) -> list[torch.Tensor]:
         changes = Changes(len(self._parts.sites), len(self._parts.mutated))
-        self.skipped, self.gradient_norm, self._asked = False, None, None
         host_state, undo = self._host_state, self._undo
-        one = partial(update_one, self._optimizer) if host_state is None else host_state.step
+        updates = self._updates = StepUpdates(
+            self._optimizer, self._parameters, self._homes, host_state, undo, changes
+        )
+        self.gradient_norm = None
 
-        def update(
-            name: str,
-            gradient: torch.Tensor,
-            value: torch.Tensor | None,
-            largest: torch.Tensor | None,
-        ) -> None:
+        def update(items: Sequence[Item], largest: torch.Tensor | None) -> None:
             begin()
-            self.skipped = self._is_to_be_skipped(largest)
-            if self.skipped and value is None:
-                return
-            parameter = self._parameters[name]
-            if undo is not None:
-                undo.keep_update(parameter)
-            touch = Touch(self._optimizer, parameter)
-            restores = self._homes.restores(parameter)
-            try:
-                if value is not None:
-                    parameter.copy_(value)
-                with self._homes.updating(parameter):
-                    if not self.skipped:
-                        one(parameter, gradient)
-            except BaseException:
-                if touch.changed() and not restores:
-                    changes.half = name.removeprefix("model.")
-                raise
-            changes.updated += 1
-            if host_state is not None and not self.skipped:
-                host_state.put_away(parameter)
+            updates.run(items, largest)
 
         target = self._parts.update
         try:
@@ -264,13 +259,6 @@ class TrainStep:
             self._homes.settle(complete=changes.complete)
             if host_state is not None:
                 host_state.settle()
-
-    def _is_to_be_skipped(self, largest: torch.Tensor | None) -> bool:
-        """Return whether gradients overflowed. Asks the device, and so waits, once in a step."""
-        if largest is None or self._asked is largest:
-            return self.skipped
-        self._asked = largest
-        return not math.isfinite(largest.item())
 
     def _attempt(self, call: Call, changes: Changes) -> list[torch.Tensor]:
         """Run a step; if it fails midway, restore the random state, with `undo` everything."""
@@ -322,14 +310,13 @@ class TrainStep:
         for primal, gradient in zip(captured.primals, gradients, strict=True):
             if gradient is not None and primal.name in self._parameters:
                 self._parameters[primal.name].grad = gradient
-        leaves = call.leaves
-        pass_on(
-            [
-                (leaves[primal.index], gradient)
-                for primal, gradient in zip(captured.primals, gradients, strict=True)
-                if primal.index is not None and gradient is not None
-            ]
-        )
+        given = [
+            (call.leaves[primal.index], gradient)
+            for primal, gradient in zip(captured.primals, gradients, strict=True)
+            if primal.index is not None and gradient is not None
+        ]
+        del results, gradients, gradient
+        pass_on(given)
         if rules.scaled:
             self._scaling.update(not self.skipped)
         changes.complete = True
@@ -354,15 +341,22 @@ class TrainStep:
                 changes.buffers += 1
 
     def _primals(self, call: Call) -> list[Any]:
-        leaves = call.leaves
-        module = self._parts.module
-        values = []
-        for primal in self._captured.primals:
-            value = primal.value(module, leaves)
-            if isinstance(value, nn.Parameter) and self._homes.moves(value):
+        values, moves = [], bool(self._homes)
+        for value in self._captured.values(self._parts.module, call.leaves):
+            if moves and isinstance(value, nn.Parameter) and self._homes.moves(value):
                 value = None  # The program drops its device copy.
-            values.append(value.detach() if isinstance(value, torch.Tensor) else value)
+            other = isinstance(value, torch.Tensor) and type(value) is not nn.Parameter
+            values.append(value.detach() if other else value)
         return values
+
+
+def _together(profiled: ProfiledStep, program: Program) -> dict[int, tuple[int, ...]]:
+    """Return the updates that run together, within the peak of the priced step."""
+    device = profiled.captured.device
+    # On a CPU operators on many tensors run one tensor after the other: all are to stay in its
+    # cache meanwhile.
+    on_cpu = device is not None and device.type == "cpu"
+    return updates_together(profiled.graph, program, _CACHED_BYTES if on_cpu else None)
 
 
 def train_step(

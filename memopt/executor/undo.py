@@ -86,7 +86,7 @@ class Changes:
         mutated: how many buffers and inputs there are to move at the end.
         updated: how many parameters the device has updated.
         on_host: how many the host has, in a thread of its own.
-        half: a parameter whose update failed when it or its state may already have been changed.
+        half: parameters whose update failed when they or their state may already have been changed.
         buffers: how many buffers and inputs have been moved.
         complete: whether the step has come to its end.
     """
@@ -110,7 +110,8 @@ class Changes:
         """Return a sentence for an error."""
         if self.complete:
             return f"the step was done before the {reason}: everything is as after it"
-        half = f", and {self.half} or its state perhaps in part" if self.half else ""
+        its = "their" if ", " in self.half else "its"
+        half = f", and {self.half} or {its} state perhaps in part" if self.half else ""
         buffers = f" and {self.buffers} of {self.mutated} buffers" if self.buffers else ""
         updated = self.updated + self.on_host
         return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,12 +31,14 @@ class Halves:
         lowering: the Graph's map to FX nodes.
         program: the plan.
         absence: the part of the backward half that is skipped.
+        together: position of an update → the positions of those that run with it, its own first.
     """
 
     captured: Captured
     lowering: Lowering
     program: Program
     absence: Uncomputed = NOTHING_ABSENT
+    together: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def gradients(self) -> tuple[Any, ...]:

@@ -125,8 +125,9 @@ def _is_part(node: Node) -> bool:
 
 
 def seen_outside(outputs: Iterable[Node], views: Container[Node]) -> set[Node]:
-    """Return outputs and the views on the way to them: autograd, outside of the step, must see
-    which of them are views of one tensor, and count their changes together."""
+    """Return outputs, and the views between them and their bases. Autograd must know outside of
+    the step which of them are views of one tensor, so that it counts their changes in place
+    together."""
     found: set[Node] = set()
     for node in outputs:
         while node in views and node not in found:

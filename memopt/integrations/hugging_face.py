@@ -36,7 +36,7 @@ class MemoptCallback(TrainerCallback):
     def __init__(
         self,
         budget: int | float | str | None = None,
-        strategy: str | Strategy = "rotor",
+        strategy: str | Strategy = "auto",
         **options: Any,
     ) -> None:
         self._options = {"budget": budget, "strategy": strategy, **options}

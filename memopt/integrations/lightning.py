@@ -47,7 +47,7 @@ class MemoptCallback(Callback):
     def __init__(
         self,
         budget: int | float | str | None = None,
-        strategy: str | Strategy = "rotor",
+        strategy: str | Strategy = "auto",
         *,
         module: str | None = None,
         **options: Any,

@@ -6,6 +6,7 @@ allocator (oneDNN's own) is invisible. On CUDA the caching allocator's statistic
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -77,6 +78,14 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
+
+
+@atexit.register
+def _end_running() -> None:
+    """End the metering of a loss; torch crashes where a profile is open while Python exits."""
+    running = None if _RUNNING.meter is None else _RUNNING.meter()
+    if running is not None:
+        running.close()
 
 
 class LossMeter:
@@ -194,9 +203,7 @@ def _cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Only one profile can run: another model's planning ends the metering of a loss.
-    running = None if _RUNNING.meter is None else _RUNNING.meter()
-    if running is not None:
-        running.close()
+    _end_running()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:

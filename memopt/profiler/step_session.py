@@ -66,7 +66,7 @@ def profile_step(
         CaptureError, ProfileError: see `capture_step`, `measure`.
         ValueError: the optimizer cannot be split (named), or the inputs do not fit.
     """
-    check_splittable(optimizer, model)
+    check_splittable(optimizer, model.named_parameters())
     call = training_call(model, inputs)
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)

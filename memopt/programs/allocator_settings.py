@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 MIB = 2**20
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""With it an allocator reserves little beyond what is allocated, and counts it exactly."""
 ROUND_BYTES = 512
 """Unit of request sizes (kMinBlockSize)."""
 SMALL_BYTES = MIB
@@ -151,6 +154,17 @@ class AllocatorSettings:
             elif name == "roundup_power2_divisions":
                 found[name] = _divisions(value) if value[0] == "[" else int(value)
         return cls(**found, capacity_bytes=capacity_bytes)  # type: ignore[arg-type]  # read above
+
+    @classmethod
+    def of_environment(cls) -> AllocatorSettings:
+        """Read the settings with which this process's allocator starts (PYTORCH_ALLOC_CONF, or
+        the older PYTORCH_CUDA_ALLOC_CONF).
+
+        Raises:
+            ValueError: see `parse`.
+        """
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        return cls.parse(next(filter(None, map(os.environ.get, names)), ""))
 
     @classmethod
     def of_snapshot(cls, settings: Mapping[str, object]) -> AllocatorSettings:

@@ -138,19 +138,20 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         (offset + graph.tensors[tensor].size_bytes for _, tensor, offset in program.offsets),
         default=0,
     )
-    outside_bytes = _outside_bytes(graph, program, timeline.step_bytes)
+    outside = outside_bytes(graph, program, timeline.step_bytes)
+    most_bytes = max(outside, default=graph.resident_bytes)
     return dataclasses.replace(
-        timeline, arena_bytes=arena_bytes, placed_peak_bytes=arena_bytes + outside_bytes
+        timeline, arena_bytes=arena_bytes, placed_peak_bytes=arena_bytes + most_bytes
     )
 
 
-def _outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> int:
-    """Return the largest memory outside the arena: all of it, less the lifetimes with an offset."""
+def outside_bytes(graph: Graph, program: Program, step_bytes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the memory outside the arena while each instruction runs: all of it, less the
+    lifetimes with an offset."""
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
     listed = (lifetime for lifetime in lifetimes(graph, program).device if lifetime.key in placed)
     inside_bytes = bytes_during(graph, listed, len(program))
-    outside_bytes = (total - inside for total, inside in zip(step_bytes, inside_bytes, strict=True))
-    return max(outside_bytes, default=graph.resident_bytes)
+    return tuple(total - inside for total, inside in zip(step_bytes, inside_bytes, strict=True))
 
 
 class _Invalid(Exception):

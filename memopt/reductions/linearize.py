@@ -116,12 +116,33 @@ def linearize(graph: Graph, max_span: int | None = None) -> Linearization:
     """
     if max_span is not None:
         return _linearize(graph, _Plan.of(graph, max_span))
+    known = _last.get(graph)
+    if known is not None:
+        return known
     best, *others = linearizations(graph)
     for other in others:
         gain = best.recomputing_peak_bytes - other.recomputing_peak_bytes
         if 20 * gain > best.recomputing_peak_bytes - graph.resident_bytes:
             best = other
+    _last.keep(graph, best)
     return best
+
+
+class _LastLinearization:
+    """The linearization of the graph asked for last: several strategies ask for one graph's."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Graph, Linearization] | None = None
+
+    def get(self, graph: Graph) -> Linearization | None:
+        kept = self._kept
+        return kept[1] if kept is not None and kept[0] is graph else None
+
+    def keep(self, graph: Graph, found: Linearization) -> None:
+        self._kept = graph, found
+
+
+_last = _LastLinearization()
 
 
 def linearizations(graph: Graph) -> tuple[Linearization, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
+from memopt.programs.allocator_settings import EXPANDABLE, AllocatorSettings
 from memopt.programs.moved import carried_over, updates_on_host
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
@@ -13,6 +14,9 @@ from memopt.report.texts import counted, format_seconds
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+_LOOSE = 1.1
+"""Reserved over allocated bytes from which a summary says how to lower them."""
 
 
 def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
@@ -74,6 +78,9 @@ def _reserved(plan: PlanRecord) -> list[tuple[str, str]]:
     if found is None:
         return []
     limited = ", which the budget limits" if plan.reserved_bytes_limited else ""
+    grows = AllocatorSettings.of_environment().expandable_segments
+    if not grows and found.reserved_peak_bytes > _LOOSE * found.allocated_peak_bytes:
+        limited += f"; less with {EXPANDABLE}"
     return [
         (
             "reserved",

@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 SCALE = 1000.0
 """Costs and bytes are scaled so that their sum is about this: solvers' tolerances are absolute."""
 LARGEST = 1e9
-"""Larger figures of a scaled row count as this, which leaves solutions in: HiGHS refuses 1e15."""
+"""Larger figures of a scaled row count as this, which loses no solution: HiGHS refuses 1e15."""
 LEAST_COST = 1e-298
 """Smaller sums of costs count as equal: their factor to whole numbers would be infinite."""
 GAP_TOLERANCE, COST_TOLERANCE = 2e-6, 1e-7
@@ -276,6 +276,10 @@ def _is_whole(program: BinaryProgram) -> bool:
     return all(v not in program.amounts and float(cost).is_integer() for v, cost in costs)
 
 
+def _most(program: BinaryProgram, v: int) -> float:
+    return math.inf if v in program.amounts else program.most.get(v, 1)
+
+
 def _built(
     program: BinaryProgram, limit_bytes: int, least_peak: bool
 ) -> tuple[Any, list[Any], float]:
@@ -286,7 +290,7 @@ def _built(
     variables = [
         model.add_variable(
             lb=0.0,
-            ub=math.inf if v in program.amounts else program.most.get(v, 1),
+            ub=_most(program, v),
             is_integer=v not in program.amounts,
         )
         for v in range(program.count)
@@ -303,9 +307,13 @@ def _built(
         terms: dict[int, float] = {}
         for coefficient, v in row.terms:
             terms[v] = terms.get(v, 0.0) + min(LARGEST, coefficient / share)
+        high = sum(f * _most(program, v) for v, f in terms.items() if f > 0)
+        excess = max(0.0, high - top)
+        for v, factor in terms.items():
+            if v not in program.amounts:
+                # By one variable that holds the row, whatever the others are.
+                terms[v] = max(factor, -max(LARGEST, excess))
         if row.when is not None:
-            most = sum(max(0.0, f) * program.most.get(v, 1) for v, f in terms.items())
-            excess = max(0.0, most - top)
             terms[row.when] = terms.get(row.when, 0.0) + excess
             constraint.upper_bound = top + excess
         for v, factor in terms.items():

@@ -18,8 +18,8 @@ from memopt.models.progress import Progress, stops
 from memopt.models.status import Status
 
 POLL_S = 0.1
-GRACE_S = 2.0
-"""Seconds by which a solver may overrun its own time limit."""
+GRACE_S, GRACE_SHARE = 0.1, 0.05
+"""Seconds, and share of its time limit, by which a solver that cannot be stopped may overrun it."""
 
 T = TypeVar("T")
 
@@ -140,10 +140,12 @@ def call_in_thread(
         ended.set()
 
     thread = threading.Thread(target=run, name="memopt-solver", daemon=True)
-    until = math.inf if limit_s is None else time.monotonic() + limit_s + GRACE_S
+    if stop is None and limit_s is not None:
+        limit_s += GRACE_S + GRACE_SHARE * limit_s
+    until = math.inf if limit_s is None else time.monotonic() + limit_s
     thread.start()
     try:
-        while not ended.wait(POLL_S):
+        while not ended.wait(min(POLL_S, max(0.0, until - time.monotonic()))):
             if stops(progress, 0.5, what()) or time.monotonic() > until:
                 break
     except KeyboardInterrupt:

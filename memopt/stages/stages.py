@@ -244,6 +244,8 @@ class Alternatives(PlanStage):
             return f"{strategy.name} chooses no implementations"
         if profiled.lowering.alternatives:
             return "the profile has some already"
+        if not strategy.wants_implementations(profiled.graph.compute_time_s):
+            return f"{strategy.name} does not search so short a step"
         if step.pricing.mode != "estimate" and not profiled.baseline.measured:
             return "the profile is an estimate, for a device that is not known here"
         return None

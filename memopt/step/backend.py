@@ -36,6 +36,8 @@ class Backend:
         copies: whether memory of its own, streams and pinned memory make it useful to move tensors
             to the host.
         cache_bytes: bytes whose writing empties its caches; 0: calls are timed as they are.
+        register_host, unregister_host: pin memory of the host that lies at an address, with so many
+            bytes, and end that; None: only torch's own allocator pins memory.
         give_back_libraries: makes libraries return the memory that they keep on the device between
             steps; None: they keep none.
     """
@@ -47,6 +49,8 @@ class Backend:
     on_host: bool = False
     copies: bool = True
     cache_bytes: int = 0
+    register_host: Callable[[int, int], object] | None = None
+    unregister_host: Callable[[int], object] | None = None
     give_back_libraries: Callable[[], None] | None = None
 
     @functools.cached_property
@@ -61,12 +65,29 @@ class Backend:
             self.runtime.synchronize(device)
 
 
+def _register_host(address: int, size_bytes: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, size_bytes, 0)))
+
+
+def _unregister_host(address: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+
+
 BACKENDS = {
     row.kind: row
     for row in (
         Backend("cpu", "CPU", block_bytes=1, step_scalars_bytes=64, on_host=True),
         Backend(
-            "cuda", "CUDA", 512, 2048, cache_bytes=2**28, give_back_libraries=give_back_workspaces
+            "cuda",
+            "CUDA",
+            512,
+            2048,
+            cache_bytes=2**28,
+            register_host=_register_host,
+            unregister_host=_unregister_host,
+            give_back_libraries=give_back_workspaces,
         ),
         Backend("xpu", "XPU", 512, 2048),
         Backend("npu", "PrivateUse1", 512, 2048),

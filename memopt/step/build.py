@@ -90,8 +90,7 @@ class Lowering:
 def held_by(
     nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
 ) -> tuple[int, ...]:
-    """Return the indices of the tensors that these nodes hold, each once. Whatever is no node holds
-    none."""
+    """Return the indices of the tensors that nodes among these values hold, each once."""
     held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
     return tuple(dict.fromkeys(t for t in held if t is not None))
 

@@ -202,7 +202,8 @@ class _Looks:
         )
 
     def end(self) -> None:
-        """Add the lines that look at tensors: at all together, one by one if any may differ."""
+        """Add the lines that check tensors: all of them together first, and one by one if some may
+        differ."""
         if self._tensors:
             self._names["tensors_known"] = TensorsKnown()
             self.lines.append(f"    tensors = ({', '.join(self._tensors)},)")

@@ -1,8 +1,8 @@
 """Cuts an optimizer step into one update per parameter, with its state on the device or the host.
 
-An update narrows the optimizer's `param_groups` to one parameter, with its group's present options
-(so that learning-rate schedulers work), and calls `step()`. This is the ordinary step, bit for bit,
-for optimizers that treat every parameter on its own.
+An update narrows the optimizer's `param_groups` to its parameter, with its group's present options
+(so that learning-rate schedulers work), and calls `step()`; so do several at once. This is the
+ordinary step, bit for bit, for optimizers that treat every parameter on its own.
 
 State on the host is not from a paper: ZeRO-Offload (arXiv:2101.06840) keeps state there, too, but
 also updates there. Here the optimizer's own update runs on the device. Nothing overlaps: an update
@@ -12,7 +12,7 @@ fetches its parameter's state, runs, and writes it back; its time and memory are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,17 +20,21 @@ import torch
 from torch import nn
 
 from memopt.step.backend import backend_of
+from memopt.step.foreach_updates import foreach_options
 from memopt.step.optimizer_state import PER_PARAMETER
+from memopt.step.pinned_memory import pinned_bytes
 from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
 from memopt.torch_private.tensors import has_gradient_hooks, version_of
 
-Run: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
+Item: TypeAlias = tuple[str, torch.Tensor, torch.Tensor | None]
+"""A parameter's name, its gradient, and the value that the forward gives it before."""
+Run: TypeAlias = Callable[[Sequence[Item], torch.Tensor | None], None]
 
 
 class Update:
     """Target of update operators. `update(name, gradient)` updates one parameter; `update(name,
     gradient, value)` first gives the parameter the forward's value; with `largest`, it updates only
-    if that is finite.
+    if that is finite. `together` updates several.
     """
 
     __name__ = "update"
@@ -60,10 +64,14 @@ class Update:
         largest: torch.Tensor | None = None,
     ) -> None:
         """Update the parameter of that name in the captured step."""
+        self.together(((name, gradient, value),), largest)
+
+    def together(self, items: Sequence[Item], largest: torch.Tensor | None = None) -> None:
+        """Update several parameters at once."""
         run = self.run()
         if run is None:
             raise RuntimeError("memopt: a parameter update outside a train step")
-        run(name, gradient, value, largest)
+        run(items, largest)
 
     def __str__(self) -> str:
         return "update"
@@ -76,8 +84,14 @@ def _is_memopts(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("memopt.")
 
 
-def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_splittable(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
+) -> None:
     """Refuse an optimizer that cannot be cut into one update per parameter.
+
+    Args:
+        optimizer: the user's.
+        named: the model's parameters.
 
     Raises:
         ValueError: the optimizer's class is unknown, it or a gradient has hooks, or it trains
@@ -101,7 +115,7 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             "..._post_hook), which would run once per parameter; remove them, or plan the module "
             "alone (without an optimizer instance)"
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): (name, parameter) for name, parameter in named}
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
@@ -111,7 +125,7 @@ def check_splittable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                 "model its own optimizer, and make a loss that has parameters a part of the model "
                 "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in names.values():
         if has_gradient_hooks(parameter):
             raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
 
@@ -125,44 +139,111 @@ def update_one(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor
 ) -> None:
     """Step one parameter, and restore the optimizer's groups."""
-    groups = optimizer.param_groups
-    group = group_of(optimizer, parameter)
-    # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
-    if gradient.stride() != parameter.stride():
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    state = optimizer.state.get(parameter)
-    before = None if state is None else dict(state)
-    touch = Touch(optimizer, parameter)
+    group = _with_options(optimizer, group_of(optimizer, parameter), [parameter])
+    group["params"] = [parameter]
+    update_all(optimizer, [parameter], [gradient], Touch(optimizer, parameter), [group])
+
+
+def update_all(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    gradients: Iterable[torch.Tensor],
+    touch: Touch,
+    groups: list[dict[str, Any]],
+) -> None:
+    """Step parameters at once, and restore the optimizer's groups.
+
+    Args:
+        optimizer: of `PER_PARAMETER`.
+        parameters: those to step.
+        gradients: theirs.
+        touch: made of the parameters before.
+        groups: the optimizer's, with these parameters alone.
+    """
+    every, states = optimizer.param_groups, touch.states
+    before = [None if state is None else dict(state) for state in states]
     try:
-        parameter.grad = gradient
-        optimizer.param_groups = [{**group, "params": [parameter]}]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
+            if gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient
+        optimizer.param_groups = groups
         optimizer.step()
     except BaseException:
         # Incomplete state would never be completed.
-        if before is None and not touch.changed():
-            optimizer.state.pop(parameter, None)
-        elif state is not None and before is not None:
-            state.clear()
-            state.update(before)
+        for i, (parameter, state, former) in enumerate(
+            zip(parameters, states, before, strict=True)
+        ):
+            if former is None and not touch.changed(i):
+                optimizer.state.pop(parameter, None)
+            elif state is not None and former is not None:
+                state.clear()
+                state.update(former)
         raise
     finally:
-        optimizer.param_groups = groups
-        parameter.grad = None
+        optimizer.param_groups = every
+        for parameter in parameters:
+            parameter.grad = None
+
+
+class Groups:
+    """An optimizer's groups during a step, with the options by which their parameters step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._numbers: dict[int, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            self._numbers.update(dict.fromkeys(map(id, group["params"]), number))
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def of(self, parameters: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
+        """Return the groups with these parameters alone."""
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            chosen.setdefault(self._numbers[id(parameter)], []).append(parameter)
+        return [{**self._options(number), "params": own} for number, own in chosen.items()]
+
+    def _options(self, number: int) -> dict[str, Any]:
+        if number not in self._known:
+            group = self._optimizer.param_groups[number]
+            self._known[number] = _with_options(self._optimizer, group, group["params"])
+        return self._known[number]
+
+
+def _with_options(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[torch.Tensor]
+) -> dict[str, Any]:
+    return {**group, **foreach_options(type(optimizer), group, parameters)}
 
 
 class Touch:
-    """Tells whether a failed update has changed its parameter, or its earlier state, in place."""
+    """Tells whether a failed update has changed parameters, or their earlier states, in place.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        state = optimizer.state.get(parameter) or {}
-        held = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        self._versions = [(tensor, version_of(tensor)) for tensor in (parameter, *held)]
+    Attributes:
+        states: the states of the parameters; None where there is none.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *parameters: torch.Tensor) -> None:
+        self.states = [*map(optimizer.state.get, parameters)]
+        pairs = zip(parameters, self.states, strict=True)
+        self._held = [(one, *state.values()) if state else (one,) for one, state in pairs]
+        self._versions = [*map(_versions, self._held)]
         # Fused kernels do not count versions.
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
-    def changed(self) -> bool:
-        """Return whether the update has changed them, or could have unnoticed."""
-        return self._fused or any(version_of(tensor) != seen for tensor, seen in self._versions)
+    def changed(self, position: int = 0) -> bool:
+        """Return whether the update has changed one of them, or could have unnoticed."""
+        return self._fused or _versions(self._held[position]) != self._versions[position]
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    """Return how often each tensor was updated in place."""
+    try:
+        return [*map(version_of, values)]
+    except AttributeError:
+        # Some optimizers keep numbers beside tensors.
+        return [version_of(one) for one in values if isinstance(one, torch.Tensor)]
 
 
 class HostState:
@@ -257,11 +338,11 @@ class HostState:
 
 def host_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return host memory for a device's tensor: pinned, or for CPU outside torch's allocator."""
-    if not backend_of(device).on_host:
-        return torch.empty_strided(
-            value.size(), value.stride(), dtype=value.dtype, device="cpu", pin_memory=True
-        )
     size_bytes = value.untyped_storage().nbytes()
-    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     empty = torch.empty(0, dtype=value.dtype, device="cpu")
+    if not backend_of(device).on_host:
+        span = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+        pinned = pinned_bytes((1 + span) * value.itemsize if value.numel() else 0, device)
+        return empty.set_(pinned.untyped_storage(), 0, value.size(), value.stride())
+    storage = torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).untyped_storage()
     return empty.set_(storage, 0, value.size(), value.stride())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
@@ -77,6 +77,8 @@ class Strategy(ABC):
         references: the papers it implements.
         decides_in_place: whether its programs say what is computed in place; else planning does
             that wherever a program allows it.
+        refines_smallest: whether `budget="min"` also searches within less than the smallest budget
+            that a solution names.
     """
 
     name: ClassVar[str]
@@ -84,11 +86,35 @@ class Strategy(ABC):
     features: ClassVar[Features] = Features()
     references: ClassVar[tuple[str, ...]] = ()
     decides_in_place: ClassVar[bool] = False
+    refines_smallest: ClassVar[bool] = True
 
     def only_exact_implementations(self) -> bool | None:
         """Tell whether `memopt.plan`, looking for alternatives of operators, leaves out
         implementations that change rounding; None: it does not look for any."""
         return None
+
+    def wants_implementations(self, step_s: float) -> bool:
+        """Tell whether a step of so many seconds is worth looking for alternatives."""
+        return True
+
+    def at_first(self) -> Strategy | None:
+        """Return the same strategy, but with a plan at once, which this one improves; None: there
+        is none."""
+        return None
+
+    def improved_by(self) -> Strategy | None:
+        """Return the strategy that this one is the `at_first` of; None: it is of none."""
+        return None
+
+    def worth_improving(self, step_s: float, bound_s: float, limit_s: float | None) -> bool:
+        """Tell whether a plan of `at_first` is worth a search.
+
+        Args:
+            step_s: the time of its step, seconds.
+            bound_s: a lower bound on any step's time.
+            limit_s: the time that the user gives the search, if that is given.
+        """
+        return False
 
     @property
     def plans_forward(self) -> bool:
@@ -148,3 +174,19 @@ class Strategy(ABC):
             time_limit_s: seconds to spend at most, where the strategy can stop early.
             progress: called now and then.
         """
+
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        """Plan as `solve` does; `known` are programs of the graph within the budget, the fastest
+        first, from which a strategy that improves programs starts."""
+        return self.solve(
+            cost_model, budget_bytes, device=device, time_limit_s=time_limit_s, progress=progress
+        )

@@ -19,6 +19,7 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.chain_view import ChainView
+from memopt.solvers.running import Deadline
 from memopt.strategies.store_all import chain_steps
 
 PROBES = 10
@@ -61,6 +62,7 @@ def best_that_fits(
     attempt: Attempt,
     budget_bytes: int,
     probes: int = PROBES,
+    deadline: Deadline | None = None,
 ) -> Solution:
     """Return the fastest solution found whose program fits the budget.
 
@@ -69,6 +71,7 @@ def best_that_fits(
         attempt: solves the chain for a budget.
         budget_bytes: total bytes.
         probes: larger chain budgets to try; 0 where a solve is slow.
+        deadline: no more are tried after it.
 
     Returns:
         A solution with a schedule, or none with the smallest budget known. Unless nothing is
@@ -92,6 +95,8 @@ def best_that_fits(
         best, low = smallest, best.smallest_budget_bytes or budget_bytes
     high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
     for _ in range(probes):
+        if deadline is not None and not deadline.left_s:
+            break
         if high - low <= max(1, budget_bytes // 2000) or _free(view.graph, best):
             break
         middle = (low + high) // 2

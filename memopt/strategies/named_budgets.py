@@ -6,6 +6,7 @@ a search under a time limit may find nothing; then the plan behind the name is u
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
 from memopt.programs.solution import Solution
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.budget_search import Attempt, smallest_budget, smallest_plan
 from memopt.strategies.target import Target
@@ -63,18 +65,22 @@ class Planning:
         target: the strategy and its cost model.
         device: for the check of a named plan.
         attempt: solves for a budget.
+        end_s: when all attempts together end, by time.monotonic's clock.
     """
 
     target: Target
     device: Device
     attempt: Attempt
+    end_s: float = math.inf
 
     def smallest(self) -> tuple[int, Solution] | None:
         """Return (the smallest budget that the strategy can meet, total bytes; the plan for it)."""
-        budget_bytes = self._smallest_budget()
+        budget_bytes = self.smallest_budget()
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
+        if not self.target.strategy.refines_smallest:
+            return budget_bytes, solution
         # With in-place outputs, the plan may need less than the budget it was searched for; and a
         # search within less may find a plan that the one for the smallest budget missed.
         for _ in range(MOST_SEARCHES):
@@ -90,7 +96,8 @@ class Planning:
         # Whoever asks again gets this plan, also to reorder it.
         return self._kept(budget_bytes, solution), solution
 
-    def _smallest_budget(self) -> int | None:
+    def smallest_budget(self) -> int | None:
+        """Return the smallest budget that the strategy names, total bytes, if it knows any."""
         view = self.target.linearized
         if view is not None:
             found = smallest_budget(view, self.attempt)
@@ -104,7 +111,7 @@ class Planning:
 
     def within(self, budget_bytes: int | None) -> Solution:
         """Return the strategy's solution; if it has none, its kept plan that fits, if any."""
-        solution = self.target.solve(budget_bytes, self.attempt)
+        solution = self.target.solve(budget_bytes, self.attempt, Deadline(self.end_s))
         if solution.plans or budget_bytes is None:
             return self.target.fastest(solution, budget_bytes, self.device)
         known = KEPT.least(self.target.strategy, self.target.graph)

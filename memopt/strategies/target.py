@@ -25,6 +25,7 @@ from memopt.reductions.linearize import linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
 from memopt.strategies.checkpointed_blocks import or_checkpointed
@@ -116,13 +117,16 @@ class Target:
         """Return why the strategy cannot plan this; None if it can."""
         return self.strategy.why_not(self.solved)
 
-    def solve(self, budget_bytes: int | None, attempt: Attempt) -> Solution:
-        """Return the strategy's solution within a budget of the graph's, total bytes."""
+    def solve(
+        self, budget_bytes: int | None, attempt: Attempt, deadline: Deadline | None = None
+    ) -> Solution:
+        """Return the strategy's solution within a budget of the graph's, total bytes; after the
+        deadline the strategy is asked nothing more than it must be."""
         if self.linearized is None or budget_bytes is None:
             return self._overlapped(attempt(budget_bytes))
         # One table of a recomputing strategy answers every budget; the others solve anew.
         probes = PROBES if self.strategy.features.recompute else 0
-        return best_that_fits(self.linearized, attempt, budget_bytes, probes)
+        return best_that_fits(self.linearized, attempt, budget_bytes, probes, deadline)
 
     def fastest(
         self, solution: Solution, budget_bytes: int | None, device: Device | None

@@ -21,6 +21,7 @@ GRADIENT_HOOKS = (
     attribute_name("torch.Tensor._post_accumulate_grad_hooks"),
 )
 """The attributes of a tensor that hold the hooks on its gradient."""
+_gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
 """Return a conjugated view of a tensor."""
@@ -32,7 +33,7 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
-    return any(bool(getattr(tensor, name)) for name in GRADIENT_HOOKS)
+    return any(_gradient_hooks(tensor))
 
 
 def held_once(tensor: torch.Tensor) -> bool:
@@ -53,24 +54,24 @@ def storage_at(address: int, device: torch.device, size_bytes: int) -> torch.Unt
 
 
 class TensorsKnown:
-    """Tells fast whether many tensors still have the shapes, strides, dtypes, devices and needs of
-    gradients with which they were learnt. If not, or under another autocast, they may be alike all
-    the same."""
+    """A fast check whether many tensors still have the shapes, strides, dtypes, devices and
+    `requires_grad` flags that they had when they were learnt. It may say no although they have:
+    under another autocast, for example."""
 
     def __init__(self) -> None:
         self._learnt: tuple[Callable[..., bool], Callable[[Any], tuple[Any, ...]] | None] | None
         self._learnt = None
 
     def __call__(self, tensors: tuple[Any, ...]) -> bool:
-        """Return whether they certainly are."""
+        """Return whether the tensors certainly are as they were learnt."""
         if self._learnt is None:
             return False
         check, chosen = self._learnt
         return check(*(tensors if chosen is None else chosen(tensors)))
 
     def learn(self, tensors: tuple[Any, ...]) -> None:
-        """Take the tensors as they are now. Those that come more than once are looked at once: that
-        they are the same has to be checked elsewhere."""
+        """Learn the tensors as they are now. One that comes several times is checked once; whether
+        it is still the same tensor at each place has to be checked elsewhere."""
         first = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
         chosen = None
         if len(first) < len(tensors):

@@ -33,7 +33,7 @@ _OWN = {"needs_input_grad", "saved", *vars(FunctionCtx())}
 _OWN |= {"to_save", "dirty_tensors", "non_differentiable", "materialize_grads", "saved_for_forward"}
 
 
-class Layout(NamedTuple):
+class StridedLayout(NamedTuple):
     """A tensor without its values."""
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> StridedLayout:
         """Return a tensor's layout.
 
         Raises:
@@ -96,7 +96,7 @@ class Returned:
         constant: the outputs marked as not differentiable.
     """
 
-    made: tuple[Layout, ...]
+    made: tuple[StridedLayout, ...]
     outputs: tuple[Place, ...]
     single: bool
     saved: tuple[Place, ...]
@@ -159,7 +159,7 @@ def returned(
         leaves, nest = pytree.tree_flatten(getattr(context, name))
         attributes.append((name, tuple(results.place(leaf) for leaf in leaves), nest))
     return results.tensors, Returned(
-        made=tuple(Layout.of(one) for one in results.tensors),
+        made=tuple(StridedLayout.of(one) for one in results.tensors),
         outputs=places,
         single=not isinstance(output, (tuple, list)),
         saved=saved,
@@ -220,7 +220,7 @@ def as_when_traced(autocast: Sequence[Autocast]) -> Iterator[None]:
 
 
 def with_layouts(
-    function: Function, layouts: Sequence[Layout], run: Callable[[list[Tensor]], T]
+    function: Function, layouts: Sequence[StridedLayout], run: Callable[[list[Tensor]], T]
 ) -> T:
     """Run a function's code on tensors of these layouts, to learn what it returns: on tensors
     without values; where it needs values, on zeros. What it changes and draws is restored.

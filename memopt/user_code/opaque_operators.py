@@ -24,9 +24,9 @@ from memopt.user_code.opaque import (
     Autocast,
     Context,
     Function,
-    Layout,
     Place,
     Returned,
+    StridedLayout,
     as_when_traced,
     id_of_storage,
     returned,
@@ -60,7 +60,7 @@ class CallForm:
     function: Function
     constants: tuple[Any, ...]
     nest: Any
-    given: tuple[Layout, ...]
+    given: tuple[StridedLayout, ...]
     needs: tuple[bool, ...]
     autocast: tuple[Autocast, ...]
 
@@ -187,11 +187,11 @@ class BackwardForm:
     """
 
     call: CallForm
-    gradients: tuple[Layout | None, ...]
+    gradients: tuple[StridedLayout | None, ...]
     autocast: tuple[Autocast, ...]
 
     @functools.cached_property
-    def read(self) -> tuple[Layout, ...]:
+    def read(self) -> tuple[StridedLayout, ...]:
         """Layouts of the operator's operands: output gradients, then what the forward kept."""
         given, made = self.call.kept
         return (
@@ -225,12 +225,12 @@ class BackwardForm:
         return results, tuple(owners)
 
     @functools.cached_property
-    def planned(self) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+    def planned(self) -> tuple[tuple[StridedLayout, ...], tuple[int, ...]]:
         """Layouts of the gradients that the backward computes, and of which tensors they are."""
 
-        def run(tensors: list[Tensor]) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+        def run(tensors: list[Tensor]) -> tuple[tuple[StridedLayout, ...], tuple[int, ...]]:
             results, owners = self.run(tensors)
-            return tuple(map(Layout.of, results)), owners
+            return tuple(map(StridedLayout.of, results)), owners
 
         return with_layouts(self.call.function, self.read, run)
 
@@ -240,7 +240,7 @@ class BackwardForm:
 
         def kernel(*tensors: Tensor) -> Any:
             results, owners = self.run(tensors)
-            now = tuple(map(Layout.of, results)), owners
+            now = tuple(map(StridedLayout.of, results)), owners
             if now != self.planned:
                 raise ExecutionError(
                     f"the backward of {self.call.shown}, which runs as it is, did otherwise than "
@@ -274,7 +274,7 @@ def called(function: Function, *operands: Any, **named: Any) -> Any:
         function=function,
         constants=tuple(_Marker.TENSOR if isinstance(one, Tensor) else one for one in leaves),
         nest=nest,
-        given=tuple(map(Layout.of, tensors)),
+        given=tuple(map(StridedLayout.of, tensors)),
         needs=tuple(one.requires_grad for one in tensors),
         autocast=Autocast.now(tensors),
     )
@@ -313,7 +313,7 @@ def _differentiable(form: CallForm) -> Any:
     """Make the autograd function that calls a form's operators."""
     backwards: dict[Any, BackwardForm] = {}
 
-    class Opaque(torch.autograd.Function):
+    class OpaqueFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *tensors: Tensor) -> Any:
             planned = form.planned
@@ -334,7 +334,7 @@ def _differentiable(form: CallForm) -> Any:
             waiting = iter(gradients)
             whole = [next(waiting) if one.where == "made" else None for one in form.planned.outputs]
             present = [one for one in whole if one is not None]
-            layouts = tuple(None if one is None else Layout.of(one) for one in whole)
+            layouts = tuple(None if one is None else StridedLayout.of(one) for one in whole)
             made = BackwardForm(form, layouts, Autocast.now(present))
             key = layouts, made.autocast
             with _lock:
@@ -348,10 +348,12 @@ def _differentiable(form: CallForm) -> Any:
                     found[place] = one
             return tuple(found)
 
-    return Opaque
+    return OpaqueFunction
 
 
-def _operator(form: CallForm, part: str, count: int, made: Sequence[Layout], kernel: Any) -> Any:
+def _operator(
+    form: CallForm, part: str, count: int, made: Sequence[StridedLayout], kernel: Any
+) -> Any:
     """Define an operator of `count` tensors, under a name that a later process gives it again."""
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()

@@ -21,7 +21,7 @@ def test_a_model_for_a_device_that_is_not_there() -> None:
     assert "H100" in page
     assert "are estimates for H100" in page
     rows = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
-    assert {row["strategy"] for row in rows} == {"rotor", "store-all"}
+    assert {row["strategy"] for row in rows} == {"auto", "store-all"}
     assert len(rows) == 6
     assert pickle.loads(Path("s.pickle").read_bytes())["segments"]
 

@@ -21,6 +21,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "joint": {"strategy": "joint", "budget": "min", "device": LINK, "time_limit_s": 3},
     "placed": {"strategy": "rotor", "budget": "min", "place": True},
 }
+MAIN = ("rotor", "offload", "placed")
+BY_WAY = [pytest.param(way, marks=() if way in MAIN else pytest.mark.slow, id=way) for way in WAYS]
+"""All of them; the usual test run leaves out those that share their code with others."""
+
 QUICK = {
     "mlp": tuple(WAYS),
     "unet": ("rotor", "offload"),
@@ -89,7 +93,7 @@ def test_families(family_: Family, way: str, device: torch.device) -> None:
     check(family(family_, device), **WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_on_the_device_that_is_not_current(way: str, device: torch.device) -> None:
     settled()
     used = accelerator.mod.memory_allocated(0)

@@ -13,12 +13,14 @@ from tests.device.racing import complaints, generated, prepared, programs
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["generated", "interpreted"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in range(12)]
+)
 def test_a_random_program(seed: int, interpreted: bool, device: torch.device) -> None:
     assert complaints(generated(seed), interpreted=interpreted) == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_program_at_addresses(seed: int, device: torch.device) -> None:
     graph = prepared().graph
     program, _ = place_program(graph, with_in_place(graph, generated(seed)))

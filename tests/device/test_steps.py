@@ -19,7 +19,7 @@ import memopt
 from memopt.executor.module import PlannedModule
 from tests.device import accelerator
 from tests.device.harness import DELAYS, LINK, Net, Subject, delayed, net, same, settled
-from tests.device.test_plans import WAYS
+from tests.device.test_plans import BY_WAY, WAYS
 
 LOSS = nn.functional.cross_entropy
 subject = functools.lru_cache(1)(net)
@@ -44,7 +44,8 @@ WHOLE: dict[str, dict[str, Any]] = {
     "micro-batches": {"strategy": "store-all", "micro_batches": 2, "clip_norm": 0.5},
     "activations": {"strategy": "offload-graph", "budget": "min"},
 }
-MOVED = ("all moved", "steady")
+MOVED = ("state on the host", "all moved", "steady")
+"""Their steps end when the host can read what moved: one wait."""
 
 
 class Whole:
@@ -91,11 +92,11 @@ class Whole:
         settled()
         pairs = zip(self.model.named_parameters(), self.twin.parameters(), strict=True)
         found = [name for (name, one), two in pairs if not torch.equal(one.cpu(), two.cpu())]
-        states = zip(self.optimizer.state.values(), self.eager.state.values(), strict=True)
-        for number, (one, two) in enumerate(states):
-            for key in two:
-                if not torch.equal(one[key].cpu(), two[key].cpu()):
-                    found.append(f"{key} of {number}")
+        for name, one in self.model.named_parameters():
+            state = self.optimizer.state[one]
+            for key, value in self.eager.state[self.twin.get_parameter(name)].items():
+                if not torch.equal(state[key].cpu(), value.cpu()):
+                    found.append(f"{key} of {name}")
         return found
 
 
@@ -110,7 +111,6 @@ def test_whole_steps_equal_eagers_and_the_host_never_waits(way: str, device: tor
         one.expected(seed)
         if seed:  # pinned memory is taken in the first step
             assert waits <= (way in MOVED)
-    one.step.optimizer_to_device() if way == "state on the host" else None
     assert one.differs() == []
 
 
@@ -126,7 +126,7 @@ def test_the_host_never_waits(way: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["forward and backward", "forward"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_on_a_stream_of_ones_own(way: str, both: bool, device: torch.device) -> None:
     one, module = subject(), planned(way)
     wanted = one.grads()
@@ -145,7 +145,7 @@ def test_on_a_stream_of_ones_own(way: str, both: bool, device: torch.device) -> 
             assert same(one.left(), wanted)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_two_steps_under_way(way: str, device: torch.device) -> None:
     one, module = subject(), planned(way)
     wanted = [one.grads(seed=seed) for seed in (1, 2)]
@@ -161,7 +161,7 @@ def test_two_steps_under_way(way: str, device: torch.device) -> None:
             assert same(one.left(), wanted[number])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_out_of_memory_at_every_allocation(way: str, device: torch.device) -> None:
     one, module = subject(), planned(way)
     wanted, failed = one.grads(module), 0
@@ -178,7 +178,7 @@ def test_out_of_memory_at_every_allocation(way: str, device: torch.device) -> No
         else:
             accelerator.fail_in(0, 0)
             break
-        if number % 7 == 0:
+        if number % 20 == 0:
             assert same(one.grads(module), wanted), number
             one.begin()
             settled()
@@ -188,7 +188,7 @@ def test_out_of_memory_at_every_allocation(way: str, device: torch.device) -> No
     assert same(one.grads(), wanted)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_interrupted(way: str, device: torch.device) -> None:
     one, module = subject(), planned(way)
     wanted = one.grads(module)

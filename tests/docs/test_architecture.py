@@ -81,7 +81,7 @@ def test_a_plan_and_a_step_run_every_file_of_the_walk() -> None:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        module = memopt.plan(model, inputs, progress=False).apply(model)
+        module = memopt.plan(model, inputs, strategy="rotor", progress=False).apply(model)
         module(inputs).sum().backward()
     finally:
         sys.setprofile(before)

@@ -32,6 +32,7 @@ FOREIGN = {
     "change_current_allocator",
     "compute_loss",
     "gaussian_nll_loss",
+    "memory_stats",
 }
 """Names of torch's, of trainers' and of examples that no file of this repository speaks of."""
 

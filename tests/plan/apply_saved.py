@@ -21,9 +21,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 import memopt
-from memopt.executor import apply
 from memopt.programs.instructions import Program
 from memopt.programs.serialize import dumps
+from memopt.stages import capturing
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from tests.plan import tiny
@@ -87,8 +87,8 @@ def main() -> None:
             captures[id(model)] = real(model, example, *rest)
         return captures[id(model)]
 
-    real = apply.capture
-    with mock.patch.object(apply, "capture", captured_once):
+    real = capturing.capture
+    with mock.patch.object(capturing, "capture", captured_once):
         for argument in sys.argv[1:]:
             name, _, path = argument.partition("=")
             plan = memopt.load(path)

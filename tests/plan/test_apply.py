@@ -43,7 +43,7 @@ def refusal(plan: Plan, model: nn.Module, inputs: Any = None) -> str:
     with pytest.raises(PlanFileError) as caught:
         plan.apply(model, inputs)
     message = str(caught.value)
-    assert f"memopt.plan(model, inputs, budget={plan.budget}, strategy='rotor')" in message
+    assert f"memopt.plan(model, inputs, budget={plan.budget}, strategy='auto')" in message
     return message
 
 

@@ -103,7 +103,7 @@ def test_micro_batches_are_planned_at_their_first_call() -> None:
 
 def test_it_is_planned_for_every_kind_of_call() -> None:
     model = make_model()
-    plan = memopt.plan(model, budget="1600KiB")
+    plan = memopt.plan(model, budget="1600KiB", strategy="rotor")
     module = plan.apply(model)
     for inputs, target in [*batches(1), *batches(1, size=32)]:
         loss_fn(module(inputs), target).backward()
@@ -111,7 +111,9 @@ def test_it_is_planned_for_every_kind_of_call() -> None:
         model.zero_grad()
     assert len(memopt.running(module).plans) == 2  # type: ignore[union-attr]
     assert peak == memopt.running(module).plans[-1].peak_bytes  # type: ignore[union-attr]
-    strict = memopt.plan(make_model(), budget="1600KiB").apply(make_model(), on_mismatch="error")
+    strict = memopt.plan(make_model(), budget="1600KiB", strategy="rotor").apply(
+        make_model(), on_mismatch="error"
+    )
     strict(batches(1)[0][0]).sum().backward()
     strict.zero_grad()
     with pytest.raises(GuardError, match="no plan for this kind of call"):
@@ -120,13 +122,13 @@ def test_it_is_planned_for_every_kind_of_call() -> None:
 
 def test_with_inputs_at_apply_it_is_planned_at_once() -> None:
     model = make_model()
-    plan = memopt.plan(model, budget="1200KiB")
+    plan = memopt.plan(model, budget="1200KiB", strategy="rotor")
     plan.apply(model, batches(1)[0][0])
     assert plan.peak_bytes <= 1200 * 2**10
 
 
 def test_before_it_has_no_figures_and_says_so() -> None:
-    plan = memopt.plan(make_model())
+    plan = memopt.plan(make_model(), strategy="rotor")
     for name in ("peak_bytes", "program", "profiled", "notes", "gap"):
         with pytest.raises(NotYetPlannedError, match="yet: this plan waits"):
             getattr(plan, name)
@@ -145,7 +147,7 @@ def test_before_it_has_no_figures_and_says_so() -> None:
         ({"mode": "estimate", "device": "H100"}, "estimate.* pass example inputs"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"budget": "much"}, "budget is"),
-        ({"movable": "all"}, "moves no parameters"),
+        ({"movable": "all", "strategy": "rotor"}, "moves no parameters"),
         ({"optimizer": "best"}, "optimizer"),
         ({"returns": "none"}, "returns="),
     ],

@@ -176,7 +176,8 @@ def test_a_plan_is_checked_once_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
         return validate_and_replay(*given)
 
     monkeypatch.setattr(target, "validate_and_replay", counted)
-    plan = memopt.plan(random_chain(Random(3), 6), budget="min", progress=False)
+    chain = random_chain(Random(3), 6)
+    plan = memopt.plan(chain, budget="min", strategy="rotor", progress=False)
     assert checked == [(plan.graph, plan.program, Budget(plan.budget), plan.device)]
 
 

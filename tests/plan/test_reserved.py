@@ -12,6 +12,7 @@ from memopt.models.budget import check_budget, split_reserved
 from memopt.models.generate import random_graph
 from memopt.models.presets import H100
 from memopt.programs.allocator_requests import reserved_by
+from memopt.programs.allocator_settings import AllocatorSettings
 
 MIB = 2**20
 
@@ -80,3 +81,41 @@ def test_what_cannot_be_limited_is_refused() -> None:
     least = graph.resident_bytes + 1
     with pytest.raises(InfeasibleBudgetError):
         memopt.plan(graph, budget=f"{least} reserved", device=H100)
+
+
+@pytest.fixture
+def as_torch_starts(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_expandable_segments_are_recommended_and_help(
+    as_torch_starts: pytest.MonkeyPatch,
+) -> None:
+    """The remedy that the message names works: the same budget has a plan with it. Its allocated
+    peak is the plan's, which is at most some blocks above it otherwise."""
+    graph = graph_of(2)
+    base = memopt.plan(graph, strategy="store-all", device=H100)
+    assert base.reserved is not None
+    assert base.reserved.allocated_peak_bytes >= base.peak_bytes
+    loose = base.reserved.reserved_peak_bytes
+    assert "less with PYTORCH_ALLOC_CONF=expandable_segments:True" in base.summary()
+    as_torch_starts.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    found = base.reserved
+    assert found.reserved_peak_bytes < loose
+    limit = found.reserved_peak_bytes
+    within = memopt.plan(graph, strategy="store-all", budget=f"{limit} reserved", device=H100)
+    assert within.budget == limit
+    assert "less with" not in within.summary()
+    as_torch_starts.delenv("PYTORCH_ALLOC_CONF")
+    remedy = r"start Python with PYTORCH_ALLOC_CONF=expandable_segments:True"
+    with pytest.raises(InfeasibleBudgetError, match=remedy):
+        memopt.plan(graph, strategy="store-all", budget=f"{limit} reserved", device=H100)
+
+
+def test_the_older_name_of_the_settings_is_read(as_torch_starts: pytest.MonkeyPatch) -> None:
+    as_torch_starts.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert AllocatorSettings.of_environment() == AllocatorSettings(expandable_segments=True)
+    as_torch_starts.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert AllocatorSettings.of_environment() == AllocatorSettings(max_split_bytes=64 * MIB)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,20 @@ def test_peak_and_end() -> None:
         c = torch.empty(200, dtype=torch.uint8)
     assert (use.peak_bytes, use.end_bytes) == (1500, 700)
     del b, c
+
+
+OPEN_AT_EXIT = """
+import torch
+from memopt.pricing.memory import LossMeter
+meter = LossMeter(torch.device("cpu"), print)
+torch.ones(3)
+"""
+
+
+def test_python_exits_between_a_forward_and_its_backward() -> None:
+    """Torch's profiler, still open then, is a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", OPEN_AT_EXIT], timeout=300, check=False)
+    assert done.returncode == 0
 
 
 def test_what_was_there_before_does_not_count() -> None:

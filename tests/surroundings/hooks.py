@@ -13,7 +13,7 @@ from torch.nn.modules import module as everywhere
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.surroundings.situation import MODULE_WAYS, Net, Setting, mean_square, situation
+from tests.surroundings.situation import MODULE_WAYS, WAYS, Net, Setting, mean_square, situation
 
 HOOKED: list[Any] = []
 SAVED = "[Ss]aved[- _]tensors?[- _]hooks?"
@@ -266,7 +266,7 @@ def _() -> Setting:
     return Setting(Outside(), lambda: HOOKED, loss)
 
 
-@situation("a hook on an input that wants a gradient", "hook|input")
+@situation("a hook on an input that wants a gradient", "hook|input", quick=True, exact=WAYS)
 def _() -> Setting:
     class Shifted(Net):
         def forward(self, x: Tensor, shift: Tensor) -> Tensor:

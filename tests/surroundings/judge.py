@@ -209,7 +209,8 @@ class _Loop:
             run.error = error
             run.left = difference(self.before, self.look())
         if self.way in ("plan", "wrap") and run.error is None:
-            calls = self.module.calls
+            # A model may have a `calls` of its own.
+            calls = (self.module.memopt if self.way == "wrap" else self.module).calls
             run.planned_calls = calls.planned + calls.replanned
         return run
 

@@ -60,7 +60,7 @@ def test_inference_mode_is_refused() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [0, 1])
 def test_ctrl_c_leaves_no_half_step(at: int) -> None:
     """Before the first update it stops at once; then the step is finished first."""
     model, optimizer, _, step = planned()

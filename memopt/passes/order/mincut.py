@@ -11,6 +11,8 @@ order (docs/strategies/olla.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from memopt.passes.order.tasks import Tasks, members
@@ -18,14 +20,17 @@ from memopt.passes.order.tasks import Tasks, members
 FREE, SOURCE, SINK = -1, 0, 1
 
 
-def forced_live(tasks: Tasks) -> list[int]:
+def forced_live(tasks: Tasks, over: Callable[[], bool] = bool) -> list[int]:
     """Bound the memory while each task runs, without any flow: count the values whose producer must
-    precede it and that are kept, or have a consumer that is the task or must follow it."""
+    precede it and that are kept, or have a consumer that is the task or must follow it. Values
+    are left out from when the time is `over` on."""
     outside = [tasks.descendants[task] | 1 << task for task in range(len(tasks))]
     bounds = [
         tasks.base + tasks.output_bytes[task] + tasks.transient[task] for task in range(len(tasks))
     ]
-    for value in tasks.values:
+    for number, value in enumerate(tasks.values):
+        if number % 64 == 0 and over():
+            break
         # v must run after the producer and before (or as) some consumer.
         later = tasks.descendants[value.producer]
         if not value.kept:

@@ -99,6 +99,10 @@ def order_tasks(
     return run.result()
 
 
+LARGE = 1000
+"""Tasks from which on a search that is out of time takes no bound at all."""
+
+
 class _OrderSearch(TimedSearch):
     """One call of `order_tasks`, on the problem without tasks that need no memory of their own."""
 
@@ -169,7 +173,9 @@ class _OrderSearch(TimedSearch):
     def bound_by_cuts(self, count: int = 8) -> None:
         """Take minimum cuts where they promise most: at the incumbent's highest tasks, and at those
         with the largest forced-live bound."""
-        forced = forced_live(self.tasks)
+        if len(self.tasks) > LARGE and self.out_of_time():
+            return
+        forced = forced_live(self.tasks, self.out_of_time)
         self.raise_bound(max(last_task_bound(self.tasks), *forced, self.tasks.base))
         highest = sorted(range(len(self.order)), key=lambda i: -self.profile[i])[:count]
         tasks = [self.order[i] for i in highest]

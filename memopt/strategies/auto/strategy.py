@@ -1,50 +1,84 @@
-"""auto: runs the strategies that fit, one after the other, and keeps the fastest valid plan."""
+"""auto: a portfolio of strategies with one incumbent; the default."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from memopt.models.bounds import relative_gap, time_lower_bound
+from memopt.models.bounds import memory_lower_bound, relative_gap, time_lower_bound
+from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
-from memopt.solvers.running import Deadline
+from memopt.reductions.stage_map import has_updates
+from memopt.strategies.auto.portfolio import (
+    LEAST_S,
+    MOST_S,
+    NOTHING_FASTER,
+    STEPS,
+    Portfolio,
+    worth_s,
+)
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.shared.members import MemberOutcome, fitting, for_forward
+from memopt.strategies.host_budget import with_host_budget
+from memopt.strategies.olla.strategy import Olla
+from memopt.strategies.shared.members import Member, MemberOutcome, fitting, for_forward
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
-DEFAULT_TIME_LIMIT_S = 60.0
-LEFT_OUT = frozenset({"checkmate", "checkmate-rounding", "joint"})
-"""Not run by auto: slow solvers whose place monet takes, and joint, which starts from other
-members' plans itself and wants all of the time."""
+ORDER = Olla(place=False)
+WEIGHTS = {"joint": 10.0, "rotor-menus": 4.0}
+"""Of the time left: a member's is its weight's share among those still to be asked; else 1."""
+GRAPH_MEMBERS = ("store-all", "sequential", "rotor", "rotor-menus", "joint", "monet")
+"""Members for the graph of a step, in the order in which they are asked."""
+MOVING_MEMBERS = ("offload-graph",)
+"""Those after them, over a known link."""
+LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
+"""Not run on anything: slow solvers whose place monet takes."""
+MOST_SAVED = 1 / 3
+"""The most of a step that a search usually saves of a plan made at once."""
+IN_REACH = 0.8
+"""Share of the step's peak above which another order alone may suffice, and is tried early."""
 
 
 @dataclass(frozen=True)
 class Auto(Strategy):
-    """Tries the others within one time limit and keeps the fastest plan within the budget.
+    """The fastest plan of all strategies together, in a time that pays back; the default.
 
-    All plans are validated and replayed with the same semantics before they are compared, and no
-    plan is slower than that of a single strategy in the time it had here. The solution's stats
-    say what each of them did ("tried"), who won ("chosen") and why ("reason"). A plan in which
-    nothing runs twice or waits ends the search: there is no faster one. Of equally fast plans
-    the one of the strategy asked first is taken. Where the time ends without a plan, members that
-    have one at once are asked for it ("at_once"). Where there is no backward only those are
-    asked whose plans may lower its memory, monet before those that only move or reorder.
+    A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
+    Then, for a step's graph, rotor-menus, joint (which starts from the plans so far and from
+    offload-graph's) and monet, and another order of operators; for a bare chain all strategies for
+    chains. It ends where the plan is within `gap` of a bound, or the time is up: without a limit
+    500 times the seconds that a step could still gain, at most a minute; where that is less than a
+    second the plan made at once is taken. Where there is no backward only those are asked whose
+    plans may lower its memory.
 
-    With a time limit that stops a member, another run may give another plan; "tried" says how
-    long each took.
+    All plans are validated and replayed before they are compared. The solution's stats say what
+    each member did ("tried"), who won ("chosen") and why ("reason"). Of equally fast plans that of
+    the member asked first is taken. Where the time ends without a plan, members that have one at
+    once are asked for it ("at_once"). With a time limit that stops a member, another run may give
+    another plan. The bound is that of joint's class, which plans of another order are not in.
 
     Attributes:
-        members: what to try, in this order; empty: all strategies of `memopt.strategies()` but
-            checkmate, its rounding and joint, those that move data only over a link of known speed.
-        time_limit_s: seconds for all of them together, where `solve` is given no limit.
+        members: what to ask instead, in this order: each an even share of the time that is left,
+            whatever the gap.
+        time_limit_s: seconds for all of them together, where `solve` is given no limit; None: as
+            above, and 60 for members of your own.
+        gap: share of the bound by which the plan may be slower where the search ends.
+        host_budget_bytes: the most that may be on the host at once; None: no limit.
+        at_once: ask only members that have a plan at once.
     """
 
     members: tuple[Strategy, ...] = ()
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    time_limit_s: float | None = None
+    gap: float = 0.01
+    host_budget_bytes: int | None = None
+    at_once: bool = False
 
     name: ClassVar[str] = "auto"
     needs: ClassVar[str] = "any"
@@ -52,24 +86,51 @@ class Auto(Strategy):
         recompute=True, offload=True, order=True, place=True, implementations=True
     )
     decides_in_place: ClassVar[bool] = True
+    refines_smallest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not self.time_limit_s > 0:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise ValueError(f"Auto: time_limit_s must be positive, got {self.time_limit_s!r}")
+        if not self.gap >= 0:
+            raise ValueError(f"Auto: gap must be at least 0, got {self.gap!r}")
+        if self.host_budget_bytes is not None:
+            check_bytes("Auto", host_budget_bytes=self.host_budget_bytes)
         if any(isinstance(member, Auto) for member in self.members):
             raise ValueError("Auto: an auto cannot be a member of an auto")
 
-    def candidates(self, device: Device | None) -> tuple[Strategy, ...]:
-        """Return the strategies to try, in order, before their fit to the cost model is known."""
+    def only_exact_implementations(self) -> bool | None:
+        return None if self.members else True
+
+    def wants_implementations(self, step_s: float) -> bool:
+        return worth_s(MOST_SAVED * step_s) > 0
+
+    def at_first(self) -> Strategy | None:
+        return None if self.members or self.at_once else replace(self, at_once=True)
+
+    def improved_by(self) -> Strategy | None:
+        return replace(self, at_once=False) if self.at_once else None
+
+    def worth_improving(self, step_s: float, bound_s: float, limit_s: float | None) -> bool:
+        limited = limit_s is not None or self.time_limit_s is not None
+        near = step_s <= bound_s * (1 + self.gap)
+        return not near and (limited or worth_s(step_s - bound_s) > 0)
+
+    def candidates(
+        self, device: Device | None, cost_model: CostModel | None = None
+    ) -> tuple[Strategy, ...]:
+        """Return the strategies to ask, in order, before their fit to the cost model is known."""
         if self.members:
             return self.members
         # Over a link of unknown speed every transfer would look free.
         linked = device is not None and device.is_linked
-        return tuple(
-            member
-            for member in SINGLE_STRATEGIES
-            if member.name not in LEFT_OUT and (linked or not member.features.offload)
-        )
+        known = {one.name: one for one in SINGLE_STRATEGIES if one.name not in LEFT_OUT}
+        step = isinstance(cost_model, Graph) and not cost_model.is_forward
+        if not step:
+            forward = isinstance(cost_model, Graph)
+            own = [one for one in known.values() if one.name != "joint" or not forward]
+            return tuple(one for one in own if linked or not one.features.offload)
+        names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
+        return *(known[name] for name in names), ORDER
 
     def solve(
         self,
@@ -80,58 +141,85 @@ class Auto(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
-        started = time.monotonic()
-        end_s = started + (self.time_limit_s if time_limit_s is None else time_limit_s)
-        members, refused = fitting(cost_model, self.candidates(device))
-        if not self.members and isinstance(cost_model, Graph) and cost_model.is_forward:
+        candidates = self.candidates(device, cost_model)
+        limited = tuple(with_host_budget(one, self.host_budget_bytes) for one in candidates)
+        members, refused = fitting(cost_model, limited)
+        forward = isinstance(cost_model, Graph) and cost_model.is_forward
+        if not self.members and forward:
             members, without = for_forward(members)
             refused += without
-        least_s = time_lower_bound(cost_model)
-        outcomes: list[MemberOutcome] = []
-        at_once: list[MemberOutcome] = []
-        for index, member in enumerate(members):
-            report = _part(progress, index, len(members), member.strategy.name)
-            deadline = Deadline(end_s, report)
-            over = deadline.passed(0.0, "begins")
-            planned = any(outcome.plans for outcome in (*outcomes, *at_once))
-            if over and (planned or (index > 0 and not member.quick)):
-                # Without a plan so far, ask the members that have one at once all the same.
-                continue
-            # Members share the time that those before them leave over.
-            share_s = deadline.left_s / (len(members) - index)
-            try:
-                outcome = member.run(budget_bytes, device or Device(), share_s, report)
-            except KeyboardInterrupt:
-                break
-            (at_once if over else outcomes).append(outcome)
-            if outcome.plans and outcome.time_s <= least_s * (1 + 1e-12):
-                break
-        tried = tuple(outcome.line for outcome in outcomes)
-        asked = {outcome.name for outcome in outcomes}
-        left = tuple(m.strategy.name for m in members if m.strategy.name not in asked)
-        stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
-        if at_once:
-            stats["at_once"] = tuple(outcome.line for outcome in at_once)
-        stats["solve_s"] = time.monotonic() - started
-        outcomes += at_once
-        best = min((o for o in outcomes if o.plans), key=lambda o: o.time_s, default=None)
-        if best is None:
-            return _without_plan(outcomes, bool(left), stats)
-        return _with_plan(best, outcomes, bool(left), least_s, stats)
+        if not self.members and isinstance(cost_model, Graph) and not forward:
+            members = _in_order(members, cost_model, budget_bytes)
+        if self.at_once:
+            members = tuple(member for member in members if member.quick)
+        search = self._portfolio(cost_model, budget_bytes, device, time_limit_s, progress)
+        search.run(members)
+        return _solution(search, members, refused)
+
+    def _portfolio(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        device: Device | None,
+        time_limit_s: float | None,
+        progress: Progress | None,
+    ) -> Portfolio:
+        """Begin a search."""
+        limit_s = self.time_limit_s if time_limit_s is None else time_limit_s
+        step = isinstance(cost_model, Graph) and not has_updates(cost_model)
+        return Portfolio(
+            budget_bytes,
+            device or Device(),
+            progress,
+            time_lower_bound(cost_model),
+            cost_model.compute_time_s,
+            impossible=isinstance(cost_model, Graph)
+            and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
+            gap=NOTHING_FASTER if self.members else self.gap,
+            limit_s=MOST_S if limit_s is None and self.members else limit_s,
+            weights={} if self.members else WEIGHTS,
+            bounding=frozenset({"joint"} if step and not self.members else ()),
+        )
 
 
-def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
-    if progress is None:
-        return None
-    whole = progress
-    return lambda fraction, what: whole((index + fraction) / count, f"{name}: {what}")
+def _in_order(
+    members: Sequence[Member], graph: Graph, budget_bytes: int | None
+) -> tuple[Member, ...]:
+    """Return the members in the order in which they are asked. Where no plan is possible only those
+    are that name the smallest budget soon. Where another order may suffice alone, it is looked for
+    behind the members that plan at once."""
+    if budget_bytes is not None and memory_lower_bound(graph) > budget_bytes:
+        return tuple(one for one in members if one.quick or one.strategy.name == "joint")
+    peak_bytes = replay(graph, store_all(graph)).peak_bytes
+    if budget_bytes is None or budget_bytes < IN_REACH * peak_bytes:
+        return tuple(members)
+    rank = {member.strategy.name: 0 if member.quick else 2 for member in members}
+    rank[ORDER.name] = 1
+    return tuple(sorted(members, key=lambda member: rank[member.strategy.name]))
 
 
-def _without_plan(outcomes: list[MemberOutcome], left: bool, stats: dict[str, object]) -> Solution:
-    found = [outcome.solution for outcome in outcomes]
+def _solution(search: Portfolio, members: Sequence[Member], refused: tuple[str, ...]) -> Solution:
+    """Return the search's solution, with what each member did."""
+    asked = {outcome.name for outcome in search.outcomes}
+    left = tuple(m.strategy.name for m in members if m.strategy.name not in asked)
+    tried = tuple(outcome.line for outcome in search.outcomes)
+    stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
+    if search.at_once:
+        stats["at_once"] = tuple(outcome.line for outcome in search.at_once)
+    stats["solve_s"] = time.monotonic() - search.began_s
+    best = search.best
+    if best is None:
+        return _without_plan(search, bool(left), stats)
+    return _with_plan(best, search, bool(left), stats)
+
+
+def _without_plan(search: Portfolio, left: bool, stats: dict[str, object]) -> Solution:
+    found = [outcome.solution for outcome in (*search.outcomes, *search.at_once)]
     known = [x for x in found if x.smallest is not None and x.smallest_budget_bytes is not None]
     least = min(known, key=lambda x: x.smallest_budget_bytes or 0, default=None)
-    proved = not left and all(solution.status is Status.INFEASIBLE for solution in found)
+    proved = search.impossible or (
+        not left and all(solution.status is Status.INFEASIBLE for solution in found)
+    )
     return Solution(
         Status.INFEASIBLE if proved and known else Status.UNKNOWN,
         smallest_budget_bytes=None if least is None else least.smallest_budget_bytes,
@@ -141,29 +229,14 @@ def _without_plan(outcomes: list[MemberOutcome], left: bool, stats: dict[str, ob
 
 
 def _with_plan(
-    best: MemberOutcome,
-    outcomes: list[MemberOutcome],
-    left: bool,
-    least_s: float,
-    stats: dict[str, object],
+    best: MemberOutcome, search: Portfolio, left: bool, stats: dict[str, object]
 ) -> Solution:
     """Return the winner's plan; the bound holds for the members' classes together."""
+    outcomes, least_s = (*search.outcomes, *search.at_once), search.least_s
     known = [outcome.solution.lower_bound_s for outcome in outcomes]
     bounds = [bound_s for bound_s in known if bound_s is not None]
     complete = not left and len(bounds) == len(known)
     bound_s = min(best.time_s, max(least_s, min(bounds)) if complete else least_s)
-    slower = sorted(
-        (o for o in outcomes if o.plans and o is not best), key=lambda outcome: outcome.time_s
-    )
-    if best.time_s <= least_s * (1 + 1e-12):
-        reason = f"{best.name}: nothing runs twice or waits, so no plan is faster"
-    elif slower and slower[0].time_s > best.time_s:
-        ratio = slower[0].time_s / best.time_s - 1
-        reason = f"{best.name}: the fastest; next is {slower[0].name}, {ratio:.2%} slower"
-    elif slower:
-        reason = f"{best.name}: the fastest, as is {slower[0].name}"
-    else:
-        reason = f"{best.name}: the only one with a plan within the budget"
     proved = best.time_s <= bound_s * (1 + 1e-12)
     return replace(
         best.solution,
@@ -172,8 +245,35 @@ def _with_plan(
         gap=relative_gap(best.time_s, bound_s),
         stats={
             "chosen": best.name,
-            "reason": reason,
+            "reason": _reason(best, outcomes, search, left),
             **stats,
             **{f"{best.name}_{key}": value for key, value in best.solution.stats.items()},
         },
     )
+
+
+def _reason(
+    best: MemberOutcome, outcomes: Sequence[MemberOutcome], search: Portfolio, left: bool
+) -> str:
+    """Say why the plan is the best one's, and why the search ended."""
+    if best.time_s <= search.least_s * (1 + NOTHING_FASTER):
+        return f"{best.name}: nothing runs twice or waits, so no plan is faster"
+    slower = sorted(
+        (one for one in outcomes if one.plans and one is not best), key=lambda one: one.time_s
+    )
+    if not slower:
+        reason = f"{best.name}: the only one with a plan within the budget"
+    elif slower[0].time_s > best.time_s:
+        ratio = slower[0].time_s / best.time_s - 1
+        reason = f"{best.name}: the fastest; next is {slower[0].name}, {ratio:.2%} slower"
+    else:
+        reason = f"{best.name}: the fastest, as is {slower[0].name}"
+    could_s = best.time_s - search.least_s
+    if left and search.done:
+        return f"{reason}; at most {could_s / search.least_s:.2%} slower than any plan"
+    if left and search.limit_s is None and not worth_s(could_s):
+        return (
+            f"{reason}; a search for a faster one would take more than {LEAST_S:g} s, which "
+            f"{STEPS} steps could not gain (time_limit_s= searches all the same)"
+        )
+    return reason

@@ -11,27 +11,34 @@ import numpy as np
 from memopt.errors import InvalidProgramError
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
+from memopt.solvers.running import Deadline
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 
+LARGE = 1000
 CHANGES = 3000
 """The most changes tried; a count, so that the budget named does not depend on the machine."""
 
 
-def least_memory(mover: Mover, starts: Iterable[Ints]) -> tuple[Ints, int]:
+def least_memory(
+    mover: Mover, starts: Iterable[Ints], deadline: Deadline | None = None
+) -> tuple[Ints, int]:
     """Return the runs that can meet the smallest budget found, and that budget, total bytes.
 
     Args:
         mover: says what may move; its own budget does not count.
         starts: runs to begin from, at least one.
+        deadline: of the search in a step of more than LARGE operators.
     """
     found = [(runs, mover.floor_bytes(runs)) for runs in starts]
     runs, least_bytes = min(found, key=lambda pair: pair[1])
     rng, tried = Random(0), 0
     nothing = np.zeros(mover.arrays.size_bytes.size, dtype=np.bool_)
     going = True
-    while going and tried < CHANGES:
+    large = len(mover.table.graph.operators) > LARGE
+    until = deadline if deadline is not None and large else Deadline()
+    while going and tried < CHANGES and until.left_s:
         going = False
         at = Decisions(mover.used(runs), nothing, nothing)
         for change in Neighbourhood(mover, at, None, rng).changes():
@@ -40,8 +47,8 @@ def least_memory(mover: Mover, starts: Iterable[Ints]) -> tuple[Ints, int]:
             if size_bytes < least_bytes:
                 runs, least_bytes, going = change.runs, size_bytes, True
                 break
-            if tried >= CHANGES:
-                break
+            if tried >= CHANGES or (tried % 16 == 0 and not until.left_s):
+                return runs, least_bytes
     return runs, least_bytes
 
 

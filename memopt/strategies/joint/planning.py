@@ -75,6 +75,7 @@ class JointPlanning:
         changes: the most changes that each annealing tries.
         seed: the local search's.
         least_bytes: tensors smaller than this never move; None: as SMALL says.
+        known: programs to start from, in place of those of strategies for chains.
     """
 
     graph: Graph
@@ -93,6 +94,7 @@ class JointPlanning:
     decisions: tuple[Decisions, Moved] | None = None
     changes_tried: int = 0
     least_bytes: int | None = None
+    known: tuple[Program, ...] = ()
     stats: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,9 @@ class JointPlanning:
         """Plan, and return the solution with its proof."""
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
+        for program in self.known:
+            self.offer(program, "known")
+            self._seed(program)
         if self.budget_bytes is None:
             self._unlimited()
         possible = memory_lower_bound(self.graph) <= self.limit_bytes
@@ -144,7 +149,7 @@ class JointPlanning:
             )
             if not self.done:
                 # First, since what it learns about stages also serves the larger budgets.
-                self._start([member for member in chains if not self.near])
+                self._start([member for member in chains if not (self.near or self.known)])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
@@ -348,7 +353,7 @@ class JointPlanning:
         for program in programs[1:]:
             self._seed(program)
         starts = [self.table.runs_of(self.small[0]), *self.runs]
-        runs, least_bytes = least_memory(self.mover, starts)
+        runs, least_bytes = least_memory(self.mover, starts, self.deadline)
         found = program_within(self.mover, runs, max(least_bytes, self.limit_bytes))
         return smaller(self.mover, [found, *programs])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
@@ -83,6 +85,25 @@ class Joint(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
+        return self.solve_from(
+            (),
+            cost_model,
+            budget_bytes,
+            device=device,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         linked = device is not None and device.is_linked and self.host_budget_bytes != 0
@@ -109,6 +130,7 @@ class Joint(Strategy):
             Deadline(begin + limit_s, progress),
             self.changes,
             self.seed,
+            known=tuple(known),
         )
         return planning.solution(self.starts(graph, linked))
 

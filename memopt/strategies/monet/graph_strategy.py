@@ -37,8 +37,9 @@ unit may take some seconds); below LEAST_S there is no such search."""
 LEAST_S = 0.01
 PROVED = 1e-6
 """Gap at which a plan counts as optimal: the solver rounds costs to whole numbers."""
-
-
+SEARCH_SHARE, PAIR_S = 0.3, 2e-5
+"""The most of the time left that building the solver's program may take, and its seconds for each
+pair of operators: a larger one is not built."""
 BOUND_SHARE, EXACT_SHARE = 0.4, 0.5
 """Shares of the time left, for a graph without a backward: for the relaxation; then, if it is
 small, for the search."""
@@ -78,10 +79,14 @@ class GraphStrategy(Strategy):
         machine's speed, so that the budget it names can be planned again."""
         return None
 
-    def incumbent(self, graph: Graph, budget_bytes: int | None) -> tuple[Program | None, Program]:
+    def incumbent(
+        self, graph: Graph, budget_bytes: int | None, deadline: Deadline
+    ) -> tuple[Program | None, Program]:
         """Return a program within the budget, if there is one, and that of the smallest peak known:
         the search starts there, and returns nothing slower."""
-        return rotor_programs(graph, budget_bytes) if self.start else (None, stored(graph))
+        if not self.start:
+            return None, stored(graph)
+        return rotor_programs(graph, budget_bytes, deadline=deadline)
 
     def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
         """Bound every plan of the strategy's class, in s, where `search` proves nothing."""
@@ -137,7 +142,7 @@ class GraphStrategy(Strategy):
         limit_bytes = 2**62 if budget_bytes is None else budget_bytes
         stats: dict[str, object] = {}
         least_s = time_lower_bound(graph)
-        best, smallest = self._start(graph, budget_bytes, stats)
+        best, smallest = self._start(graph, budget_bytes, deadline, stats)
         coarse = coarsen(graph, self.max_operators)
         stats["operators"] = len(coarse.graph.operators)
         # A proof for the merged graph says nothing about plans that split a group.
@@ -146,11 +151,13 @@ class GraphStrategy(Strategy):
         proves = exact and counted_exactly(graph)
         # Operators with implementations are not merged: a stage for each may be too many.
         too_large = len(coarse.graph.operators) > 2 * self.max_operators
+        too_slow = _building_s(coarse.graph) > SEARCH_SHARE * deadline.left_s
         # Without a start, the search leaves time for a plan of the smallest peak.
         search_s = limit_s if best.program is not None else limit_s * (1 - LEAST_SHARE)
+        search_s = 0.0 if too_slow else search_s
         status, found, bound_s, whole_s = Status.UNKNOWN, None, None, None
         impossible = memory_lower_bound(graph) > limit_bytes
-        if not (exact or impossible):
+        if not ((exact and not too_slow) or impossible):
             # The whole graph in a coarser program: a bound, and often a plan close to it.
             whole_s = self.whole(best, limit_bytes, deadline, stats)
         until = Deadline(begin + search_s, progress)
@@ -166,7 +173,8 @@ class GraphStrategy(Strategy):
             expanded = self.polish(graph, _expanded(coarse, found), budget_bytes)
             stats["solver_s"] = best.offer(expanded, self.name).time_s
         if best.program is None:
-            smallest = self._smallest(coarse, smallest, limit_s, progress)
+            if not too_slow:
+                smallest = self._smallest(coarse, smallest, limit_s, progress)
             best.offer(smallest, "least memory")
         if best.program is None:
             relaxed = merged and bool(stats.get("relaxation_infeasible"))
@@ -225,13 +233,17 @@ class GraphStrategy(Strategy):
         return solution(graph, program, bound_s, PROVED, stats)
 
     def _start(
-        self, graph: Graph, budget_bytes: int | None, stats: dict[str, object]
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        deadline: Deadline,
+        stats: dict[str, object],
     ) -> tuple[Incumbent, Program]:
         """Return the plan to start from, polished, and the program of the smallest peak known."""
         best = Incumbent(graph, budget_bytes)
         if budget_bytes is None:
             best.offer(fastest_program(graph, self.allowed)[0], "no limit")
-        program, smallest = self.incumbent(graph, budget_bytes)
+        program, smallest = self.incumbent(graph, budget_bytes, deadline)
         if program is not None:
             best.offer(self.polish(graph, program, budget_bytes), "rotor")
             stats["incumbent_s"] = best.time_s
@@ -246,6 +258,11 @@ class GraphStrategy(Strategy):
         if found is None:
             return smallest
         return smaller(coarse.fine, smallest, _expanded(coarse, found))
+
+
+def _building_s(graph: Graph) -> float:
+    """Return about how long it takes to build a program with a stage for every operator, s."""
+    return PAIR_S * len(graph.operators) ** 2
 
 
 def _expanded(coarse: Coarsening, program: Program) -> Program:

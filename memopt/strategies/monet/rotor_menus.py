@@ -26,6 +26,8 @@ from memopt.strategies.shared.incumbent import SAME, Incumbent, smaller
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import TimePointSearch
 
+MERGED_SHARE = 0.5
+"""The most of the time left that the whole step as one stage may take."""
 CLOSE = 1e-3
 """Gap to the bound at which no alternatives are tried."""
 
@@ -134,7 +136,8 @@ class RotorMenus(Strategy):
         """Plan the whole step as one stage, implementations included; None without time for it."""
         if self.merged_s <= 0 or deadline.passed(0.9, "stage menus"):
             return None
-        until = deadline.within(self.merged_s)
+        # The table needs time, too.
+        until = deadline.within(min(self.merged_s, MERGED_SHARE * deadline.left_s))
         search = TimePointSearch(graph, self.allowed, budget_bytes, until).run()
         stats["merged_rounds"] = search.rounds
         return search

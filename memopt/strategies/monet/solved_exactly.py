@@ -40,7 +40,7 @@ class SolvedExactly(GraphStrategy):
     ) -> tuple[Status, Program | None, float | None]:
         built = self.model(graph)
         chain = self.start and not graph.is_forward
-        start = rotor_programs(graph, budget_bytes)[0] if chain else None
+        start = rotor_programs(graph, budget_bytes, deadline=deadline)[0] if chain else None
         if start is not None:
             built.hint(start)
         options = SolverOptions(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.autoswap_scores import SCORES, Candidates
 from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, OffloadChoice
@@ -50,7 +52,7 @@ class AutoSwap(ChainOffload):
             return "autoswap needs optuna: pip install optuna"
         return super().why_not(cost_model)
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
         import optuna
 
         candidates = Candidates(problem)
@@ -64,11 +66,16 @@ class AutoSwap(ChainOffload):
                 results[offloaded] = makespan_s(problem, amounts)
             return results[offloaded]
 
+        def stops(study: optuna.Study, _trial: object) -> None:
+            if deadline.passed(len(study.trials) / self.trials, "scores"):
+                study.stop()
+
+        left_s = None if math.isinf(deadline.at_s) else deadline.left_s
         optuna.logging.get_logger("optuna").setLevel(logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed))
         for name in SCORES:
             study.enqueue_trial({other: float(other == name) for other in SCORES})
-        study.optimize(objective, n_trials=self.trials, timeout=time_limit_s)
+        study.optimize(objective, n_trials=self.trials, timeout=left_s, callbacks=[stops])
         if not results:
             # Even without time: one set of weights.
             study.optimize(objective, n_trials=1)

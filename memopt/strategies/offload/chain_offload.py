@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from memopt.models.status import Status
 from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.programs.solution import Solution
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.offload.ordered import greedy_amounts, makespan_s
 from memopt.strategies.offload.ordered_bounds import (
@@ -84,7 +86,7 @@ class ChainOffload(Strategy):
             check_bytes(type(self).__name__, host_budget_bytes=self.host_budget_bytes)
 
     @abstractmethod
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
         """Choose what to move, for a problem with an excess and at least the smallest capacity."""
 
     def smallest_capacity(self, problem: OffloadProblem) -> int:
@@ -105,6 +107,8 @@ class ChainOffload(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         started = time.perf_counter()
+        limit_s = math.inf if time_limit_s is None else time_limit_s
+        deadline = Deadline(time.monotonic() + limit_s, progress)
         chain = self.taken(cost_model, Chain)
         problem = offload_problem(
             chain, budget_bytes, linked(self, device), offload_input=self.offload_input
@@ -121,7 +125,7 @@ class ChainOffload(Strategy):
         if problem.excess_bytes == 0:
             choice = OffloadChoice(Transfers((), ()))
         else:
-            choice = self.choose(problem, time_limit_s)
+            choice = self.choose(problem, deadline)
         return _solution(problem, choice, started)
 
     def refuse_host(self, problem: OffloadProblem, wanted_bytes: int) -> NoReturn:

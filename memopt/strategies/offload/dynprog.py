@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from memopt.solvers.running import Deadline
 from memopt.strategies.offload.chain_offload import ChainOffload, OffloadChoice
 from memopt.strategies.offload.dynprog_search import solve_dynprog
-from memopt.strategies.offload.ordered import greedy_amounts, searched_amounts
+from memopt.strategies.offload.ordered import greedy_amounts, searched_amounts, stopped_at
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import ordered_transfers
 
@@ -36,8 +37,11 @@ class DynProg(ChainOffload):
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"DynProg: slots must be at least 1 or None, got {self.slots}")
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
-        result = solve_dynprog(problem, self.slots, self.host_budget_bytes)
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
+        result = stopped_at(
+            deadline,
+            lambda stop: solve_dynprog(problem, self.slots, self.host_budget_bytes, stop),
+        )
         amounts = result.amounts
         # The rounded problem may have no schedule where the real one has.
         fallback = amounts is None
@@ -48,7 +52,11 @@ class DynProg(ChainOffload):
             self.refuse_host(problem, problem.excess_bytes + 1)
         planned = np.flatnonzero(amounts).tolist()
         if self.refine:
-            amounts, _ = searched_amounts(problem, amounts, self.host_budget_bytes)
+            refined, time_s = stopped_at(
+                deadline,
+                lambda stop: searched_amounts(problem, amounts, self.host_budget_bytes, stop),
+            )
+            amounts = refined if np.isfinite(time_s) else amounts
         return OffloadChoice(
             ordered_transfers(np.flatnonzero(amounts).tolist()),
             stats={
@@ -71,7 +79,7 @@ class Greedy(ChainOffload):
 
     name: ClassVar[str] = "greedy"
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
         amounts = greedy_amounts(problem)
         size = int(amounts.sum())
         if not self.within_host(size):

@@ -243,14 +243,15 @@ def future(data: RecurrenceData) -> tuple[Floats, Floats]:
     return excess, left
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def solve(
-    data: RecurrenceData, limit: float, host: float, width: int, exact: bool
+    data: RecurrenceData, limit: float, host: float, width: int, exact: bool, stop: Bools
 ) -> tuple[Bools, float, int, int]:
     """Find the set of offloads with the least idle time.
 
     Labels that cannot come below `limit` are not followed. Returns (offloaded, idle time, labels
-    made, labels cut off by `width`); the idle time is infinite if no label is left.
+    made, labels cut off by `width`); the idle time is infinite if no label is left, or
+    `stop[0]` was set meanwhile.
     """
     n = len(data.sizes)
     excess, left = future(data)
@@ -271,7 +272,7 @@ def solve(
             new_states, new_lasts, new_links, size, width, exact, data.ratio, every - host
         )
         total_cut += cut
-        if count == 0:
+        if count == 0 or stop[0]:
             return np.zeros(n, np.bool_), np.inf, offsets[i], total_cut
         states, lasts = new_states, new_lasts
         offsets[i + 1] = offsets[i] + count

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memopt.strategies.offload.ordered import eager_amounts
+from memopt.strategies.offload.ordered import Flag, eager_amounts
 from memopt.strategies.offload.problem import Bytes, OffloadProblem
 from memopt.strategies.offload.rounding import RecurrenceData, bump, recurrence_data
 
@@ -39,7 +39,10 @@ class DynProgResult:
 
 
 def solve_dynprog(
-    problem: OffloadProblem, slots: int | None, host_budget_bytes: int | None = None
+    problem: OffloadProblem,
+    slots: int | None,
+    host_budget_bytes: int | None = None,
+    stop: Flag | None = None,
 ) -> DynProgResult:
     """Run Algorithm 1, and with slots the iterative correction of the rounded sizes.
 
@@ -47,6 +50,7 @@ def solve_dynprog(
         problem: a problem whose capacity is at least its floor.
         slots: slots of the capacity; None: nothing is rounded, at a cost that grows fast.
         host_budget_bytes: the most that may be offloaded.
+        stop: one flag; when another thread sets it, nothing is found.
     """
     n = problem.stages
     problem = _finite(problem)
@@ -54,9 +58,10 @@ def solve_dynprog(
     exact = problem.sizes[:n] / data.unit_bytes
     host = np.inf if host_budget_bytes is None else host_budget_bytes / data.unit_bytes
     rounds = 0
+    flag = np.zeros(1, np.bool_) if stop is None else stop
     while True:
         rounds += 1
-        offloaded, idle, labels, cut = _run(problem, data, slots is None, host)
+        offloaded, idle, labels, cut = _run(problem, data, slots is None, host, flag)
         if not np.isfinite(idle):
             return DynProgResult(None, idle, rounds, labels, cut)
         amounts = problem.amounts(np.flatnonzero(offloaded))
@@ -86,7 +91,7 @@ def _finite(problem: OffloadProblem) -> OffloadProblem:
 
 
 def _run(
-    problem: OffloadProblem, data: RecurrenceData, exact: bool, host: float
+    problem: OffloadProblem, data: RecurrenceData, exact: bool, host: float, stop: Flag
 ) -> tuple[npt.NDArray[np.bool_], float, int, int]:
     """Run the dynamic program once, bounded by the first eager set that fits the units."""
     from memopt.strategies.offload import dynprog_kernels as kernels
@@ -102,4 +107,4 @@ def _run(
             break
     # A relative allowance for the order in which times are added up.
     limit += 1e-9 * (1.0 + abs(limit)) if np.isfinite(limit) else 0.0
-    return kernels.solve(data, limit, host, LABELS_PER_STATE, exact)
+    return kernels.solve(data, limit, host, LABELS_PER_STATE, exact, stop)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.solvers.running import SolverOptions
+from memopt.solvers.running import Deadline, SolverOptions
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, OffloadChoice
 from memopt.strategies.offload.dynprog_search import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
-from memopt.strategies.offload.ordered import searched_amounts
+from memopt.strategies.offload.ordered import searched_amounts, stopped_at
 from memopt.strategies.offload.problem import OffloadProblem
 from memopt.strategies.offload.program import Transfers, best_schedule, ordered_transfers
 
@@ -60,9 +61,12 @@ class OffloadExact(ChainOffload):
             )
         return super().why_not(cost_model)
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
-        planned = solve_dynprog(problem, 500, self.host_budget_bytes).amounts
-        amounts, horizon_s = searched_amounts(problem, planned, self.host_budget_bytes)
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
+        host = self.host_budget_bytes
+        planned = stopped_at(deadline, lambda stop: solve_dynprog(problem, 500, host, stop)).amounts
+        amounts, horizon_s = stopped_at(
+            deadline, lambda stop: searched_amounts(problem, planned, host, stop)
+        )
         if not np.isfinite(horizon_s):
             horizon_s = 2 * _serial_s(problem)
         ticks = choose_ticks(problem, horizon_s, self.resolution)
@@ -71,7 +75,8 @@ class OffloadExact(ChainOffload):
         model = ExactModel(problem, ticks, ticks.up(horizon_s) + slack, self.host_budget_bytes)
         model.hint(amounts)
         options = SolverOptions(
-            time_limit_s=time_limit_s,
+            time_limit_s=None if math.isinf(deadline.at_s) else deadline.left_s,
+            progress=deadline.progress,
             deterministic_s=self.effort,
             workers=self.num_workers,
             seed=self.seed,

@@ -12,14 +12,22 @@ activations are large.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
+from memopt.solvers.running import Deadline, call_in_thread
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 
 EVALUATIONS = 20_000
 """The most schedules that the local search replays, a few microseconds each."""
+Flag: TypeAlias = npt.NDArray[np.bool_]
+"""One flag, which a thread sets to stop another's search."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +86,10 @@ def greedy_amounts(problem: OffloadProblem) -> Bytes:
 
 
 def searched_amounts(
-    problem: OffloadProblem, planned: Bytes | None, host_budget_bytes: int | None = None
+    problem: OffloadProblem,
+    planned: Bytes | None,
+    host_budget_bytes: int | None = None,
+    stop: Flag | None = None,
 ) -> tuple[Bytes, float]:
     """Search for the best set by flips and exchanges that each make whole transfers faster.
 
@@ -90,6 +101,7 @@ def searched_amounts(
         problem: chain, capacity and link.
         planned: bytes of each x_j, whole activations; None: no plan.
         host_budget_bytes: the most that may be offloaded.
+        stop: one flag, which ends the search when another thread sets it.
 
     Returns:
         The amounts, all 0 if nothing fits, and the makespan of their no-wait ordered schedule,
@@ -102,11 +114,27 @@ def searched_amounts(
     starts.append(greedy_amounts(problem))
     starts += map(problem.amounts, (movable[::2], movable[1::2], movable))
     host = np.inf if host_budget_bytes is None else float(host_budget_bytes)
+    flag = np.zeros(1, np.bool_) if stop is None else stop
     best, best_s = np.zeros_like(problem.sizes), np.inf
     for start in starts:
         if start.sum() > host or not problem.fits(start):
             continue
-        chosen, time_s = ordered_kernels.improve(problem.arrays, start > 0, host, EVALUATIONS)
+        chosen, time_s = ordered_kernels.improve(problem.arrays, start > 0, host, EVALUATIONS, flag)
         if time_s < best_s:
             best, best_s = np.where(chosen, problem.sizes, 0), float(time_s)
     return best, best_s
+
+
+def stopped_at(deadline: Deadline, search: Callable[[Flag], T]) -> T:
+    """Run a compiled search in a thread of its own, and stop it at the deadline or at Ctrl-C; then
+    return what it has."""
+    stop = np.zeros(1, np.bool_)
+    found = call_in_thread(
+        lambda: search(stop),
+        deadline.progress,
+        lambda: "what to move",
+        limit_s=None if math.isinf(deadline.at_s) else deadline.left_s,
+        stop=lambda: stop.fill(True),
+    )
+    assert found is not None
+    return found

@@ -160,13 +160,14 @@ def makespan(data: ProblemArrays, amounts: Ints, whole: bool) -> float:
     return replay(data, amounts, whole)[3]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def improve(
-    data: ProblemArrays, chosen: Bools, host: float, evaluations: int
+    data: ProblemArrays, chosen: Bools, host: float, evaluations: int, stop: Bools
 ) -> tuple[Bools, float]:
     """Flip one activation, or exchange two, while that makes whole transfers faster.
 
-    At equal times the set that moves less is preferred. Stops after so many evaluations.
+    At equal times the set that moves less is preferred. Stops after so many evaluations,
+    or where `stop[0]` is set meanwhile.
     """
     n = len(data.sizes)
     best = chosen.copy()
@@ -174,12 +175,14 @@ def improve(
     best_time = makespan(data, amounts, True)
     best_moved = amounts.sum()
     found, tried = True, 0
-    while found and tried < evaluations:
+    while found and tried < evaluations and not stop[0]:
         found = False
         for i in range(n):
             for j in range(i + 1):
+                if tried >= evaluations or stop[0]:
+                    break
                 same = i != j and best[i] == best[j]
-                if tried >= evaluations or same or not data.movable[i] or not data.movable[j]:
+                if same or not data.movable[i] or not data.movable[j]:
                     continue
                 trial = best.copy()
                 trial[i] = not trial[i]

@@ -8,10 +8,16 @@ from typing import ClassVar
 
 import numpy as np
 
+from memopt.models.chain import Chain
+from memopt.solvers.running import Deadline
+from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import PAPER, ChainOffload, OffloadChoice
 from memopt.strategies.offload.ordered import makespan_s
 from memopt.strategies.offload.problem import Bytes, OffloadProblem, Seconds
 from memopt.strategies.offload.program import ordered_transfers
+
+MOST_STAGES = 250
+"""Of `tflms`, whose table takes the cube of the stages."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +33,21 @@ class Vdnn(ChainOffload):
         "Dynamic memory management for GPU-based training of DNNs (vDNN++, 2019)",
     )
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
-        candidates = [(one, problem.amounts(one)) for one in _thresholds(problem)]
-        timed = [
-            (makespan_s(problem, amounts), offloaded)
-            for offloaded, amounts in candidates
-            if self.within_host(int(amounts.sum()))
-        ]
-        time_s, best = min(timed, key=lambda entry: entry[0], default=(np.inf, []))
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
+        time_s, best, count = np.inf, list[int](), 0
+        for offloaded in _thresholds(problem):
+            count += 1
+            amounts = problem.amounts(offloaded)
+            if self.within_host(int(amounts.sum())):
+                found_s = makespan_s(problem, amounts)
+                if found_s < time_s:
+                    time_s, best = found_s, offloaded
+            if np.isfinite(time_s) and deadline.passed(0.5, "thresholds"):
+                break
         if not np.isfinite(time_s):
             # Everything fits the device budget (its floor was checked), so the host lacks room.
             self.refuse_host(problem, problem.excess_bytes + 1)
-        return OffloadChoice(ordered_transfers(best), stats={"candidates": len(candidates)})
+        return OffloadChoice(ordered_transfers(best), stats={"candidates": count})
 
 
 def _thresholds(problem: OffloadProblem) -> Iterator[list[int]]:
@@ -69,13 +78,21 @@ class Tflms(ChainOffload):
         "TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018)",
     )
 
+    def why_not(self, cost_model: CostModel) -> str | None:
+        if isinstance(cost_model, Chain) and len(cost_model) > MOST_STAGES:
+            return (
+                f"tflms tries every number of tensors and distance, of up to {MOST_STAGES} stages, "
+                f"not {len(cost_model)}; use dynprog"
+            )
+        return super().why_not(cost_model)
+
     def smallest_capacity(self, problem: OffloadProblem) -> int:
         return max(problem.floor_bytes, int(self._table(problem)[0].min()))
 
     def least_choice(self, problem: OffloadProblem) -> OffloadChoice:
-        return self.choose(problem, None)
+        return self.choose(problem, Deadline())
 
-    def choose(self, problem: OffloadProblem, time_limit_s: float | None) -> OffloadChoice:
+    def choose(self, problem: OffloadProblem, deadline: Deadline) -> OffloadChoice:
         peaks, times = self._table(problem)
         times = np.where(peaks <= problem.capacity_bytes, times, np.inf)
         count, distance = (int(x) for x in np.unravel_index(int(times.argmin()), times.shape))

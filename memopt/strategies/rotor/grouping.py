@@ -6,6 +6,7 @@ backward are its stages' in order. The grouped chain charges at least as much as
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -23,13 +24,28 @@ from memopt.strategies.rotor.schedules import (
 
 def group_ends(chain: Chain, most: int) -> tuple[int, ...]:
     """Return last stages of up to `most` groups of even ā: lightest neighbours merge first."""
-    ends = list(range(1, len(chain) + 1))
+    count = len(chain)
     weights = [stage.saved_bytes for stage in chain.stages]
-    while len(ends) > most:
-        pair = min(range(len(ends) - 1), key=lambda i: weights[i] + weights[i + 1])
-        weights[pair : pair + 2] = [weights[pair] + weights[pair + 1]]
-        del ends[pair]
-    return tuple(ends)
+    following, before = list(range(1, count + 1)), list(range(-1, count - 1))
+    pairs = [(weights[i] + weights[i + 1], i, i + 1) for i in range(count - 1)]
+    heapify(pairs)
+    left = set(range(count))
+    while len(left) > max(1, most):
+        weight, first, second = heappop(pairs)
+        there = first in left and second in left
+        if not there or weight != weights[first] + weights[second]:
+            continue
+        # The group is known by its last stage.
+        left.remove(first)
+        weights[second] = weight
+        earlier, later = before[first], following[second]
+        before[second] = earlier
+        if earlier >= 0:
+            following[earlier] = second
+            heappush(pairs, (weights[earlier] + weight, earlier, second))
+        if later < count:
+            heappush(pairs, (weight + weights[later], second, later))
+    return tuple(stage + 1 for stage in sorted(left))
 
 
 def grouped(chain: Chain, ends: tuple[int, ...]) -> Chain:
@@ -75,17 +91,16 @@ def _merge(chain: Chain, first: int, last: int) -> Stage:
 
 def expand(codes: Codes, ends: tuple[int, ...]) -> Codes:
     """Turn a coded schedule of the grouped chain into one of the chain."""
-    out: list[int] = []
-    for code in codes.tolist():
-        move, group = code % CODE_BASE, code // CODE_BASE
-        first, last = (ends[group - 2] + 1 if group > 1 else 1), ends[group - 1]
-        if move == DROP_ACTIVATION:
-            out.append(CODE_BASE * last + DROP_ACTIVATION)
-        elif move == FORWARD_ALL:
-            out += [CODE_BASE * k + FORWARD_ALL for k in range(first, last + 1)]
-        elif move == BACKWARD:
-            out += [CODE_BASE * k + BACKWARD for k in range(last, first - 1, -1)]
-        else:
-            out.append(CODE_BASE * first + move)
-            out += [CODE_BASE * k + FORWARD_NO_SAVE for k in range(first + 1, last + 1)]
-    return np.array(out, np.int64)
+    move, group = codes % CODE_BASE, codes // CODE_BASE
+    starts = np.array([0, 1, *(end + 1 for end in ends[:-1])], np.int64)
+    lasts = np.array([0, *ends], np.int64)
+    first, last = starts[group], lasts[group]
+    length = np.where(move == DROP_ACTIVATION, 1, last - first + 1)
+    begins = np.cumsum(length) - length
+    place = np.arange(int(length.sum())) - np.repeat(begins, length)
+    moves = np.repeat(move, length)
+    down = (moves == BACKWARD) | (moves == DROP_ACTIVATION)
+    stage = np.where(down, np.repeat(last, length) - place, np.repeat(first, length) + place)
+    inside = (place > 0) & ~down & (moves != FORWARD_ALL)
+    found: Codes = CODE_BASE * stage + np.where(inside, FORWARD_NO_SAVE, moves)
+    return found

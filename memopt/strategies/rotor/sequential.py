@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,16 +10,10 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.plan_sets import PlanSet, plan_set, replayed
-from memopt.strategies.rotor.schedules import (
-    BACKWARD,
-    CODE_BASE,
-    FORWARD_ALL,
-    FORWARD_CHECKPOINT,
-    FORWARD_NO_SAVE,
-)
+from memopt.strategies.rotor.segments import root_count, segment_codes, several_counts
 from memopt.strategies.rotor.strategies import ChainStrategy
 
-BEST = "best"
+BEST: Literal["best"] = "best"
 
 
 @dataclass(frozen=True)
@@ -59,26 +51,10 @@ class Sequential(ChainStrategy):
     def counts(self, layers: int) -> tuple[int, ...]:
         """Return the numbers of segments tried on a chain of so many layers, without the loss."""
         most = max(1, layers)
-        root = math.sqrt(most)
         if self.segments is None:
-            wanted = [round(root)]
+            wanted = [root_count(most)]
         elif self.segments == BEST:
-            wanted = [round(2 + i * (2 * root - 2) / 9) for i in range(10)]
+            wanted = several_counts(most)
         else:
             wanted = [int(self.segments)]
         return tuple(sorted({min(max(1, count), most) for count in wanted}))
-
-
-def segment_codes(stages: int, segments: int) -> list[int]:
-    """Return the coded schedule of a chain of `stages` stages, the loss included, in `segments`."""
-    length = (stages - 1) // segments
-    starts = [1 + i * length for i in range(segments)] if length else [1]
-    codes = []
-    for start, following in itertools.pairwise(starts):
-        codes.append(CODE_BASE * start + FORWARD_CHECKPOINT)
-        codes += [CODE_BASE * k + FORWARD_NO_SAVE for k in range(start + 1, following)]
-    ends = [*(start - 1 for start in starts[1:]), stages]
-    for start, end in reversed(list(zip(starts, ends, strict=True))):
-        codes += [CODE_BASE * k + FORWARD_ALL for k in range(start, end + 1)]
-        codes += [CODE_BASE * k + BACKWARD for k in range(end, start - 1, -1)]
-    return codes

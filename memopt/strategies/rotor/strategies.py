@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from memopt.errors import TableTooLargeError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.quantize import SlotScale, slot_scale
@@ -29,6 +30,9 @@ from memopt.strategies.store_all import store_all_bytes
 DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15
 EXACT_TABLE_BYTES = 2**26
+LEAST_STAGES = 1000
+"""Chains of more stages, planned in groups, do without the schedule of least memory, whose length
+is the square of theirs."""
 
 _RECENT = RecentAnswers[PlanSet](capacity=8)
 """Recent plan sets: many budgets of one chain cost one solve."""
@@ -114,7 +118,7 @@ class TableStrategy(ChainStrategy):
 
     slots: int | None = DEFAULT_SLOTS
     exact_stages: int = 40
-    table_bytes: int = 2**33
+    table_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
@@ -147,11 +151,10 @@ class TableStrategy(ChainStrategy):
             except TooLarge as error:
                 note = {"note": f"fewer slots: {error}"}
                 if slots <= FEWEST_SLOTS:
-                    raise MemoryError(
-                        f"{self.name}: a chain of {len(chain)} stages needs a table of "
-                        f"{error.needed_bytes} bytes even with {slots} slots, more than "
-                        f"table_bytes = {self.table_bytes}; raise table_bytes, or use "
-                        'strategy "rotor" on a shorter chain'
+                    raise TableTooLargeError(
+                        f"{self.name}: a chain of {len(chain)} stages needs tables of at least "
+                        f"{error.needed_bytes} bytes, of {self.table_bytes} allowed: "
+                        'raise table_bytes, or use strategy="rotor", which groups stages'
                     ) from error
                 slots = max(FEWEST_SLOTS, slots // 2)
 
@@ -160,7 +163,9 @@ class TableStrategy(ChainStrategy):
 class Rotor(TableStrategy):
     """Recomputes layers, chosen for the fastest step of a chain of layers; plans in seconds.
 
-    The fastest memory persistent schedule (Rotor §4.4), with parameter gradients.
+    The fastest memory persistent schedule (Rotor §4.4), with parameter gradients. Neighbouring
+    stages of a chain that is too long for a table in the time and memory allowed are planned as
+    one ("groups" in the stats); never slower than `sequential`.
 
     Attributes:
         persistent: False: the fastest weakly persistent schedule (Rotor §4.3, corrected), as
@@ -174,9 +179,27 @@ class Rotor(TableStrategy):
 
     def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
         if self.persistent:
-            return super().plan_set(chain, deadline)
+            return self._persistent(chain, deadline or Deadline())
         exact_stages = min(self.exact_stages, RotorOptimal.exact_stages)
         return RotorOptimal(self.slots, exact_stages, self.table_bytes).plan_set(chain, deadline)
+
+    def _persistent(self, chain: Chain, deadline: Deadline) -> PlanSet:
+        from memopt.strategies.rotor.grouping import group_ends, grouped
+        from memopt.strategies.rotor.long_chains import most_stages, ungrouped, with_segments
+
+        most = most_stages(deadline, self.slots or DEFAULT_SLOTS, self.table_bytes)
+        if len(chain) <= max(most, self.exact_stages) or self.slots is None:
+            plans = super().plan_set(chain, deadline)
+            return plans if plans.optimal else with_segments(chain, plans)
+        ends = group_ends(chain, most)
+        coarse = super().plan_set(grouped(chain, ends), deadline)
+        plans = with_segments(chain, ungrouped(chain, coarse, ends))
+        if len(chain) > LEAST_STAGES:
+            return plans
+        # A table that is stopped at once has the schedule of least memory.
+        limits = SolveLimits(self.table_bytes, Deadline(-math.inf))
+        scale = slot_scale(store_all_bytes(chain), self.slots)
+        return merged(plans, self.plan(chain, scale, False, limits))
 
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.tables import persistent_plans
@@ -226,13 +249,13 @@ class FloatingStrategy(TableStrategy):
         from memopt.strategies.rotor.grouping import expand, group_ends, grouped
 
         persistent = rotor.plan_set(chain, deadline)
-        if not persistent.complete:
+        if deadline is not None and deadline.over:
             return persistent
         ends = group_ends(chain, self.most_stages)
         coarse = super().plan_set(grouped(chain, ends), deadline)
         fine = coarse.remade(chain, lambda codes: expand(codes, ends))
         return merged(persistent, fine).with_stats(
-            coarse.complete, **coarse.stats, groups=len(ends)
+            coarse.complete and persistent.complete, **coarse.stats, groups=len(ends)
         )
 
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:

@@ -3,8 +3,9 @@ Algorithms 1 to 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import repeat
 from typing import NamedTuple
 
@@ -33,7 +34,10 @@ from memopt.strategies.rotor.steps_kernels import Steps, buffer
 
 NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16
+INDEX_BYTES = 48
+"""Bytes of bounds and offsets for each pair of stages."""
 BLOCK = 8
+WHAT = "rotor: table of floating activations"
 NEAR_FLOOR = 15
 """Finer slots (NEAR_SLOTS) are used up to this many tenths of the least memory."""
 NEAR_SLOTS = 160
@@ -57,6 +61,7 @@ def persistent_plans(
     Raises:
         TooLarge: the table would pass the limits; nothing of that size was allocated.
     """
+    limits.check_bytes(INDEX_BYTES * (len(chain) + 2) ** 2)
     c = ChainArrays.of(chain, scale)
     n = c.length
     floor, high = memory_bounds(c, 1, split_saving)
@@ -153,6 +158,7 @@ def slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: Sl
         # Beyond its end a row counts as constant: an upper bound, for budgets up to last_slot.
         high = np.maximum(low, np.minimum(high, part.last_slot + 1))
     offset, total = row_offsets(n, low, high)
+    limits.deadline.check(part.begin, "rotor: table")
     limits.check_bytes(8 * total)
     table = Rows(np.empty(total), offset, low, high, NO_STEPS, low)
     need = need_table(c)
@@ -229,19 +235,19 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
     above = h = _level(c, (), (), kinds)
     pools: list[Steps] = []
     used = 0
-    with ThreadPoolExecutor(thread_count()) as threads:
+    with stopping_threads() as threads:
         for s in range(n, 0, -1):
-            limits.deadline.check(((n - s) / n) ** 4, "rotor: table of floating activations")
+            done = ((n - s) / n) ** 4
             columns = range(s + 1, n + 1)
             parts = threads.map(
                 fill_h, repeat(c), repeat(above), repeat(h), repeat(s), columns, repeat(tolerance)
             )
-            h = _level(c, columns, list(parts), kinds)
+            h = _level(c, columns, _all(parts, limits, done), kinds)
             columns = range(s, n + 1 if s > 1 else 2)
             parts = threads.map(
                 fill_w, repeat(c), repeat(above), repeat(h), repeat(s), columns, repeat(tolerance)
             )
-            above = _level(c, columns, list(parts), kinds)
+            above = _level(c, columns, _all(parts, limits, done), kinds)
             whole_start[:, s] = above.start + used
             whole_length[:, s] = above.length
             pools.append(above.steps)
@@ -249,6 +255,27 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
             if used > most:
                 raise TooLarge(f"the table needs more than {most} steps", STEP_BYTES * used)
     return Whole(_joined(pools), whole_start, whole_length, least_memory(c, kinds))
+
+
+@contextmanager
+def stopping_threads() -> Iterator[ThreadPoolExecutor]:
+    """Open threads; where the body fails, what they have not begun is not done."""
+    threads = ThreadPoolExecutor(thread_count())
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _all(parts: Iterable[Column], limits: SolveLimits, done: float) -> list[Column]:
+    """Return all parts of a level; raises Stopped at the deadline, which is looked at after
+    each."""
+    found: list[Column] = []
+    limits.deadline.check(done, WHAT)
+    for part in parts:
+        found.append(part)
+        limits.deadline.check(done, WHAT)
+    return found
 
 
 def _level(c: ChainArrays, columns: Sequence[int], parts: Sequence[Column], kinds: int) -> Level:

@@ -54,7 +54,7 @@ def rotor_programs(
             chain_view.chain, limit_bytes, time_limit_s=until.left_s, progress=until.progress
         )
 
-    found = best_that_fits(chain_view, attempt, budget_bytes)
+    found = best_that_fits(chain_view, attempt, budget_bytes, deadline=until)
     if found.steps is not None:
         program = chain_view.lower(found.steps)
         return program, program

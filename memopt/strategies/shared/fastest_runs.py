@@ -40,7 +40,7 @@ def fastest_program(graph: Graph, allowed: Allowed | None) -> tuple[Program, boo
         graph: a step, or a graph without a backward.
         allowed: which implementations may be chosen; None: all. The host runs none of them.
     """
-    search = _Search(graph, allowed)
+    search = _Decisions(graph, allowed)
     runs = sorted((run for part in search.parts() for run in search.fastest(part)), key=_operator)
     names = iter(runs)
     steps = [
@@ -55,7 +55,7 @@ def _operator(run: _Run) -> int:
 
 
 @dataclass
-class _Search:
+class _Decisions:
     """The decisions of one graph.
 
     Attributes:

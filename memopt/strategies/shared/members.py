@@ -11,8 +11,10 @@ from memopt.errors import MemoptError
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.status import Status
+from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.chain_view import ChainView
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
 from memopt.strategies.host_budget import host_limit
 from memopt.strategies.target import Target
@@ -71,14 +73,17 @@ class Member:
         device: Device,
         share_s: float,
         progress: Progress | None,
+        known: Sequence[Program] = (),
     ) -> MemberOutcome:
-        """Solve within `share_s` seconds, as far as the strategy can stop, and check the plan."""
+        """Solve within `share_s` seconds and check the plan; `known` are programs within the budget
+        that a strategy may start from."""
         begin = time.monotonic()
 
         def attempt(limit_bytes: int | None) -> Solution:
             # The probes of one member share its time.
             left_s = max(0.0, begin + share_s - time.monotonic())
-            return self.strategy.solve(
+            return self.strategy.solve_from(
+                known,
                 self.target.solved,
                 limit_bytes,
                 device=device,
@@ -88,7 +93,7 @@ class Member:
 
         note = ""
         try:
-            solution = self.target.solve(budget_bytes, attempt)
+            solution = self.target.solve(budget_bytes, attempt, Deadline(begin + share_s))
             solution, note = self._checked(solution, budget_bytes, device)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.

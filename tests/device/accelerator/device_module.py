@@ -35,7 +35,14 @@ def load() -> dict[str, Any]:
     torch.utils.generate_methods_for_privateuse1_backend()
     _let_parameters_move(own)
     # Its kernels are the CPU's, so that these say which operators have one of their own.
-    BACKENDS[KIND] = Backend(KIND, "CPU", block_bytes=512, step_scalars_bytes=2048)
+    BACKENDS[KIND] = Backend(
+        KIND,
+        "CPU",
+        block_bytes=512,
+        step_scalars_bytes=2048,
+        register_host=own.register_host,
+        unregister_host=own.unregister_host,
+    )
     return {"mod": module, **{name: getattr(own, name) for name in OWN}}
 
 

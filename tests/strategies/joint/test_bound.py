@@ -113,7 +113,7 @@ def test_figures_above_the_largest_of_the_solver(caplog: pytest.LogCaptureFixtur
 
 def test_a_program_that_the_solver_refuses(caplog: pytest.LogCaptureFixture) -> None:
     program = BinaryProgram()
-    program.add([(-1e16, program.variable(1.0))], -1.0)
+    program.add([(-1e16, program.amount(1.0))], -1.0)
     answer = program.solve(1, SolverOptions(Solver.HIGHS))
     assert answer.status is Status.UNKNOWN
     # The solver's words, not those of OR-Tools' failure to pass them on.

@@ -157,7 +157,7 @@ def test_a_bound_of_nothing_proves_nothing() -> None:
     # Nothing needs y, so the bound is 0; without a search it runs all the same.
     tensors = [Tensor("x", 1, TensorKind.INPUT), Tensor("y", 1)]
     graph = Graph(tensors, [Operator("y", (0,), (1,), 1.0)])
-    found = RotorMenus(merged_s=0.0).solve(graph, None, time_limit_s=0.0)
+    found = RotorMenus(merged_s=0.0).solve(graph, 9, time_limit_s=0.0)
     assert (found.time_s, found.lower_bound_s) == (1.0, 0.0)
     assert found.status is Status.FEASIBLE
     assert RotorMenus().solve(graph, None).time_s == 0.0

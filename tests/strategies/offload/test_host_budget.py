@@ -62,9 +62,20 @@ def test_a_strategy_that_moves_nothing_needs_none() -> None:
     assert planned(GRAPH, "store-all", 0).host_peak_bytes == 0
 
 
-def test_auto_says_who_takes_one() -> None:
-    with pytest.raises(ValueError, match="auto takes no host_budget"):
-        memopt.plan(GRAPH, strategy="auto", host_budget=5, device=LINK, progress=False)
+@pytest.mark.parametrize("host_bytes", [0, 5])
+def test_auto_keeps_one(host_bytes: int) -> None:
+    auto, most = Auto(time_limit_s=2.0), least(GRAPH, "store-all")
+    made = memopt.plan(
+        GRAPH,
+        budget="min",
+        strategy=auto,
+        host_budget=host_bytes,
+        device=LINK,
+        progress=False,
+    )
+    assert made.host_budget == host_bytes
+    assert made.host_peak_bytes <= host_bytes
+    assert made.peak_bytes <= most
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])

@@ -18,6 +18,7 @@ from tests.strategies.offload.oracle import TOLERANCE, subsets
 from tests.strategies.offload.test_dynprog import random_problem
 
 WIDE = 10**6
+GO = np.zeros(1, np.bool_)
 
 
 def idle_s(problem: OffloadProblem, data: RecurrenceData, chosen: np.ndarray) -> float:
@@ -62,7 +63,7 @@ def test_the_least_of_all_sets_is_found(limited: bool) -> None:
         ]
         best = min(idle)
         limit = best + 1e-9 if limited else np.inf
-        chosen, found, labels, cut = kernels.solve(data, limit, host, WIDE, True)
+        chosen, found, labels, cut = kernels.solve(data, limit, host, WIDE, True, GO)
         assert found == pytest.approx(best, abs=TOLERANCE)
         if np.isfinite(best):
             some += 1
@@ -110,7 +111,7 @@ def test_slots_are_nearly_the_least() -> None:
         data = recurrence_data(problem, 40)
         best = min(kernels.evaluate(data, one) for one in every_set(data))
         for width in (1, WIDE):
-            chosen, found, _, cut = kernels.solve(data, np.inf, np.inf, width, False)
+            chosen, found, _, cut = kernels.solve(data, np.inf, np.inf, width, False, GO)
             lost += cut
             assert (cut > 0) <= (width == 1)
             if not np.isfinite(best):
@@ -184,7 +185,7 @@ def test_no_exchange_improves_what_the_local_search_returns() -> None:
         host = np.inf if number % 2 else host
         begin = np.zeros(len(sizes), np.bool_)
         begin[problem.movable & (np.cumsum(sizes) <= host)] = True
-        chosen, seconds = improve(data, begin, host, 10**6)
+        chosen, seconds = improve(data, begin, host, 10**6, GO)
 
         def score(one: np.ndarray, problem: OffloadProblem = problem) -> tuple[float, int]:
             amounts = np.where(one, problem.sizes, 0)

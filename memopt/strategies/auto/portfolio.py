@@ -1,0 +1,127 @@
+"""One search of auto: its members one after the other, the fastest plan so far, the time left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memopt.models.device import Device
+from memopt.models.progress import Progress
+from memopt.programs.instructions import Program
+from memopt.solvers.running import Deadline
+from memopt.strategies.shared.members import Member, MemberOutcome
+
+STEPS = 500
+"""Steps of training in which the time that a search takes must come back."""
+LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
+"""Seconds: a search that may take less is not begun; one without a plan may take at least so many;
+the most for all members together."""
+NOTHING_FASTER = 1e-12
+"""Gap at which no plan is faster."""
+
+
+def worth_s(saved_s: float) -> float:
+    """Return the seconds that a search may take which could save so many in every step; 0 where
+    it is not worth to begin."""
+    found = STEPS * saved_s
+    return min(found, MOST_S) if found >= LEAST_S else 0.0
+
+
+@dataclass
+class Portfolio:
+    """The state of one search.
+
+    Attributes:
+        budget_bytes, device, progress: as in `Strategy.solve`.
+        least_s: a lower bound on every plan's time, seconds; members may raise it.
+        base_s: the time of the step as it is, seconds.
+        impossible: whether it is proved that no plan is within the budget.
+        gap: to the bound, at which the search ends.
+        limit_s: seconds for all members; None: as long as it is worth to the plan found so far.
+        weights: member → its weight when the time left is shared out; 1 where it is not named.
+    """
+
+    budget_bytes: int | None
+    device: Device
+    progress: Progress | None
+    least_s: float
+    base_s: float
+    impossible: bool = False
+    gap: float = NOTHING_FASTER
+    limit_s: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    bounding: frozenset[str] = frozenset()
+    """Members whose bound holds for the plans of all members."""
+    outcomes: list[MemberOutcome] = field(default_factory=list)
+    at_once: list[MemberOutcome] = field(default_factory=list)
+    """Outcomes of members that were asked when the time was up and there was no plan."""
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.began_s = time.monotonic()
+
+    @property
+    def best(self) -> MemberOutcome | None:
+        """Return the outcome with the fastest plan, of equally fast ones the first."""
+        plans = (one for one in (*self.outcomes, *self.at_once) if one.plans)
+        return min(plans, key=lambda one: one.time_s, default=None)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Return the programs found, the fastest first."""
+        plans = sorted((one for one in self.outcomes if one.plans), key=lambda one: one.time_s)
+        return tuple(one.solution.program for one in plans if one.solution.program is not None)
+
+    @property
+    def done(self) -> bool:
+        """Tell whether no plan can be faster by more than the gap."""
+        best = self.best
+        return best is not None and best.time_s <= self.least_s * (1 + self.gap)
+
+    def end_s(self, *, quick: bool) -> float:
+        """Return when the search ends, by time.monotonic's clock; `quick` asks for a member that
+        has its plan at once, which the worth of a search does not stop."""
+        if self.limit_s is not None:
+            return self.began_s + self.limit_s
+        if quick:
+            return self.began_s + MOST_S
+        best = self.best
+        if best is None:
+            return self.began_s + max(WITHOUT_S, worth_s(self.base_s))
+        return self.began_s + worth_s(best.time_s - self.least_s)
+
+    def run(self, members: Sequence[Member]) -> None:
+        """Ask members in turn, until the gap is closed or the time is up."""
+        for index, member in enumerate(members):
+            if self.done or self.interrupted:
+                return
+            name = member.strategy.name
+            report = _part(self.progress, index, len(members), name)
+            deadline = Deadline(self.end_s(quick=member.quick), report)
+            over = deadline.passed(0.0, "begins")
+            if over and (self.best is not None or (index > 0 and not member.quick)):
+                # Without a plan so far, ask the members that have one at once all the same.
+                continue
+            weights = [self.weights.get(one.strategy.name, 1.0) for one in members[index:]]
+            # Machine code, which the first plan on a machine waits for, is not a member's to save.
+            alone = member.quick and self.limit_s is None
+            share_s = deadline.left_s * (1.0 if alone else weights[0] / sum(weights))
+            try:
+                known = self.programs
+                outcome = member.run(self.budget_bytes, self.device, share_s, report, known)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                return
+            (self.at_once if over else self.outcomes).append(outcome)
+            bound_s = outcome.solution.lower_bound_s if name in self.bounding else None
+            if bound_s is not None and math.isfinite(bound_s):
+                self.least_s = max(self.least_s, bound_s)
+
+
+def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:
+    if progress is None:
+        return None
+    told = progress
+    return lambda fraction, what: told((index + fraction) / count, f"{name}: {what}")

@@ -1,0 +1,126 @@
+"""`memopt.wrap(improve=True)`: a plan at once, and a better one between two steps, with eager's
+bits."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.api.improving import Improving
+from memopt.strategies import Auto, Rotor, Strategy
+
+PATIENCE_S = 120.0
+BUDGET = 0.6
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(5):
+        layers += [nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64)]
+    return nn.Sequential(*layers)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = loss_of(model(x))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def wrapped(limit_s: float | None, strategy: Strategy | None = None) -> nn.Module:
+    """A network that is planned with all that its loop needs."""
+    return memopt.wrap(
+        network(),
+        BUDGET,
+        strategy or Auto(),
+        loss_fn=loss_of,
+        optimizer="adamw",
+        time_limit_s=limit_s,
+        progress=False,
+    )
+
+
+def trained(model: nn.Module, steps: int, between: object = None) -> list[torch.Tensor]:
+    """The losses of so many steps; `between` runs after the third."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, losses = torch.randn(256, 64), []
+    for number in range(steps):
+        losses.append(step(model, optimizer, x))
+        if number == 2 and callable(between):
+            between()
+    return losses
+
+
+@pytest.fixture
+def alone(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def waited_for(model: nn.Module) -> None:
+    """Wait for the search of the plan that ran last."""
+    made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+    assert isinstance(made.search, Improving)
+    end_s = time.monotonic() + PATIENCE_S
+    while not made.search.ended:
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def test_a_better_plan_takes_over_with_the_same_bits(
+    alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="memopt.api.improving")
+    plain = trained(network(), 8)
+    model = wrapped(4.0)
+    seen: list[memopt.Plan] = []
+
+    def swap() -> None:
+        seen.extend(memopt.running(model).plans)  # type: ignore[union-attr]
+        waited_for(model)
+
+    losses = trained(model, 8, swap)
+    assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
+    first, (last,) = seen[0], memopt.running(model).plans  # type: ignore[union-attr]
+    assert first.strategy == Auto(at_once=True)
+    assert last.strategy == Auto()
+    assert last.step_time_s < first.step_time_s
+    assert last.budget == first.budget
+    assert last.peak_bytes <= last.budget
+    assert [x.message.count("takes over") for x in caplog.records] == [1]
+    # The better plan is kept on disk: the next process begins with it, and looks for no other.
+    again = wrapped(4.0)
+    losses = trained(again, 4)
+    assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=False))
+    (kept,) = memopt.running(again).plans  # type: ignore[union-attr]
+    assert kept.strategy == Auto()
+    assert kept.program == last.program
+
+
+def test_what_is_not_worth_a_search_begins_none(alone: None) -> None:
+    for model in (wrapped(None), wrapped(4.0, Rotor())):
+        trained(model, 1)
+        made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+        assert made.search is None
+
+
+def test_unwrapping_ends_the_search(alone: None) -> None:
+    model = wrapped(60.0)
+    trained(model, 1)
+    made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+    search = made.search
+    assert isinstance(search, Improving)
+    memopt.unwrap(model)
+    assert made.search is None
+    assert search.ended
