@@ -242,13 +242,19 @@ def _line(row: Row) -> list[object]:
 
 
 def _blocks(rows: list[Row], _: Any) -> str:
+    gains = [
+        row.plain[0] - row.decided[0] for row in rows if row.share and row.plain[0] < float("inf")
+    ]
+    better = sum(gain > 1e-9 for gain in gains)
     return joined(
+        f"With the decision {better} of {len(gains)} steps within a budget are faster, "
+        f"{sum(gain < -1e-9 for gain in gains)} slower.",
         table(
             "step | operators | may be in place | budget, of the peak | start: ms | bound: ms | "
             "pass alone: ms | decided: ms | pass alone: MiB | decided: MiB | gain | "
             "CPU s: pass alone | decided",
             map(_line, rows),
-        )
+        ),
     )
 
 

@@ -62,12 +62,12 @@ def solve_by_parts(
         begin, end = next(x for x in independent_parts(tasks, order) if x[0] <= at < x[1])
         part = part_of(tasks, order, begin, end)
         size, seconds = variables(part), left_s()
-        if size > MOST_VARIABLES:
-            return PartsAnswer(tuple(order), bound, count, too_large=size)
-        count += size
         bound = max(bound, *forced_live(part))
         if peak <= bound:
             return PartsAnswer(tuple(order), bound, count)
+        if size > MOST_VARIABLES:
+            return PartsAnswer(tuple(order), bound, count, too_large=size)
+        count += size
         others = max((*profile[:begin], *profile[end:]), default=tasks.base)
 
         def improved(peak: float, proved: float, others: int = others, bound: int = bound) -> None:
