@@ -66,6 +66,7 @@ class FixedBytes:
         from memopt.step.backend import BACKENDS
         from memopt.step.optimizer_state import optimizer_state
         from memopt.step.shards import local_part
+        from memopt.torch_private.tensors import storage_key
 
         parameters = list(model.parameters())
         storages: dict[int, int] = {}
@@ -75,7 +76,7 @@ class FixedBytes:
             kind = BACKENDS.get(own.device.type)
             block_bytes = 1 if kind is None else kind.block_bytes
             storage = own.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             storages[key] = in_blocks(storage.nbytes(), block_bytes)
             if tensor.requires_grad:
                 gradients += in_blocks(own.nbytes, block_bytes)

@@ -10,20 +10,19 @@ from torch.fx import GraphModule, Node
 
 from memopt.step.operators import Substitute
 from memopt.torch_private import pytree
-from memopt.torch_private.operators import OpOverload
+from memopt.torch_private.operators import OpOverload, aten
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Operators tagged as random, like their relatives, that refuse any dropout."""
 
-_aten = torch.ops.aten
 HOST_RESULTS: dict[Any, tuple[int, ...]] = (
     {}
     if torch.version.hip
     else {
-        _aten._scaled_dot_product_efficient_attention.default: (2, 3),
-        _aten._efficient_attention_forward.default: (2, 3),
-        _aten._scaled_dot_product_cudnn_attention.default: (6, 7),
-        _aten._cudnn_attention_forward.default: (6, 7),
+        aten._scaled_dot_product_efficient_attention.default: (2, 3),
+        aten._efficient_attention_forward.default: (2, 3),
+        aten._scaled_dot_product_cudnn_attention.default: (6, 7),
+        aten._cudnn_attention_forward.default: (6, 7),
     }
 )
 """Operator → results that an accelerator's kernel leaves on the host. Attention kernels draw their

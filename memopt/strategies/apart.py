@@ -107,16 +107,14 @@ def main(folder: str) -> None:
         os.nice(NICE)
 
     def watch() -> None:
-        sys.stdin.buffer.read()
-        os._exit(1)
+        os.read(sys.stdin.fileno(), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
     request = pickle.loads((Path(folder) / ASKED).read_bytes())
     made, answer = Path(folder) / f"{ANSWER}.part", Path(folder) / ANSWER
     made.write_bytes(pickle.dumps(request.solution()))
     made.replace(answer)
-    # The watch holds the lock of its stream: an orderly end would wait for it.
-    os._exit(0)
 
 
 if __name__ == "__main__":
