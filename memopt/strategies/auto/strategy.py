@@ -42,6 +42,8 @@ LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
 """Not run on anything: slow solvers whose place monet takes."""
 MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
+SMALL = 60
+"""The most operators of a graph for which all members name their smallest budget."""
 IN_REACH = 0.8
 """Share of the step's peak above which another order alone may suffice, and is tried early."""
 
@@ -185,13 +187,17 @@ class Auto(Strategy):
 def _in_order(
     members: Sequence[Member], graph: Graph, budget_bytes: int | None
 ) -> tuple[Member, ...]:
-    """Return the members in the order in which they are asked. Where no plan is possible only those
-    are that name the smallest budget soon. Where another order may suffice alone, it is looked for
+    """Return the members in the order in which they are asked. Where no plan is possible for a
+    graph that is not small, only those are that name the smallest budget soon. Where another order may suffice alone, it is looked for
     behind the members that plan at once."""
-    if budget_bytes is not None and memory_lower_bound(graph) > budget_bytes:
+    impossible = budget_bytes is not None and memory_lower_bound(graph) > budget_bytes
+    if impossible and len(graph.operators) > SMALL:
         return tuple(one for one in members if one.quick or one.strategy.name == "joint")
+    if budget_bytes is None:
+        # joint has the fastest program at once.
+        return tuple(sorted(members, key=lambda member: member.strategy.name != "joint"))
     peak_bytes = replay(graph, store_all(graph)).peak_bytes
-    if budget_bytes is None or budget_bytes < IN_REACH * peak_bytes:
+    if budget_bytes < IN_REACH * peak_bytes:
         return tuple(members)
     rank = {member.strategy.name: 0 if member.quick else 2 for member in members}
     rank[ORDER.name] = 1
