@@ -178,7 +178,7 @@ def _not_rewound(replay: random_state.Replay) -> None:
     random_state._HERE.moved = None
 
 
-def _not_put_back() -> None:
+def _not_restored() -> None:
     random_state._HERE.moved = None
 
 
@@ -215,6 +215,6 @@ MUTANTS = (
     ),
     Mutant("a reload over a live tensor of the arena", program=_reloads_at_the_bottom),
     Mutant("dropout drawn anew", patched=_patch(random_state.Replay, "__enter__", _not_rewound)),
-    Mutant("the generator stays rewound", patched=_patch(random_state, "_put_back", _not_put_back)),
+    Mutant("the generator stays rewound", patched=_patch(random_state, "_restore", _not_restored)),
     Mutant("another device's generator", patched=_patch(random_state, "_generator", _zeros)),
 )

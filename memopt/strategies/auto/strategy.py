@@ -188,8 +188,8 @@ def _in_order(
     members: Sequence[Member], graph: Graph, budget_bytes: int | None
 ) -> tuple[Member, ...]:
     """Return the members in the order in which they are asked. Where no plan is possible for a
-    graph that is not small, only those are that name the smallest budget soon. Where another order may suffice alone, it is looked for
-    behind the members that plan at once."""
+    graph that is not small, only those are that name the smallest budget soon. Where another order
+    may suffice alone, it is looked for behind the members that plan at once."""
     impossible = budget_bytes is not None and memory_lower_bound(graph) > budget_bytes
     if impossible and len(graph.operators) > SMALL:
         return tuple(one for one in members if one.quick or one.strategy.name == "joint")
