@@ -96,8 +96,8 @@ def check(
         if not isinstance(error, InfeasibleBudgetError):
             found.counts["unknown"] += isinstance(error, MemoptError)
             return
-        found.counts["infeasible"] += 1
-        if optimum is not None and optimum(budget) < float("inf"):
+        found.counts["infeasible" if error.proved else "unknown"] += 1
+        if error.proved and optimum is not None and optimum(budget) < float("inf"):
             found.wrong.append(f"{label} {strategy.name}: {budget} bytes are feasible")
         if error.smallest_budget_bytes is None:
             found.wrong.append(f"{label} {strategy.name}: names no budget")
