@@ -36,13 +36,13 @@ def resnet50(batch: int = 8, size: int = 128) -> DemoTask:
         raise ImportError(_MISSING.format(name="ResNet-50", package=package)) from error
     torch.manual_seed(0)
     digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
+    images = torch.tensor(digits.images / 16.0, dtype=torch.float32, device="cpu")
+    labels = torch.tensor(digits.target, device="cpu")
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         while True:
-            chosen = torch.randint(len(images), (batch,), generator=generator)
+            chosen = torch.randint(len(images), (batch,), generator=generator, device="cpu")
             small = images[chosen, None].expand(-1, 3, -1, -1)
             yield functional.interpolate(small, size=(size, size)), labels[chosen]
 
@@ -211,12 +211,13 @@ def _text_batches(batch: int, length: int) -> Callable[[], Iterator[tuple[Tensor
     from pydoc_data import topics
 
     text = "\n".join(topics.topics.values()).encode("ascii", "ignore")
-    tokens = torch.tensor(list(text), dtype=torch.long)
+    tokens = torch.tensor(list(text), dtype=torch.long, device="cpu")
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         while True:
-            starts = torch.randint(len(tokens) - length - 1, (batch,), generator=generator)
+            last = len(tokens) - length - 1
+            starts = torch.randint(last, (batch,), generator=generator, device="cpu")
             rows = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])
             yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

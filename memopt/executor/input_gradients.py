@@ -69,7 +69,7 @@ def pass_on(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if rest:
         with torch.enable_grad():
             end = _Given.apply(rest, *tensors)  # type: ignore[no-untyped-call]
-        torch.autograd.backward([end], [torch.empty(0)])
+        torch.autograd.backward([end], [torch.empty(0, device="cpu")])
 
 
 class _Given(torch.autograd.Function):
@@ -78,7 +78,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import same_strides
+from memopt.step.nodes import ANY_OFFSET
 from memopt.torch_private.access import private
 
 _VIEWS = frozenset(
@@ -106,6 +107,8 @@ def look_of(node: Node, views: Container[Node]) -> Look | None:
         node: of a captured step.
         views: the nodes of the step that are views.
     """
+    if ANY_OFFSET in node.meta:
+        return None
     root = node
     while root in views and (str(root.target) in _VIEWS or _is_part(root)):
         root = root.args[0]  # type: ignore[assignment]

@@ -74,7 +74,9 @@ def _tried(kind: type[torch.optim.Optimizer], options: dict[str, Any], dtype: to
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[torch.Tensor]:
-        return [torch.randn(shape, generator=generator).to(dtype) for shape in _SHAPES]
+        return [
+            torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in _SHAPES
+        ]
 
     values, gradients = drawn(), [drawn() for _ in range(_STEPS)]
     found = []

@@ -15,6 +15,8 @@ from memopt.torch_private.operators import OpOverload, aten
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Operators tagged as random, like their relatives, that refuse any dropout."""
 
+ANY_OFFSET = "any_offset"
+"""Key in the meta of views whose fake value starts where its root does, wherever they start."""
 HOST_RESULTS: dict[Any, tuple[int, ...]] = (
     {}
     if torch.version.hip

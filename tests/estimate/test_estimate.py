@@ -115,7 +115,13 @@ def test_an_estimated_plan_runs_on_a_real_model(device: memopt.Device) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     plan = memopt.plan(
-        shape_only, inputs, budget="min", device=device, mode="estimate", progress=False
+        shape_only,
+        inputs,
+        budget="min",
+        strategy="rotor",
+        device=device,
+        mode="estimate",
+        progress=False,
     )
     assert plan.overhead > 0
     planned = plan.apply(model)

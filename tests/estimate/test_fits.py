@@ -25,7 +25,7 @@ def batch_of(size: int) -> torch.Tensor:
 
 def test_rows_agree_with_plans() -> None:
     table = memopt.fits(model(), batch_of(4), device=DEVICE, optimizer="adamw", progress=False)
-    assert [row.strategy for row in table.rows] == ["store-all", "sequential", "rotor"]
+    assert [row.strategy for row in table.rows] == ["store-all", "sequential", "auto"]
     for row in table.rows:
         plan = memopt.plan(
             model(),

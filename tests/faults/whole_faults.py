@@ -115,7 +115,7 @@ def patched(
 @fault(Part.WHOLE, "an optimizer fails at once", f"its own error; {_BEFORE}")
 def optimizer_at_once(room: Room) -> int:
     def patch(one: Whole, undone: pytest.MonkeyPatch) -> None:
-        broken = failing(one.optimizer.step, 2, Injected("at once"))
+        broken = failing(one.optimizer.step, 1, Injected("at once"))
         undone.setattr(one.optimizer, "step", broken)
 
     return patched(room, patch, Injected)
@@ -222,7 +222,7 @@ def signalled(room: Room, at: int, times: int, make: Callable[[], Whole]) -> Bas
     "the step is finished first, and everything as after it; KeyboardInterrupt says so",
 )
 def ctrl_c(room: Room) -> int:
-    error = signalled(room, 2, 1, lambda: whole(undo=False))
+    error = signalled(room, 1, 1, lambda: whole(undo=False))
     assert isinstance(error, KeyboardInterrupt)
     assert "everything is as after it" in "".join(error.__notes__)
     return 1
@@ -230,7 +230,7 @@ def ctrl_c(room: Room) -> int:
 
 @fault(Part.WHOLE, "Ctrl-C twice in an update", f"KeyboardInterrupt at once; {_BEFORE}")
 def ctrl_c_twice(room: Room) -> int:
-    error = signalled(room, 2, 2, KINDS[""])
+    error = signalled(room, 1, 2, KINDS[""])
     assert isinstance(error, KeyboardInterrupt)
     assert "taken back" in "".join(error.__notes__)
     return 1

@@ -36,7 +36,7 @@ CHEAP = [s for s in STRATEGIES if s.name in ("rotor", "revolve", "greedy", "stor
 def test_every_strategy_keeps_the_laws(seed: int) -> None:
     row = fuzz_plans(seed)
     assert not row.wrong, row.wrong
-    assert row.cases >= 50
+    assert row.cases >= 40
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_every_strategy_keeps_the_laws(seed: int) -> None:
 def test_extreme_figures(seed: int, strategy: str) -> None:
     row = fuzz_extremes(seed, (strategy,))
     assert not row.wrong, row.wrong
-    assert row.cases >= 5
+    assert row.cases >= 4
 
 
 @PROFILE

@@ -220,7 +220,7 @@ def test_budgets() -> None:
         "5.00 TiB",
     ]
     error = InfeasibleBudgetError("no", 5, 9)
-    assert error.__reduce__() == (InfeasibleBudgetError, ("no", 5, 9))
+    assert error.__reduce__() == (InfeasibleBudgetError, ("no", 5, 9, True))
 
 
 def test_names_rules_and_slots() -> None:

@@ -43,7 +43,8 @@ def refusal(plan: Plan, model: nn.Module, inputs: Any = None) -> str:
     with pytest.raises(PlanFileError) as caught:
         plan.apply(model, inputs)
     message = str(caught.value)
-    assert f"memopt.plan(model, inputs, budget={plan.budget}, strategy='auto')" in message
+    call = f"budget={plan.budget}, strategy={plan.strategy.name!r})"
+    assert f"memopt.plan(model, inputs, {call}" in message
     return message
 
 

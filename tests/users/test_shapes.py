@@ -77,7 +77,9 @@ def check_steps(solved: list[Any], steps: int, place: bool) -> None:
     the budget."""
     shapes = (128, 96, 64)
     budget = tight(shapes[0], place)
-    model: Any = memopt.wrap(network(), budget, loss_fn=square, place=place, progress=False)
+    model: Any = memopt.wrap(
+        network(), budget, "rotor", loss_fn=square, place=place, progress=False
+    )
     resident = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
     ends: dict[int, int] = {}
     before = (0, 0)

@@ -20,7 +20,7 @@ from memopt.models.graph import Phase
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.kernel import FusedKernel
-from memopt.step.nodes import is_random
+from memopt.step.nodes import ANY_OFFSET, is_random
 from memopt.step.region_graph import Subgraph
 
 Compiled = tuple[Region, Subgraph, FusedKernel]
@@ -152,6 +152,7 @@ def _seed(graph: FxGraph, seeds: dict[Node, tuple[Node, int]], dropout: Node) ->
     fake_mode = drawn.meta["val"].fake_mode
     seed = add_call(graph, fake_mode, torch.ops.aten.select.int, drawn, 0, 0)
     seed.args = (drawn, 0, place)
+    seed.meta[ANY_OFFSET] = True
     return seed
 
 

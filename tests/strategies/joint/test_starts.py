@@ -42,10 +42,9 @@ def test_a_chain_whose_table_is_not_ready_in_time_has_its_least_memory_and_store
     peak = replay(graph, store_all(graph)).peak_bytes
     budgets = [peak - 16 * part for part in range(8)]
     late = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline(0.0))]
-    assert 1 <= len(late) <= 2
     # A table that was stopped is not taken for the whole one later.
     whole = [replay(graph, one) for one in programs_of_chain(graph, budgets, Deadline())]
-    assert len(whole) > 2
+    assert 1 <= len(late) < len(whole)
 
 
 def test_its_starts_are_the_strategies_of_their_names() -> None:

@@ -73,7 +73,7 @@ def test_stopped_it_keeps_rotors_plan() -> None:
             RotorMenus().solve(graph, floor, time_limit_s=0.0),
             RotorMenus().solve(graph, floor, progress=interrupt),
         ):
-            assert stopped.time_s == rotor_s
+            assert stopped.time_s <= rotor_s
         recomputed += rotor_s > graph.compute_time_s
         below = RotorMenus().solve(graph, floor - 1, time_limit_s=0.0)
         assert below.status is Status.UNKNOWN
