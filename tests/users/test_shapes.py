@@ -52,6 +52,7 @@ def tight(rows: int, place: bool) -> int:
         network(),
         torch.randn(rows, WIDTH),
         budget="min",
+        strategy="rotor",
         loss_fn=square,
         place=place,
         progress=False,
