@@ -16,7 +16,7 @@ NAMES = (
     "offload_solve", "olla_tables", "olla_steps", "olla_programs", "olla_cp_sat", "minimalloc",
     "hard_placements", "forward_graphs", "joint_tables", "joint_deep", "joint_pictures",
     "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
-    "monet_table1", "monet_ablation", "monet_real", "monet_language", "monet_in_place", "arena",
+    "monet_table1", "monet_ablation", "monet_real", "monet_language", "arena",
     "llama_7b",
     "cluster", "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "explorer",
     "moved_llama", "moved_steps", "host_time",
