@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from memopt.executor import code_writer, random_state, values
-from memopt.executor.swap_streams import DeviceStreams, PooledCopy, PoolLease, StreamSwap
+from memopt.executor.swap_streams import DeviceStreams, PooledCopy, StreamSwap
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from tests.device import accelerator
-from tests.races.mutants import _first_address, _reloads_at_the_bottom
+from tests.races.mutants import (
+    _first_address,
+    _lease_marks,
+    _no_wait,
+    _NothingHeld,
+    _NothingHeldIn,
+    _PoolNotIdle,
+    _reloads_at_the_bottom,
+)
 
 
 @dataclass(frozen=True)
@@ -121,45 +129,8 @@ class _AllocatesElsewhere(DeviceStreams):
             return super().device_bytes(size_bytes)
 
 
-class _PoolNotIdle(StreamSwap):
-    def lease(self) -> PoolLease:
-        home = self._streams.here()
-        pool = self._free.pop()[0] if self._free else self._streams.host_bytes(self.pool_bytes)
-        return PoolLease(pool, self._streams, self._free, home)
-
-
-class _NothingHeld(StreamSwap):
-    def out(self, tensor: Tensor, *args: Any) -> PooledCopy:
-        copy = super().out(tensor, *args)
-        copy.held = None
-        return copy
-
-
-class _NothingHeldIn(StreamSwap):
-    def bring(self, copy: PooledCopy, into: Tensor | None = None) -> Tensor:
-        made = super().bring(copy, into)
-        copy.held = None
-        return made
-
-
-@contextlib.contextmanager
-def _lease_marks_elsewhere() -> Iterator[None]:
-    """The pool counts as idle once a stream has come here that never waited for its copies."""
-
-    def give_back(lease: PoolLease) -> None:
-        lease.free.append((lease.pool, lease.streams.mark(torch.Stream(torch.device("fake:0")))))
-
-    with mock.patch.object(PoolLease, "__del__", give_back):
-        yield
-
-
 def _patch(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: mock.patch.object(owner, name, value)
-
-
-def _no_wait(writer: Any, tensor: int) -> None:
-    writer.swapping_in.discard(tensor)
-    writer.swapping_out.discard(tensor)
 
 
 def _unwaited(*more: Callable[[], AbstractContextManager[Any]]) -> Any:
@@ -201,7 +172,10 @@ MUTANTS = (
     Mutant("marks on the default stream", _MarksOnDefault),
     Mutant("memory of the copy stream", _AllocatesElsewhere),
     Mutant("a pool leased while the last step's copies run", swap=_PoolNotIdle),
-    Mutant("a pool given back by a stream that has not waited", patched=_lease_marks_elsewhere),
+    Mutant(
+        "a pool given back by a stream that has not waited",
+        patched=lambda: _lease_marks(torch.Stream(torch.device("fake:0"))),
+    ),
     Mutant("readers do not wait for what comes back", patched=_unwaited()),
     Mutant("a free under a running copy", swap=_NothingHeld, patched=_unwaited()),
     Mutant(

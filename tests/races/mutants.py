@@ -135,7 +135,7 @@ class _NothingHeldIn(StreamSwap):
 
 
 @contextlib.contextmanager
-def _lease_marks(stream: str) -> Iterator[None]:
+def _lease_marks(stream: Any) -> Iterator[None]:
     """The pool counts as idle once a stream has come here that never waited for its copies."""
 
     def give_back(lease: PoolLease) -> None:
