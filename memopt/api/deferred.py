@@ -76,8 +76,7 @@ class FixedBytes:
             kind = BACKENDS.get(own.device.type)
             block_bytes = 1 if kind is None else kind.block_bytes
             storage = own.untyped_storage()
-            key = storage_key(storage)
-            storages[key] = in_blocks(storage.nbytes(), block_bytes)
+            storages[storage_key(storage)] = in_blocks(storage.nbytes(), block_bytes)
             if tensor.requires_grad:
                 gradients += in_blocks(own.nbytes, block_bytes)
         state = optimizer_state(optimizer, parameters).bytes_total
@@ -180,8 +179,8 @@ class DeferredPlan(Plan):
         rules = replace(step.rules, scaled=step.rules.scaled or scales(scaler))
         step = replace(step, loss_fn=loss_fn, optimizer=optimizer, whole_step=True, rules=rules)
         request = replace(self._request, step=step)
-        takes_whole_step(resolve(request.strategy), request)
-        check_rules(request, resolve(request.strategy))
+        takes_whole_step(self.strategy, request)
+        check_rules(request, self.strategy)
 
         def make(call: Call, targets: Any) -> TrainStep:
             step = replace(request.step, targets=targets)

@@ -70,7 +70,12 @@ def opaque_calls() -> Iterator[Callable[[GraphModule], bool]]:
         traced = stack.enter_context(custom_functions_heard(_failed))
         for function in functions:
             stack.enter_context(_replaced(function, partial(applied, function, function.apply)))
-        yield lambda module: _with_calls(module, functions) or _in_numpy(traced)
+
+        def finished(module: GraphModule) -> bool:
+            _keep_calls(module, functions)
+            return _in_numpy(traced)
+
+        yield finished
 
 
 def _in_numpy(functions: Iterable[Function]) -> bool:
@@ -109,8 +114,8 @@ def _replaced(function: Function, apply: Any) -> Iterator[None]:
             function.apply = own  # type: ignore[method-assign]
 
 
-def _with_calls(module: GraphModule, functions: Iterable[Function]) -> bool:
-    """Replace Dynamo's closures around opaque functions in a graph; return False."""
+def _keep_calls(module: GraphModule, functions: Iterable[Function]) -> None:
+    """Replace Dynamo's closures around opaque functions in a graph."""
     found = {id(function): function for function in functions}
     changed = False
     for node in module.graph.nodes if found else ():
@@ -122,4 +127,3 @@ def _with_calls(module: GraphModule, functions: Iterable[Function]) -> bool:
             node.target, changed = call_of(function), True
     if changed:
         module.recompile()
-    return False

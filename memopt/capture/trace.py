@@ -154,11 +154,11 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         with (
             layouts_of_kernels(computing_device(model, call)),
             leaving_out_words(),
-            opaque_calls() as again,
+            opaque_calls() as incomplete,
         ):
             found = dynamo_capture(model, *call.opened)
-            in_vain = again(found[0])
-        return trace() if in_vain else found
+            again = incomplete(found[0])
+        return trace() if again else found
 
     try:
         found: tuple[GraphModule, TraceGuards] = with_one_sequence(
