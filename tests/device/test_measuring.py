@@ -39,10 +39,13 @@ def test_the_link_and_the_rates(device: torch.device, monkeypatch: pytest.Monkey
     monkeypatch.setattr(device_measure, "PROBES", (lambda place, _: row_probes(place, 1),))
     torch.manual_seed(3)
     states = [accelerator.generator(number).get_state() for number in range(2)]
+    held = torch.empty(3 * 2**20, dtype=torch.uint8, device="fake:1")
     found = memopt.measure_device("fake:1")
     assert (found.kind, found.block_bytes) == ("fake", 512)
     assert found.name == environment(torch.device("fake:1"))
-    assert found.capacity_bytes == 2**30 - accelerator.mod.memory_allocated(1)
+    # What this process holds itself counts: other tests' tensors may be there, too.
+    assert accelerator.mod.memory_allocated(1) >= held.nbytes
+    assert found.capacity_bytes == 2**30
     rates = (found.to_host_bytes_per_s, found.swap_in_bytes_per_s, found.memory_bytes_per_s)
     assert all(0 < rate < math.inf for rate in (*rates, *found.flops_per_s.values()))
     assert found.host_update_bytes_per_s
