@@ -15,7 +15,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from memopt.capture.block_runs import CopiedNames, Run
+from memopt.capture.block_runs import CopiedNames, BlockRun
 from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
 from memopt.capture.periods import Period, longest_period, plain
 from memopt.step.memory_layout import storage_of
@@ -92,7 +92,7 @@ class _Copies:
         output: Node = self._nodes[-1]
         return output
 
-    def _both_runs(self) -> tuple[Run, Run]:
+    def _both_runs(self) -> tuple[BlockRun, BlockRun]:
         """Return the run of the forward and that of the backward."""
         end = len(self._nodes) - 1
         called = [i for i, node in enumerate(self._nodes) if node.op == "call_function"]
@@ -101,7 +101,7 @@ class _Copies:
         forward = self._run(called[0], turn, 1, None)
         return forward, self._run(turn, end, -1, forward)
 
-    def _run(self, begin: int, end: int, way: int, forward: Run | None) -> Run:
+    def _run(self, begin: int, end: int, way: int, forward: BlockRun | None) -> BlockRun:
         back = 0 if forward is None else -forward.parts.length
         keys = [_key(node) for node in self._nodes[begin:end]]
 
@@ -125,7 +125,7 @@ class _Copies:
             first = 1  # all parameters are shared: any number will do
         if first is None:
             raise _NotPeriodicError("no part reads of a block")
-        run = Run(parts, way, first)
+        run = BlockRun(parts, way, first)
         if not (run.has(CUT) and run.has(CUT + 1)):
             raise _NotPeriodicError("a run is too short")
         return run
@@ -181,7 +181,9 @@ class _Copies:
             made.meta["seq_nr"] = names.sequence(place)
         self._new[node] = made
 
-    def _copy(self, graph: FxGraph, run: Run, numbers: Iterator[int], names: CopiedNames) -> None:
+    def _copy(
+        self, graph: FxGraph, run: BlockRun, numbers: Iterator[int], names: CopiedNames
+    ) -> None:
         which = self._runs.index(run)
         for number in numbers:
             for offset in range(run.parts.length):
@@ -244,7 +246,7 @@ class _Copies:
                 if any((self._number(a, self._runs) is None) != (a == b) for a, b in pairs):
                     raise _NotPeriodicError(f"{self._nodes[place]} reads from an end")
 
-    def _number(self, place: int, runs: tuple[Run, ...]) -> int | None:
+    def _number(self, place: int, runs: tuple[BlockRun, ...]) -> int | None:
         """Return a value's number, by its block or part; None: it belongs to none."""
         slot = self._slot.get(self._nodes[place])
         if slot is not None:

@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """A run of equal parts in the joint graph.
 
     Attributes:
@@ -52,7 +52,7 @@ class Run:
 class CopiedNames:
     """The names and sequence numbers that the whole graph's trace gives."""
 
-    def __init__(self, nodes: list[Node], runs: tuple[Run, Run], left_out: int) -> None:
+    def __init__(self, nodes: list[Node], runs: tuple[BlockRun, BlockRun], left_out: int) -> None:
         self._runs, self._left_out = runs, left_out
         self._given = [_numbered(node.name) for node in nodes]
         self._sequence = [node.meta.get("seq_nr") for node in nodes]
@@ -102,11 +102,11 @@ class CopiedNames:
             up = run.number(place) > CUT
         return found + (self._left_out * self._per_block if up else 0)
 
-    def _sequence_step(self, run: Run, offset: int) -> Any:
+    def _sequence_step(self, run: BlockRun, offset: int) -> Any:
         a, b = (self._sequence[run.at(number, offset)] for number in (CUT, CUT + 1))
         return None if a is None or b is None else b - a
 
-    def _step(self, run: Run) -> dict[str, int]:
+    def _step(self, run: BlockRun) -> dict[str, int]:
         """Return by how much each name's number grows from part to part, as they are traced."""
         found: dict[str, int] = {}
         for offset in range(run.parts.length):

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from memopt.capture.periods import Period, longest_period, plain
 from memopt.step.memory_layout import storage_of
-from memopt.torch_private.aot import FakeTensor
+from memopt.torch_private.aot import FakeTensor, called_alike
 
 _LEAST = 8
 """Fewer equal blocks are all traced."""
@@ -140,8 +139,7 @@ def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
     whole, run = traced.graph, found.blocks
     nodes, first = list(whole.nodes), found.first_left_out()
     skipped = found.left_out * run.length
-    part = FxGraph()
-    part.set_codegen(whole._codegen)
+    part = called_alike(whole)
     copies: dict[Node, Node] = {}
     position = {node: place for place, node in enumerate(nodes)}
 
