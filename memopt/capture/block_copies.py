@@ -15,7 +15,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from memopt.capture.block_runs import CopiedNames, BlockRun
+from memopt.capture.block_runs import BlockRun, CopiedNames
 from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
 from memopt.capture.periods import Period, longest_period, plain
 from memopt.step.memory_layout import storage_of
@@ -35,13 +35,13 @@ def with_all_blocks(module: GraphModule, found: EqualBlocks) -> bool:
     """
     try:
         with dispatch_modes_off():
-            module.graph = _Copies(module.graph, found).written()
+            module.graph = _WholeJoint(module.graph, found).written()
     except _NotPeriodicError:
         return False
     return True
 
 
-class _Copies:
+class _WholeJoint:
     """The joint graph with all blocks, made from one with a few."""
 
     def __init__(self, graph: FxGraph, found: EqualBlocks) -> None:
