@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.periods import Period, longest_period, plain
+from memopt.capture.periods import Period, is_plain, longest_period, plain
 from memopt.step.memory_layout import storage_of
-from memopt.torch_private.aot import FakeTensor, called_alike
+from memopt.torch_private.aot import called_alike
 
 _LEAST = 8
 """Fewer equal blocks are all traced."""
@@ -114,7 +114,7 @@ def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]
     storages = Counter(
         storage_of(tensor)
         for name in {str(n.target) for n in traced.graph.find_nodes(op="get_attr")}
-        if isinstance(tensor := _attribute(traced, name), torch.Tensor)
+        if is_plain(tensor := _attribute(traced, name))
     )
     used = Counter(str(n.target) for n in traced.graph.find_nodes(op="get_attr"))
     return all(
@@ -173,7 +173,7 @@ def _key(traced: GraphModule, node: Node) -> Any:
     """What must be equal of two operators besides which values they read."""
     if node.op == "get_attr":
         value = _attribute(traced, str(node.target))
-        if type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
+        if not is_plain(value):
             return id(node)
         return "get_attr", type(value), plain(value)
     if node.op not in ("call_function", "call_method"):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from memopt.torch_private.aot import FakeTensor
+
 _CANDIDATES = 16
 _TOGETHER = 4
 """Blocks of at most so many kinds may take turns."""
@@ -93,6 +95,17 @@ def _longest(keys: Sequence[Hashable], equal: Callable[[int, int], bool], length
     return best
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose metadata says all that matters of it."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        return False
+    try:
+        value.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # inside functorch's transforms
+        return False
+    return value.layout is torch.strided and not value.is_quantized
+
+
 def plain(value: Any) -> Hashable:
     """Return what can be compared of an operator's argument or result: of a tensor all that its
     metadata says, of a node only that it is one. What is not understood equals nothing else."""
@@ -101,7 +114,7 @@ def plain(value: Any) -> Hashable:
     if isinstance(value, Node):
         return Node
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
+        if not is_plain(value):
             return id(value)
         sizes = (*value.shape, *value.stride(), value.storage_offset())
         if any(type(size) is not int for size in sizes):
