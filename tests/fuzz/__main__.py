@@ -45,7 +45,7 @@ KINDS: dict[str, Callable[[int, tuple[str, ...]], str]] = {
 }
 
 
-def run(kind: str, seeds: range, out: Path, only: tuple[str, ...]) -> None:
+def run(kind: str, seeds: range, out: Path, only: tuple[str, ...] = ()) -> None:
     """Append a line for each seed that has none."""
     done = {json.loads(line)["seed"] for line in _lines(out)}
     missing = [seed for seed in seeds if seed not in done]
