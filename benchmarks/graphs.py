@@ -74,7 +74,7 @@ def chain_of(name: str, pixels: int, batch: int = ROTOR_BATCH) -> Chain:
     """
 
     def make() -> Chain:
-        family = zoo.get(name)
+        family = family_of(name)
         with torch.device("meta"):
             model = family.build("paper")
         images = (torch.zeros(batch, 3, pixels, pixels),)
@@ -144,10 +144,18 @@ def _transformer(size: zoo.Size) -> torch.nn.Module:
     return _Transformer(*((128, 64, 4, 2) if size == "tiny" else (37000, 512, 8, 6)))
 
 
+def _resnet200(_: zoo.Size) -> torch.nn.Module:
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return ResNet(Bottleneck, [3, 24, 36, 3])
+
+
 def family_of(name: str) -> zoo.Family:
-    """Find a family of the zoo, the large XLM-R or the paper's Transformer."""
+    """Find a family of the zoo, or of the papers: the large XLM-R, ResNet-200, the Transformer."""
     if name == "xlm_r_large":
         return zoo.Family(name, _xlm_r_large, tokens(True), logits_loss)
+    if name == "resnet200":
+        return replace(zoo.get("resnet152"), name=name, make=_resnet200)
     if name == "transformer":
         return zoo.Family(name, _transformer, tokens(False), class_loss)
     return zoo.get(name)

@@ -10,7 +10,6 @@ paper's share is drawn, operator by operator (figure 5).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ def _blocks(rows: list[Row], given: Any) -> dict[str, str]:
     return {"menu": joined(table("algorithm | time | workspace, MiB", shown), lines)}
 
 
-def pictures(rows: list[Row], page: Path) -> None:
+def pictures(rows: list[Row], given: Any) -> None:
     """Draw figure 5 beside the page."""
     drawn = next((row.drawn for row in rows if row.drawn), None)
     if drawn is None:
@@ -144,7 +143,7 @@ def pictures(rows: list[Row], page: Path) -> None:
         axes.set_ylabel(label)
     top.legend(fontsize="small")
     bottom.set_xlabel("operator")
-    figure.savefig(page.with_suffix(".png"), dpi=70)
+    figure.savefig(given.out.with_suffix(".png"), dpi=70)
 
 
 BENCHMARK = Benchmark(

@@ -312,8 +312,9 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     }
 
 
-def curves(rows: list[Row], page: Path) -> None:
+def curves(rows: list[Row], given: Any) -> None:
     """Draw what the searches have found after so many seconds (the paper's figures 10 and 12)."""
+    page: Path = given.out
     saving_curves(rows, page.with_name(f"{page.stem}_order.png"))
     fragmentation_curves(rows, page.with_name(f"{page.stem}_addresses.png"))
 
