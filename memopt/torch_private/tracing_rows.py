@@ -31,6 +31,12 @@ DYNAMO = (
         f"{_VARIABLES}.misc.AutogradFunctionVariable",
         "call_apply",
     ),
+    *rows(
+        "find the sub-module that cannot be traced",
+        f"{_VARIABLES}.nn_module",
+        "record_nn_module_stack",
+        instead="sub-modules around the one that cannot be traced are traced one by one",
+    ),
     *rows("hear what a trace read", _EXPORT, "fullgraph_capture"),
     *rows(
         "leave out guards that nobody reads",
