@@ -1,8 +1,10 @@
-"""A value that is used more than once, and a backward through several calls: said once."""
+"""A value that a call uses more than once, and the same backward elsewhere, too: said once."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,50 @@ def test_one_call_and_one_use_are_exact_and_silent(make: type[nn.Module], togeth
         warnings.simplefilter("error")
         found = gradient(make, together, plan=True)
     assert torch.equal(found, gradient(make, together, plan=False))
+
+
+def other_uses(use: Callable[[Any, torch.Tensor], torch.Tensor], plan: bool) -> torch.Tensor:
+    """The gradient of a loss that also uses the weight outside of the model."""
+    torch.manual_seed(0)
+    model = Tied()
+    if plan:
+        memopt.wrap(model, progress=False)
+    use(model, torch.randn(4, 16)).backward()
+    assert isinstance(model.weight.grad, torch.Tensor)
+    return model.weight.grad
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x: model(x).mean() + 0.1 * model.weight.square().sum(),
+        lambda model, x: (model(x) @ model.weight.T).tanh().mean(),  # a head tied to the model
+    ],
+)
+def test_uses_behind_the_model_are_said(use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.warns(UserWarning, match="weight is used more than once.*outside of the model"):
+        found = other_uses(use, plan=True)
+    torch.testing.assert_close(found, other_uses(use, plan=False))
+
+
+def test_uses_before_the_model_are_exact_and_silent() -> None:
+    def use(model: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = model((x @ model.weight.T).tanh()).mean()
+        return made
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        found = other_uses(use, plan=True)
+    assert torch.equal(found, other_uses(use, plan=False))
+
+
+def test_hooks_of_the_user_that_change_a_gradient_are_not_taken_for_uses() -> None:
+    model = Tied()
+    memopt.wrap(model, progress=False)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        model(torch.randn(4, 16)).sum().backward()
 
 
 def test_backwards_of_their_own_are_silent() -> None:
