@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.step.captured import Captured
+from memopt.step.captured import Captured, Primal
 from memopt.torch_private.modes import backward_number
 from memopt.torch_private.tensors import gradient_hooks
 
@@ -31,7 +31,7 @@ class AddedLater:
 
     def __init__(self, captured: Captured) -> None:
         self._names = {
-            i: primal.name or "a tensor of the model"
+            i: _name(primal)
             for i, (primal, gradient) in enumerate(
                 zip(captured.primals, captured.gradients, strict=True)
             )
@@ -60,12 +60,12 @@ class AddedLater:
         if name is None:
             return
         warnings.warn(
-            f"{name} is used more than once in a call of the planned model, and in the same "
-            "backward also by another call or outside of the model: planned, the parts of its "
-            "gradient are added call by call, unplanned, one after the other, so that last bits "
-            "can differ. For equal bits give all inputs in one call (torch.cat) and use it in the "
-            "model's forward, or train without a plan (memopt.unwrap(model), or planned.original); "
-            "this is said once",
+            f"{name} is used more than once in a call of a planned model, and in the same backward "
+            "also by another call or outside of the model: planned, the parts of its gradient are "
+            "added call by call, unplanned, one after the other, so that last bits can differ. For "
+            "equal bits let one planned call hold all uses: all inputs at once (torch.cat), the "
+            "loss in the forward, or memopt around the module that holds this one; or train "
+            "without a plan (memopt.unwrap(model), or planned.original); this is said once",
             stacklevel=2,
         )
 
@@ -85,6 +85,12 @@ class _Arrival:
         self._handle.remove()
         if backward_number() == self._task and gradient.data_ptr() != self._address:
             self._added.warn(self._position)
+
+
+def _name(primal: Primal) -> str:
+    if primal.index is not None:
+        return f"argument {primal.index}"
+    return primal.name or "a tensor of the model"
 
 
 def _is_sum(gradient: Any) -> bool:

@@ -83,6 +83,44 @@ def test_uses_behind_the_model_are_said(use: Callable[[Any, torch.Tensor], torch
     torch.testing.assert_close(found, other_uses(use, plan=False))
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(self.query(x) @ self.key(x).T, -1)
+        return weights @ self.value(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 8), Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return x + self.attention(x)
+
+
+def test_an_input_of_a_planned_part_is_named_and_the_module_around_is_exact() -> None:
+    def gradient(part: str | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Residual()
+        if part is not None:
+            memopt.wrap(model.get_submodule(part), progress=False)
+        model(torch.randn(5, 8)).mean().backward()
+        assert isinstance(model.first.weight.grad, torch.Tensor)
+        return model.first.weight.grad
+
+    with pytest.warns(UserWarning, match="argument 0 is used more.*around the module that holds"):
+        found = gradient("attention")
+    torch.testing.assert_close(found, gradient(None))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        assert torch.equal(gradient(""), gradient(None))
+
+
 def test_uses_before_the_model_are_exact_and_silent() -> None:
     def use(model: Any, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = model((x @ model.weight.T).tanh()).mean()
