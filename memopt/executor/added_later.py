@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from memopt.step.captured import Captured, Primal
-from memopt.torch_private.modes import backward_number
+from memopt.torch_private.modes import backward_number, when_backward_is_over
 from memopt.torch_private.tensors import gradient_hooks
 
 _SUM = torch.ops.aten.add.Tensor
@@ -45,7 +45,7 @@ class AddedLater:
             primals: the values of the joint graph's inputs.
             gradient_of: position → its gradient, of this call; None where there is none.
         """
-        for i in self._names:
+        for i in self._names if backward_number() != -1 else ():
             value, gradient = primals[i], gradient_of(i)
             if isinstance(gradient, torch.Tensor) and value.requires_grad:
                 hooks = gradient_hooks(value)
@@ -79,10 +79,10 @@ class _Arrival:
     ) -> None:
         self._added, self._position = added, position
         self._address, self._task = gradient.data_ptr(), backward_number()
-        self._handle = value.register_hook(self)  # type: ignore[no-untyped-call]
+        handle = value.register_hook(self)  # type: ignore[no-untyped-call]
+        when_backward_is_over(handle.remove)
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._handle.remove()
         if backward_number() == self._task and gradient.data_ptr() != self._address:
             self._added.warn(self._position)
 

@@ -141,6 +141,19 @@ def test_hooks_of_the_user_that_change_a_gradient_are_not_taken_for_uses() -> No
         model(torch.randn(4, 16)).sum().backward()
 
 
+def test_a_backward_that_fails_leaves_no_hook() -> None:
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("as asked")
+
+    model = Tied()
+    memopt.wrap(model, progress=False)
+    x = torch.randn(4, 16) @ model.weight
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="as asked"):
+        model(x).sum().backward()
+    assert not model.weight._backward_hooks
+
+
 def test_backwards_of_their_own_are_silent() -> None:
     model = Tied()
     memopt.wrap(model, progress=False)
