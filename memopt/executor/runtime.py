@@ -296,7 +296,6 @@ class Runtime:
             state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
             return self._as_original(state, args[1:], DIFFERENTIATED)
-        self._added_later.look(state.primals)
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
@@ -318,9 +317,11 @@ class Runtime:
             self._states.discard(kept)
             del kept
         if state.handover is not None and program.handover is not None:
-            return state.handover.begin(program.handover.running(state.primals, args, saved))
+            running = program.handover.running(state.primals, args, saved)
+            return state.handover.begin(running, self._added_later)
         with autocast_off():
-            return self._given(run(state.primals, args, saved))
+            gradients = run(state.primals, args, saved)
+        return self._given(state, gradients)
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
         """Return the gradients of the unplanned model, which runs again."""
@@ -329,7 +330,7 @@ class Runtime:
                 f"{why}, which a planned module of sharded parameters, or inside "
                 f"DistributedDataParallel, cannot do: {REMEDIES[why]}"
             )
-        return self._given(state.again.gradients(tangents, why))
+        return self._given(state, state.again.gradients(tangents, why))
 
     def _complete(self, args: list[Any], numbers: tuple[float, ...]) -> None:
         """Fill the places of missing tangents with tensors of one number."""
@@ -339,8 +340,9 @@ class Runtime:
             if args[i] is None:
                 args[i] = Like.of(tangent.meta["val"], number).made()
 
-    def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients that AOTAutograd takes."""
+        self._added_later.look(state.primals, gradients.__getitem__)
         given = self._captured.given
         if len(given) == len(gradients):
             return gradients
