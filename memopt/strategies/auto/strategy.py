@@ -89,7 +89,6 @@ class Auto(Strategy):
         recompute=True, offload=True, order=True, place=True, implementations=True
     )
     decides_in_place: ClassVar[bool] = True
-    refines_smallest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.time_limit_s is not None and not self.time_limit_s > 0:
@@ -100,6 +99,9 @@ class Auto(Strategy):
             check_bytes("Auto", host_budget_bytes=self.host_budget_bytes)
         if any(isinstance(member, Auto) for member in self.members):
             raise ValueError("Auto: an auto cannot be a member of an auto")
+
+    def refines_smallest(self, cost_model: CostModel) -> bool:
+        return not isinstance(cost_model, Graph) or len(cost_model.operators) <= SMALL
 
     def only_exact_implementations(self) -> bool | None:
         return None if self.members else True
