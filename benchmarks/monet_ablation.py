@@ -141,12 +141,13 @@ def pictures(rows: list[Row], given: Any) -> None:
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
     own = drawn["PyTorch"]
-    for name, found in drawn.items():
-        top.plot([size / GIB for size in found["memory"]], label=name)
+    for index, (name, found) in enumerate(drawn.items()):
+        style: dict[str, Any] = {"label": name, "color": f"C{index}", "linewidth": 0.9}
+        top.plot([size / GIB for size in found["memory"]], **style)
         if name != "PyTorch":
             saved = [a - b for a, b in zip(own["kept"], found["kept"], strict=True)]
-            middle.plot([size / MIB for size in saved], label=name, linewidth=0.8)
-            bottom.plot([1e3 * time_s for time_s in found["again"]], label=name, linewidth=0.8)
+            middle.plot([size / MIB for size in saved], **style)
+            bottom.plot([1e3 * time_s for time_s in found["again"]], **style)
     labels = ("memory, GiB", "saved at the boundary, MiB", "run again before it, ms")
     for axes, label in zip((top, middle, bottom), labels, strict=True):
         axes.set_ylabel(label)
