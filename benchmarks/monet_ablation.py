@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.monet_algorithms import Plain, choices, convolutions, with_menu
+from benchmarks.monet_algorithms import PlainConvolution, choices, convolutions, with_menu
 from benchmarks.monet_runs import CASES, P100, Case, Runs, Started, eager_peak_bytes
 from benchmarks.runner import Benchmark, OneOf
 from benchmarks.table import GIB, MIB, joined, mib, signed, table
@@ -31,7 +31,7 @@ SHARES = (0.35, 0.4, 0.47, 0.53, 0.6, 0.65)
 """Budgets over PyTorch's memory; the paper's figure 4 is at 0.53."""
 DRAWN = ("resnet50", 0.53)
 VARIANTS = (Choices.NONE, Choices.CONV, Choices.OUTPUT, Choices.INTERMEDIATE, Choices.ALL)
-FIGURE_7 = Plain(256, 64, 64, 56 * 56, 3)
+FIGURE_7 = PlainConvolution(256, 64, 64, 56 * 56, 3)
 Layers = dict[str, list[float]]
 """By operator: memory while it runs for the first time, or what runs again before; bytes of its
 results that are kept for the backward; seconds of what runs again before it."""
