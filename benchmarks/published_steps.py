@@ -108,9 +108,7 @@ def style_of(row: Mapping[str, Any]) -> Style:
     """Return how the row's framework computes a layer."""
     source, megatron = row["source"], row["source"] == "megatron"
     fused = megatron or source in ("llm-foundry", "llm.c")
-    loss = (
-        "in place" if fused else "own" if source in ("raschka", "litgpt", "litgpt-hub") else "float"
-    )
+    loss = "in place" if fused else "own" if source in ("raschka", "litgpt", "litgpt-hub") else "float"
     lora = tuple(row.get("lora_layers", "").split())
     return Style(
         eager=not fused,
@@ -147,9 +145,7 @@ def _captured(name: str, layers: int) -> _Captured:
         with torch.device("meta"):
             model = Decoder(shape, style, layers, sequence, first).to(_DTYPES[row["parameters"]])
         if mesh is not None:
-            model = memopt.shard(
-                model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            )
+            model = memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for parameter in model.parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             sizes["bytes"] += local.nbytes
@@ -314,9 +310,7 @@ def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
     total = (batches + fill) * batch_s
     if ranks > 1:
         size = int(trained * _DTYPES[row["gradients"]].itemsize)
-        total += device.collective_time_s(
-            Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor)
-        )
+        total += device.collective_time_s(Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor))
     moved = trained * (2 * row["state_bytes"] + 8) / (ranks if row.get("sharding") else 1)
     return total + moved / (device.memory_bytes_per_s * device.memory_fraction)
 
