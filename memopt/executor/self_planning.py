@@ -24,11 +24,12 @@ from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, warn_of_many_plans
-from memopt.executor.module import accepts, count_in
+from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
@@ -304,7 +305,7 @@ class SelfPlanning:
         better = self._maker.improved(made, kind, call)
         if better is None:
             return made
-        count_in(better.module, self.calls)
+        self._prepare(kind, call, better)
         self._ready[kind][-1] = better
         return better
 
@@ -313,10 +314,42 @@ class SelfPlanning:
         self._asked += 1
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
-    def _made(self, kind: Any, call: Call, instead_of: Made | None = None) -> Made:
-        with self._planning:
-            made = self._maker.made(kind, kind[-1], call)
+    def _prepare(self, kind: Any, call: Call, made: Made) -> None:
+        """Prepare a module under a new plan to be called."""
         count_in(made.module, self.calls)
+        if self._alone and self._planner.guesses_loss(call):
+            when_other_loss(made.module, partial(self._for_other_loss, kind))
+
+    def _for_other_loss(
+        self, kind: Any, call: Call, used: frozenset[int], gradient_bytes: int
+    ) -> nn.Module | None:
+        """Return the module for a call that was planned for another loss than one that uses these
+        leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
+        _LOG.info("the loss uses other outputs than planned: planning for it")
+        self._planner.train_with(used)
+        call = self._without_idle_masks(call)
+        ready = self._ready.get(kind, ())
+        for made in ready:
+            if has_backward(made.module, used) and accepts(made.module, call):
+                return made.module
+        if not self.around.stop():
+            for made in ready:
+                made.once = True
+            return None
+        beside = Charges(kept_bytes=self.around.held_bytes(), forward_bytes=gradient_bytes)
+        with unplanned():
+            return self._made(kind, call, ready[-1] if ready else None, beside).module
+
+    def _made(
+        self,
+        kind: Any,
+        call: Call,
+        instead_of: Made | None = None,
+        beside: Charges = NO_CHARGES,
+    ) -> Made:
+        with self._planning:
+            made = self._maker.made(kind, kind[-1], call, beside)
+        self._prepare(kind, call, made)
         ready = self._ready.setdefault(kind, [])
         if instead_of in ready:
             assert instead_of is not None
