@@ -53,7 +53,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gradients": ("float32", "bfloat16", "float16", "none"),  # none: updated in the backward
     "sharding": ("optimizer", "gradients", "parameters", "other"),  # over dp: ZeRO 1, 2, 3
     "attention": ("fused", "scores", "flex"),
-    "kernels": ("eager", "fused", "compiled"),  # fused: Transformer Engine's
+    "kernels": ("eager", "fused", "compiled", "written"),  # Transformer Engine's; by hand
     "loss": ("plain", "fused", "chunked"),
     "recompute": ("full", "selective"),
     "precision_policy": ("default", "pure"),  # MosaicML's, of gradients' reductions
