@@ -162,7 +162,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         kind = torch.int64 if first else dtype
         given = torch.zeros(row["batch"], sequence, *width, dtype=kind, requires_grad=not first)
         targets = torch.zeros(row["batch"], sequence, dtype=torch.int64)
-        mesh = memopt.Mesh(data=row["dp"]) if sharded else None
+        mesh = memopt.Mesh(data=row.get("dp", 1)) if sharded else None
         model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
         kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
         found = estimate_model(model, (given, targets), ALL_DEVICES[row["gpu"]], kernels=kernels)
@@ -181,7 +181,7 @@ def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Device]:
     """Capture a depth, or take the same graph from a row before, and price it for this GPU."""
     shape = {k: v for k, v in _shape_of(row).items() if k != "layers"}
-    ranks = row["dp"] if row.get("sharding") == "parameters" else 1
+    ranks = row.get("dp", 1) if row.get("sharding") == "parameters" else 1
     compiled = row.get("kernels") == "compiled"
     sizes = [row["sequence"], row["batch"], row.get("cp", 1), row.get("pp", 1) == 1, ranks]
     key = repr((shape, style_of(row), sizes, row["parameters"], compiled and row["gpu"]))
@@ -286,7 +286,7 @@ def _measured(_: Any, name: str) -> list[Row]:
     own = shape["layers"] / stages
     kept = own / row.get("virtual_stages", 1) * _in_flight(row, stages)
     trained = at("trained", own)
-    states = row["dp"] * row.get("cp", 1) if row.get("sharding") == "optimizer" else 1
+    states = row.get("dp", 1) * row.get("cp", 1) if row.get("sharding") == "optimizer" else 1
     parts = {
         "parameters": at("parameters", own),
         "gradients": 0.0,

@@ -51,7 +51,8 @@ def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
 
 
 def test_two_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, ROW)
+    alone = {k: v for k, v in ROW.items() if k != "dp"} | {"name": "b", "gpus": 2}
+    use(monkeypatch, ROW, alone)
     (row,) = steps._measured(None, "a")
     low, deep = steps._depth(ROW, 1), steps._depth(ROW, 4)
     assert row.parts["activations"] == pytest.approx(deep["activations"], rel=1e-6)
@@ -59,6 +60,8 @@ def test_two_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     # Gradients stay, in float32; half of the optimizer's state is another rank's.
     assert row.parts["gradients"] == 4 * deep["trained"]
     assert row.parts["state"] == 12 * deep["trained"] / 2
+    (other,) = steps._measured(None, "b")
+    assert other.parts["state"] == 2 * row.parts["state"]
     assert row.step[1] > 3 * deep["time"]
     use(monkeypatch)
 
