@@ -38,6 +38,7 @@ from memopt.models.graph import Graph, TensorKind
 from memopt.models.presets import find_device
 from memopt.pricing.measure import with_costs
 from memopt.pricing.roofline import estimate_costs
+from memopt.pricing.workspace import cublas_workspace_bytes
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.instructions import Program
@@ -115,7 +116,9 @@ def style_of(row: Mapping[str, Any]) -> Style:
     source, megatron = row["source"], row["source"] == "megatron"
     fused = megatron or source in ("llm-foundry", "llm.c")
     own = source in ("raschka", "litgpt", "litgpt-hub")
-    loss = "in place" if fused else "own" if own else "float"
+    # TorchScript's fusion overwrites nothing.
+    in_place = fused and not (megatron and row.get("loss") == "fused")
+    loss = "in place" if in_place else "own" if own else "float"
     lora = tuple(row.get("lora_layers", "").split())
     return Style(
         eager=not fused,
@@ -136,6 +139,7 @@ class _Captured:
     profiled: Any
     parameter_bytes: int
     trained: int
+    device: Device
 
 
 @lru_cache(maxsize=8)
@@ -165,8 +169,9 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         mesh = memopt.Mesh(data=row.get("dp", 1)) if sharded else None
         model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
         kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
-        found = estimate_model(model, (given, targets), ALL_DEVICES[row["gpu"]], kernels=kernels)
-    return _Captured(found, sizes["bytes"], sizes["trained"])
+        device = ALL_DEVICES[row["gpu"]]
+        found = estimate_model(model, (given, targets), device, kernels=kernels)
+    return _Captured(found, sizes["bytes"], sizes["trained"], device)
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,12 +214,13 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     held = _made_gradients(graph, program) if stays else [0] * len(program)
     peak = max(all_of - made for all_of, made in zip(time.step_bytes, held, strict=True))
     resident = graph.resident_bytes
+    library = cublas_workspace_bytes(device.name) - cublas_workspace_bytes(one.device.name)
     reserved = 0
     if _memory_of(row) == "peak_reserved_bytes":
         reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
-        "library": resident - one.parameter_bytes,
+        "library": resident - one.parameter_bytes + library,
         "parameters": one.parameter_bytes,
         "trained": one.trained,
         "fragments": max(0, reserved),
