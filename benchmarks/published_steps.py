@@ -214,7 +214,8 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     held = _made_gradients(graph, program) if stays else [0] * len(program)
     peak = max(all_of - made for all_of, made in zip(time.step_bytes, held, strict=True))
     resident = graph.resident_bytes
-    library = cublas_workspace_bytes(device.name) - cublas_workspace_bytes(one.device.name)
+    library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
+    library -= cublas_workspace_bytes(one.device.name)
     reserved = 0
     if _memory_of(row) == "peak_reserved_bytes":
         reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes

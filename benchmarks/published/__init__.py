@@ -65,6 +65,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "uneven_stages", "cuda_graphs"), _FLAG),
     "overlapped_tensor_parallel": _FLAG,
     "state_bytes": (0, 20),  # the optimizer's for each trained parameter, float32 copies included
+    "workspace_bytes": (0, 2**30),  # cuBLAS's for each thread, where CUBLAS_WORKSPACE_CONFIG says
     "lora_dropout": (0, 1),
     **_COUNTS,
     **_WORDS,
