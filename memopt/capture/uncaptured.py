@@ -343,6 +343,13 @@ def python_name(source: str) -> str:
     return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.replace(ROOT, "model"))
 
 
+def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a model's sub-modules by Dynamo's names, the innermost of which is the
+    first; ours begin with the outermost."""
+    names = [python_name(source).removeprefix("model").lstrip(".") for source in sources]
+    return tuple(dict.fromkeys(name for name in reversed(names) if name[:2] not in ("", "L[")))
+
+
 def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""

@@ -21,10 +21,11 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
-from memopt.errors import GuardError, NothingToTrainError
+from memopt.errors import CaptureError, GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, warn_of_many_plans
 from memopt.executor.module import accepts, count_in
+from memopt.executor.part_names import names_of_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
@@ -84,6 +85,7 @@ def planning_of(model: nn.Module) -> SelfPlanning | None:
     return made if isinstance(made, SelfPlanning) else None
 
 
+_SHOWN_PARTS = 4
 _MOST_IN_A_CALL = 2
 """Most plans that one call may ask for. If it needs more, checking the model itself changes what
 differs, and the model runs unplanned."""
@@ -139,7 +141,7 @@ class SelfPlanning:
         self._alone = ranks_of(model) is None
         self.around = Surroundings(model, with_state and self._alone)
         self._planner = planner
-        self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
+        self._maker = self._makes_plans()
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -150,6 +152,12 @@ class SelfPlanning:
         self._shown = {name: value for name, value in shown if not _uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
+
+    def _makes_plans(self) -> PlanMaker:
+        """Return what makes this model's plans."""
+        return PlanMaker(
+            self.model, self._planner, self.around, self._alone, self.instead, self.family
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None, in a copy of the model that its class makes in its own way."""
@@ -228,8 +236,7 @@ class SelfPlanning:
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
-            call = self._without_idle_masks(_in_order(args, kwargs))
-            kind = self._kind(call)
+            call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind)
             self._in_call.plans = 0
             try:
@@ -239,11 +246,32 @@ class SelfPlanning:
                 return self._untrained_call(kind, plain(*args, **kwargs))
             if made is None:
                 return plain(*args, **kwargs)
-            output = made.module(*args, **kwargs)
-            known = not self._alone or self._planner.charges_loss(call)
-            device = None if known else device_of(model, call)
+            output = self._ran(made, args, kwargs)
+            device = self._metered_on(call)
             self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
             return output
+
+    def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under a plan."""
+        return made.module(*args, **kwargs)
+
+    def _refused(self, error: CaptureError) -> CaptureError:
+        """Return the error for a model that cannot be captured, which names its parts that may."""
+        names = names_of_parts(self.model, error.modules)
+        if not names:
+            return error
+        shown = ", ".join(names[:_SHOWN_PARTS]) + (", ..." if len(names) > _SHOWN_PARTS else "")
+        refused = CaptureError(
+            f'{error}. memopt.wrap(model, ..., parts="auto") plans the largest sub-modules around '
+            f"it within the budget ({shown})"
+        )
+        refused.modules = error.modules
+        return refused
+
+    def _metered_on(self, call: Call) -> torch.device | None:
+        """Return the device on which a call's loss is to be metered; None: it is charged."""
+        known = not self._alone or self._planner.charges_loss(call)
+        return None if known else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
         """Count a call of the unplanned model, since there was nothing to train, and return its
@@ -260,6 +288,11 @@ class SelfPlanning:
         of its own can serve it."""
         seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
+
+    def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+        """Return a call of the model, and its kind."""
+        call = self._without_idle_masks(_in_order(args, kwargs))
+        return call, self._kind(call)
 
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
@@ -315,7 +348,12 @@ class SelfPlanning:
 
     def _made(self, kind: Any, call: Call, instead_of: Made | None = None) -> Made:
         with self._planning:
-            made = self._maker.made(kind, kind[-1], call)
+            try:
+                made = self._maker.made(kind, kind[-1], call)
+            except NothingToTrainError:
+                raise
+            except CaptureError as error:
+                raise self._refused(error) from error
         count_in(made.module, self.calls)
         ready = self._ready.setdefault(kind, [])
         if instead_of in ready:
