@@ -64,13 +64,16 @@ def _described(name: str, overload: Any) -> Callable[..., Any]:
         key = repr(given)
         if key not in known:
             known[key] = _layouts(name, overload, given, nest)
-        return pytree.tree_map_only(StridedLayout, StridedLayout.empty, known[key])
+        results, form = known[key]
+        made = [one.empty() if isinstance(one, StridedLayout) else one for one in results]
+        return pytree.tree_unflatten(made, form)
 
     return described
 
 
-def _layouts(name: str, overload: Any, given: list[Any], nest: Any) -> Any:
-    """Run an operator on zeros and on ones; return its results, with layouts for tensors.
+def _layouts(name: str, overload: Any, given: list[Any], nest: Any) -> tuple[list[Any], Any]:
+    """Run an operator on zeros and on ones; return its results, with layouts for tensors, and how
+    they nest.
 
     Raises:
         CaptureError: it cannot run so, or its results' layouts depend on values.
@@ -96,7 +99,7 @@ def _layouts(name: str, overload: Any, given: list[Any], nest: Any) -> Any:
     return found[0]
 
 
-def _ran(overload: Any, given: list[Any], nest: Any, number: int) -> Any:
+def _ran(overload: Any, given: list[Any], nest: Any, number: int) -> tuple[list[Any], Any]:
     devices = {one.device for one in given if isinstance(one, StridedLayout)}
     drawn_on = [one for one in devices if one.type == "cuda"]
     with dispatch_modes_off(), torch.no_grad(), torch.random.fork_rng(drawn_on):
@@ -104,4 +107,5 @@ def _ran(overload: Any, given: list[Any], nest: Any, number: int) -> Any:
             one.empty().fill_(number) if isinstance(one, StridedLayout) else one for one in given
         ]
         args, kwargs = pytree.tree_unflatten(leaves, nest)
-        return pytree.tree_map_only(Tensor, StridedLayout.of, overload(*args, **kwargs))
+        results, form = pytree.tree_flatten(overload(*args, **kwargs))
+        return [StridedLayout.of(x) if isinstance(x, Tensor) else x for x in results], form
