@@ -21,6 +21,8 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
+from memopt.capture.block_copies import with_all_blocks
+from memopt.capture.equal_blocks import equal_blocks, without_most
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.taken import check_dense, check_objects_kept, check_taken
 from memopt.capture.trace import effects_of, trace_of
@@ -179,7 +181,13 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
     Raises:
         CaptureError: AOTAutograd refuses the graph.
     """
+    found = equal_blocks(traced)
     try:
+        if found is not None:
+            with without_most(traced, found):
+                joint = aot.export_joint(stack, traced, *call.plain)
+            if with_all_blocks(joint.graph_module, found):
+                return joint
         return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise CaptureError(why_not_derived(traced, call, error)) from error
