@@ -134,7 +134,8 @@ class PartPlanning(SelfPlanning):
 
     def _planned(self, kind: Any, call: Call) -> Made | None:
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
-            return self.parts.left(self.name, "its inputs have other shapes in every step")
+            self.parts.left(self.name, "its inputs have other shapes in every step")
+            return None
         made = super()._planned(kind, call)
         self._kinds.add(kind)
         return made
