@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memopt.api.plan import Plan
 from memopt.api.request import PlanRequest
@@ -15,7 +15,6 @@ from memopt.models.options import Mismatch, PlanLimits, StepOptions
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.executor.plan_maker import Planner
     from memopt.plan_record import PlanRecord
     from memopt.step.inputs import Call
 
@@ -52,7 +51,7 @@ class PartPlans:
 
 
 def planned_in_parts(
-    planner: Planner,
+    planner: Any,
     model: nn.Module,
     on_mismatch: Mismatch,
     shapes: Iterable[object],
@@ -81,6 +80,8 @@ def planned_in_parts(
         raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request)
+    # The loss is the whole model's: it is metered.
+    planner = replace(planner, loss_fn=None, targets=(), labelled=False)
     InParts(inner, planner, most_plans, on_mismatch, request.limits.budget, solver, names)
 
 

@@ -141,6 +141,11 @@ class Runtime:
         """Number of steps whose backward has not run yet."""
         return len(self._states)
 
+    def drop(self, again: AsOriginal) -> None:
+        """Free what a call has saved for its backward, which is not to run."""
+        for one in [one for one in list(self._states) if one.value.again is again]:
+            self._states.discard(one)
+
     def run(
         self,
         program: Installed,
@@ -275,6 +280,8 @@ class Runtime:
             raise
 
     def _run_backward(self, args: list[Any]) -> tuple[Any, ...]:
+        if all(tangent is None for tangent in args[1:]):
+            return self._given((None,) * len(self._captured.gradients))
         key = int(args[0])
         kept = next((one for one in list(self._states) if one.value.key == key), None)
         if kept is None:

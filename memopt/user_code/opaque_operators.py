@@ -360,7 +360,7 @@ def _operator(
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()
     digest = hashlib.sha256(text).hexdigest()[:12]
-    base = "_".join(filter(None, (name, part))) + f".f{digest}"
+    base = "_".join(filter(None, (name, part))) + f"_f{digest}"
     with _lock:
         number = 0
         while f"{base}_{number}" in _names:
