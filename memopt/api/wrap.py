@@ -129,7 +129,8 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
-    by = planned_by if parts is None else partial(planned_in_parts, parts=parts)
+    in_parts = partial(planned_in_parts, request=request, parts=parts or ())
+    by = planned_by if parts is None else in_parts
     by(planner, model, on_mismatch, shapes, most_plans)
     return model
 

@@ -281,7 +281,7 @@ class Runtime:
 
     def _run_backward(self, args: list[Any]) -> tuple[Any, ...]:
         if all(tangent is None for tangent in args[1:]):
-            return self._given((None,) * len(self._captured.gradients))
+            return self._as_taken((None,) * len(self._captured.gradients))
         key = int(args[0])
         kept = next((one for one in list(self._states) if one.value.key == key), None)
         if kept is None:
@@ -348,8 +348,11 @@ class Runtime:
                 args[i] = Like.of(tangent.meta["val"], number).made()
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients that AOTAutograd takes."""
+        """Return the gradients that AOTAutograd takes, of a step that had some."""
         self._added_later.look(state.primals, gradients.__getitem__)
+        return self._as_taken(gradients)
+
+    def _as_taken(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         given = self._captured.given
         if len(given) == len(gradients):
             return gradients

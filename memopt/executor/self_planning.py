@@ -20,11 +20,11 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
-from memopt.errors import CaptureError, GuardError, NothingToTrainError
+from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls, warn_of_many_plans
+from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
-from memopt.executor.part_names import names_of_parts
+from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
@@ -35,7 +35,7 @@ from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
 from memopt.step.ranks import ranks_of
-from memopt.step.reader import described, described_text
+from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
@@ -59,31 +59,12 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
         torch._dynamo.graph_break()
 
 
-def _difference(before: Any, now: Any) -> str:
-    """Return how one kind of call differs from another, for messages."""
-    if before[0] == now[0]:
-        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
-            if was != found:
-                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
-    return "which arguments, gradients or trained parameters there are, or autocast"
-
-
-def _uses(model: nn.Module, name: str) -> bool:
-    """Return whether a model has an attribute, or its class's code uses that name."""
-    if name in model.__dict__ or hasattr(model, name):
-        return True
-    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
-    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
-    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
-
-
 def planning_of(model: nn.Module) -> SelfPlanning | None:
     """Return the object that plans a wrapped model's calls; None: it is not wrapped."""
     made = getattr(model.__dict__.get(_CALL), "__self__", None)
     return made if isinstance(made, SelfPlanning) else None
 
 
-_SHOWN_PARTS = 4
 _MOST_IN_A_CALL = 2
 """Most plans that one call may ask for. If it needs more, checking the model itself changes what
 differs, and the model runs unplanned."""
@@ -116,6 +97,8 @@ class SelfPlanning:
         ValueError: the model's calls are intercepted already (`model.compile()`, another wrap).
     """
 
+    _in_parts = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -147,7 +130,7 @@ class SelfPlanning:
         # First, so that Dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
         shown = (("memopt", self), ("calls", self.calls), ("plans", self.plans))
-        self._shown = {name: value for name, value in shown if not _uses(model, name)}
+        self._shown = {name: value for name, value in shown if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
 
@@ -245,19 +228,6 @@ class SelfPlanning:
         """Run a call under a plan."""
         return made.module(*args, **kwargs)
 
-    def _refused(self, error: CaptureError) -> CaptureError:
-        """Return the error for a model that cannot be captured, which names its parts that may."""
-        names = names_of_parts(self.model, error.modules)
-        if not names:
-            return error
-        shown = ", ".join(names[:_SHOWN_PARTS]) + (", ..." if len(names) > _SHOWN_PARTS else "")
-        refused = CaptureError(
-            f'{error}. memopt.wrap(model, ..., parts="auto") plans the largest sub-modules around '
-            f"it within the budget ({shown})"
-        )
-        refused.modules = error.modules
-        return refused
-
     def _metered_on(self, call: Call) -> torch.device | None:
         """Return the device on which a call's loss is to be metered; None: it is charged."""
         known = not self._alone or self._planner.charges_loss(call)
@@ -318,7 +288,7 @@ class SelfPlanning:
             return None
         made = self._made(kind, call)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else _difference(before, kind))
+        self._count("" if before is None else difference(before, kind))
         return made
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:
@@ -368,13 +338,8 @@ class SelfPlanning:
         instead_of: Made | None = None,
         beside: Charges = NO_CHARGES,
     ) -> Made:
-        with self._planning:
-            try:
-                made = self._maker.made(kind, kind[-1], call, beside)
-            except NothingToTrainError:
-                raise
-            except CaptureError as error:
-                raise self._refused(error) from error
+        with self._planning, naming_parts(None if self._in_parts else self.model):
+            made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)
         return made
