@@ -179,7 +179,8 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         if function is not None or hooks_set(model, call, error):
             return _dynamo_trace(model, call)
         refused = CaptureError(why_not_captured(model, call, error))
-        refused.modules = names_of_modules(failing)
+        own = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        refused.modules = tuple(name for name in names_of_modules(failing) if name in own)
         raise refused from error
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, error)) from error

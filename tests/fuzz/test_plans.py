@@ -46,6 +46,7 @@ def test_every_strategy_keeps_the_laws(seed: int) -> None:
         (6, "rotor-menus"),  # a byte below its "min" was planned
         (112, "rotor-menus"),  # an implementation that spares an operator, without a budget
         (117, "monet"),  # no backward, and no budget
+        (90034, "auto"),  # no backward: no budget slower than one, within the gap it ended at
         (90217, "joint"),  # no budget slower than one, by the tolerance of "optimal"
         (90237, "offload-graph"),  # order=True refused its own peak
         (90351, "rotor-optimal"),  # recomputing before a backward that needs it saves memory

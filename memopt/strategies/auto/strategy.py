@@ -172,6 +172,8 @@ class Auto(Strategy):
         """Begin a search."""
         limit_s = self.time_limit_s if time_limit_s is None else time_limit_s
         step = isinstance(cost_model, Graph) and not has_updates(cost_model)
+        # Without a budget the step as it is ends no search: within one, a faster plan is found.
+        free = budget_bytes is None and isinstance(cost_model, Graph) and cost_model.is_forward
         return Portfolio(
             budget_bytes,
             device or Device(),
@@ -180,7 +182,7 @@ class Auto(Strategy):
             cost_model.compute_time_s,
             impossible=isinstance(cost_model, Graph)
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
-            gap=NOTHING_FASTER if self.members else self.gap,
+            gap=NOTHING_FASTER if self.members or free else self.gap,
             limit_s=MOST_S if limit_s is None and self.members else limit_s,
             leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
             bounding=frozenset({LEADER} if step and not self.members else ()),
