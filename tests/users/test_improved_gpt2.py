@@ -16,7 +16,7 @@ from tests.users.metering import StepMeter
 from tests.users.test_wrap_improve import waited_for
 from tests.zoo.language import TINY_VOCABULARY, logits_loss, make_gpt2
 
-STEPS, BATCH, TOKENS, LIMIT_S = 200, 16, 48, 10.0
+STEPS, BATCH, TOKENS, LIMIT_S = 200, 4, 32, 5.0
 SWAP_AFTER = 20
 
 
@@ -45,6 +45,7 @@ def trained(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_200_steps_have_eagers_losses_while_a_better_plan_takes_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
