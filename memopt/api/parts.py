@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memopt.api.plan import Plan
 from memopt.api.request import PlanRequest
@@ -15,7 +15,6 @@ from memopt.models.options import Mismatch, PlanLimits, StepOptions
 if TYPE_CHECKING:
     from torch import nn
 
-    from memopt.api.wrap import OwnCallsPlanner
     from memopt.plan_record import PlanRecord
     from memopt.step.inputs import Call
 
@@ -52,14 +51,16 @@ class PartPlans:
 
 
 def planned_in_parts(
-    planner: OwnCallsPlanner,
+    planner: Any,
     model: nn.Module,
     on_mismatch: Mismatch,
     shapes: Iterable[object],
     most_plans: int,
+    request: PlanRequest,
     parts: str | Iterable[str],
 ) -> None:
-    """Let a planner plan a model's calls, or those of its parts; arguments and errors as of `wrap`.
+    """Let a planner plan a model's calls, or those of its parts as requested; arguments and errors
+    as of `wrap`.
 
     Raises:
         ValueError: a part that the model does not have, or options that only a whole model takes.
@@ -69,7 +70,7 @@ def planned_in_parts(
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.ranks import ranks_of
 
-    inner, request = inside_fabric(model) or model, planner.request
+    inner = inside_fabric(model) or model
     names = None if parts == "auto" else _names(inner, parts)
     if request.passes.order or request.passes.place or list(shapes):
         raise ValueError("parts= goes with neither order=True nor place=True nor shapes=")
@@ -79,6 +80,8 @@ def planned_in_parts(
         raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request)
+    # The loss is the whole model's: it is metered.
+    planner = replace(planner, loss_fn=None, targets=(), labelled=False)
     InParts(inner, planner, most_plans, on_mismatch, request.limits.budget, solver, names)
 
 

@@ -49,6 +49,7 @@ from memopt.step.joint_graph import (
 from memopt.step.late import last_name
 from memopt.step.model_outputs import TracedOutputs, hand_out, separate_outputs
 from memopt.torch_private import aot
+from memopt.user_code.told_layouts import operator_without_fake, tell_layouts
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,6 +81,18 @@ def capture(
             "call requires_grad_() on what you train before planning"
         )
     check_taken(model, call)
+    while True:
+        try:
+            return _captured(model, call, gradients, to_be_run)
+        except CaptureError as error:
+            name = operator_without_fake(error)
+            if name is None or not tell_layouts(name):
+                raise
+
+
+def _captured(
+    model: nn.Module, call: Call, gradients: Callable[[], OutputGradients], to_be_run: bool
+) -> Captured:
     device = computing_device(model, call)
     with tracing_as_eager(device), lean_trace():
         traced, dependencies = trace_of(model, call, to_be_run)

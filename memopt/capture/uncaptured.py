@@ -101,7 +101,8 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
         return (
             f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
             "shapes in every step: multiply by a mask or use torch.where instead of selecting by a "
-            "condition (y[mask], nonzero, unique)" + without_labels(call)
+            "condition (y[mask], nonzero, unique), or make the part around it whose results have "
+            "the same shapes one operator (memopt.opaque)" + without_labels(call)
         )
     where = _value_read(traced) if "_local_scalar_dense" in first else None
     if where is not None and _is_given_number(traced):

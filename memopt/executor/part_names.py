@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
+
+from memopt.errors import CaptureError, NothingToTrainError
+
+_SHOWN = 4
 
 
 def called_below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -36,3 +41,27 @@ def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
         for name, child in called_below(one, model.get_submodule(one))
         if name not in inside and is_worthwhile(child)
     ]
+
+
+@contextmanager
+def naming_parts(model: nn.Module | None) -> Iterator[None]:
+    """Plan a model inside; if it cannot be captured, the error names its parts that may be.
+
+    Args:
+        model: the model; None: it is in parts already.
+    """
+    try:
+        yield
+    except NothingToTrainError:
+        raise
+    except CaptureError as error:
+        names = [] if model is None else names_of_parts(model, error.modules)
+        if not names:
+            raise
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        refused = CaptureError(
+            f'{error}. memopt.wrap(model, ..., parts="auto") plans the largest sub-modules around '
+            f"it within the budget ({shown})"
+        )
+        refused.modules = error.modules
+        raise refused from error

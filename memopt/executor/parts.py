@@ -27,7 +27,7 @@ from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.executor.shared_budget import PartSolver, PlannedPart, SharedBudget
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
-from memopt.models.charges import NO_CHARGES
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.step.inputs import Call
 from memopt.torch_private.modules import call_goes_elsewhere, plain_call
 
@@ -54,7 +54,7 @@ class PartMaker(PlanMaker):
         self._planning, self._shared = planning, shared
         self._modules: dict[int, MadePart] = {}
 
-    def made(self, kind: Any, holding: bool, call: Call) -> Made:
+    def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
         """Plan a kind of the part's calls."""
         own = self._planning
         first = self._shared.solver.first(own.model, call, holding)
@@ -104,6 +104,8 @@ class PartPlanning(SelfPlanning):
         looked_into: whether its sub-modules are tried, too.
     """
 
+    _in_parts = True
+
     def __init__(
         self, name: str, module: nn.Module, parts: Parts, most_plans: int, on_mismatch: str
     ) -> None:
@@ -134,7 +136,8 @@ class PartPlanning(SelfPlanning):
 
     def _planned(self, kind: Any, call: Call) -> Made | None:
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
-            return self.parts.left(self.name, "its inputs have other shapes in every step")
+            self.parts.left(self.name, "its inputs have other shapes in every step")
+            return None
         made = super()._planned(kind, call)
         self._kinds.add(kind)
         return made
@@ -148,9 +151,6 @@ class PartPlanning(SelfPlanning):
 
     def _metered_on(self, call: Call) -> torch.device | None:
         return None
-
-    def _refused(self, error: CaptureError) -> CaptureError:
-        return error
 
 
 class Parts:
@@ -284,6 +284,8 @@ class InParts(SelfPlanning):
         names: the parts that the user named; None: found.
     """
 
+    _in_parts = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -296,11 +298,6 @@ class InParts(SelfPlanning):
     ) -> None:
         super().__init__(model, planner, most_plans, on_mismatch, with_state=True)
         self.parts = Parts(self, budget, solver, planner, names, most_plans, on_mismatch)
-
-    @property
-    def plans(self) -> tuple[PlanRecord, ...]:
-        """The plans that are ready to run: the model's, or its parts'."""
-        return (*super().plans, *self.parts.plans)
 
     def report(self) -> str:
         """Write a line for each part of the model: its plan, or why it has none."""
@@ -319,12 +316,9 @@ class InParts(SelfPlanning):
                 return super()._running(*args, **kwargs)
             except CaptureError as error:
                 self.parts.open("", self.model, error)
-        return self._in_parts(args, kwargs)
+        return self._run_in_parts(args, kwargs)
 
-    def _refused(self, error: CaptureError) -> CaptureError:
-        return error
-
-    def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind)

@@ -192,7 +192,8 @@ class _Kind:
         metered: how many were.
         beside_bytes: what the loop holds that the plans were made for.
         changed: whether something was met that the plans do not know of.
-        grown: whether the last step made plans of its own.
+        begun: whether one has run; the first makes plans, and is not metered.
+        grown: whether the present one makes plans.
         budget_bytes: the budget; None: none, or the smallest.
     """
 
@@ -201,7 +202,8 @@ class _Kind:
     metered: int = 0
     beside_bytes: int = 0
     changed: bool = False
-    grown: bool = True
+    begun: bool = False
+    grown: bool = False
     budget_bytes: int | None = None
 
 
@@ -258,8 +260,8 @@ class SharedBudget:
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
-        grown, kind.grown = kind.grown, False
-        if not grown and is_metered(kind.metered + 1):
+        begun, kind.begun, kind.grown = kind.begun, True, False
+        if begun and is_metered(kind.metered + 1):
             self._begin(kind, call)
 
     @contextmanager

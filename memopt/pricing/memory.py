@@ -129,6 +129,11 @@ class LossMeter:
             return False
         return not backend_of(device).on_host or not profiler_looks_on()
 
+    @property
+    def profiles(self) -> bool:
+        """Whether its profile is open."""
+        return self._profile is not None
+
     def ended(self, address: int) -> None:
         """Record that a tensor of the forward's outputs was freed. As far as is known, no other
         tensor uses its memory, which begins at `address`."""

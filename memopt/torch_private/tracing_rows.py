@@ -37,6 +37,11 @@ DYNAMO = (
         "record_nn_module_stack",
         instead="sub-modules around the one that cannot be traced are traced one by one",
     ),
+    *rows(
+        "find the operator that has no fake kernel",
+        "torch._subclasses.fake_tensor",
+        "UnsupportedOperatorException",
+    ),
     *rows("hear what a trace read", _EXPORT, "fullgraph_capture"),
     *rows(
         "leave out guards that nobody reads",

@@ -54,14 +54,13 @@ class Blocks(nn.Module):
     def __init__(self, middle: Callable[[], nn.Module] = Routed) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.head, self.tail = layers(), layers()
-        self.blocks = nn.ModuleList([middle(), middle()])
+        self.head, self.blocks = layers(), nn.ModuleList([middle()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.head(x)
         for block in self.blocks:
             x = block(x)
-        return self.tail(x)
+        return x
 
 
 class Spoken(nn.Module):
@@ -96,7 +95,8 @@ class Checkpointed(nn.Module):
         self.inner = layers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mean().item()
+        if x.mean().item() > 1e9:
+            return x
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
@@ -106,7 +106,8 @@ class Drawing(nn.Module):
         self.inner = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mean().item()
+        if x.mean().item() > 1e9:
+            return x
         return self.inner(x)
 
 
@@ -127,7 +128,8 @@ class UsesMethod(nn.Module):
         self.tower = ByMethod()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mean().item()
+        if x.mean().item() > 1e9:
+            return x
         return self.tower.features(x)
 
 
@@ -187,30 +189,28 @@ def test_the_same_losses_bit_for_bit_within_the_budget(middle: Callable[[], nn.M
     assert model.calls.original == 0
     report = model.memopt.report()
     assert "planned: head: rotor" in report
-    assert "runs as it is: blocks.1: the model " in report
+    assert "runs as it is: blocks.0: the model " in report
     assert ("not planned: blocks.0.idle: not called" in report) == (middle is Twice)
     if middle is UsesMethod:
         assert "planned: blocks.0.tower.inner: rotor" in report
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_a_budget_in_between_is_used(share: float) -> None:
+def test_a_budget_in_between_is_used() -> None:
     bounds = []
     for budget in ("min", None):
-        model = in_parts(Blocks(), budget)
-        training(model, 5)
+        model = in_parts(Blocks(Spoken), budget)
+        training(model, 4)
         bounds.append(model.memopt.parts.shared.peak_bytes())
     least, most = bounds
-    budget = int(least + share * (most - least))
-    expected, _ = training(Blocks(), 7)
-    model = in_parts(Blocks(), budget)
+    expected, _ = training(Blocks(Spoken), 7)
+    model = in_parts(Blocks(Spoken), least + (most - least) // 2)
     losses, found = training(model, 7, 5)
     assert all(map(torch.equal, losses, expected))
     assert found == model.memopt.parts.shared.peak_bytes()
-    assert least <= found <= budget
-    model = in_parts(Blocks(), least - 1000)
+    assert least <= found <= (least + most) // 2
+    model = in_parts(Blocks(Spoken), least - 1000)
     with pytest.warns(UserWarning, match=rf"give at least budget={least}"):
-        training(model, 5)
+        training(model, 4)
 
 
 def test_copies_evaluation_and_unwrapping() -> None:
@@ -235,10 +235,11 @@ def test_copies_evaluation_and_unwrapping() -> None:
 
 def test_the_parts_that_are_named_and_those_that_are_wrapped_already() -> None:
     expected, _ = training(Blocks(), 4)
-    model = in_parts(Blocks(), parts=["head", "blocks.1.one"])
+    model = in_parts(Blocks(), parts=["head"])
     losses, _ = training(model, 4)
     assert all(map(torch.equal, losses, expected))
-    assert {part.name for part in model.memopt.parts.shared._parts} == {"head"}
+    assert model.calls.planned == 4
+    assert model.memopt.report().count("planned: ") == 1
     for parts, text in (
         ("nowhere", "got 'nowhere'"),
         ([], "got none"),
@@ -305,7 +306,7 @@ def test_a_refusal_names_the_parts_to_plan() -> None:
         model(X)
     named = 'memopt.wrap(model, ..., parts="auto") plans the largest sub-modules'
     assert named in str(raised.value)
-    assert "(head, tail, blocks.1, blocks.0.one, ...)" in str(raised.value)
+    assert "(head, blocks.0.one, blocks.0.other)" in str(raised.value)
     assert raised.value.modules == ("blocks.0",)
     with pytest.raises(CaptureError) as raised:
         memopt.wrap(Ragged().inner, "min", "rotor", progress=False)(X.to_sparse())
