@@ -122,7 +122,7 @@ def figures(row: Step, plan: memopt.Plan) -> dict[str, Any]:
     sizes = (t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
     bandwidth = device.memory_bytes_per_s * device.memory_fraction
     update_s = UPDATE_BYTES * sum(sizes) / 4 / bandwidth
-    published = published_step(graph, device, row.selective)
+    published = published_step(graph, device, "selective" if row.selective else "full")
     return {
         "published_s": replay(graph, published, device).time_s + update_s,
         "published_reserved": reserved_by(graph, published).reserved_peak_bytes,

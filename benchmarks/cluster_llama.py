@@ -108,7 +108,7 @@ def rotated(value: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns[None, :, None]).flatten(3).type_as(value)
 
 
-def published_step(graph: Graph, device: Device, selective: bool) -> Program:
+def published_step(graph: Graph, device: Device, recompute: str) -> Program:
     """torchtitan's step, on the graph of one rank.
 
     Every block is checkpointed: its backward begins with its forward again, whose weights are
@@ -120,12 +120,12 @@ def published_step(graph: Graph, device: Device, selective: bool) -> Program:
     Args:
         graph: of a Llama of this file, sharded by `memopt.shard`.
         device: its link rates.
-        selective: else full checkpointing.
+        recompute: "full", "selective", or "none": only weights are gathered again.
     """
     blocks = forward_of_blocks(graph)
     last = list(blocks)[-1]
     again = {
-        name: set(members) - _kept(graph, members, selective, name == last)
+        name: set(members) - _kept(graph, members, recompute, name == last)
         for name, members in blocks.items()
     }
     program = run_again(graph, again)
@@ -133,7 +133,7 @@ def published_step(graph: Graph, device: Device, selective: bool) -> Program:
     return with_early_collectives(graph, program, room_bytes, device)
 
 
-def _kept(graph: Graph, members: Iterable[int], selective: bool, last: bool) -> set[int]:
+def _kept(graph: Graph, members: Iterable[int], recompute: str, last: bool) -> set[int]:
     """The forward operators of a block whose results stay for its backward."""
     kept: set[int] = set()
     products = 0
@@ -142,7 +142,8 @@ def _kept(graph: Graph, members: Iterable[int], selective: bool, last: bool) -> 
         gathers = operator.collective is not None
         product = "aten.mm" in operator.target
         products += product
-        saved = selective and (_ATTENTION in operator.target or (product and products % 2 == 1))
+        saved = _ATTENTION in operator.target or (product and products % 2 == 1)
+        saved = saved if recompute == "selective" else recompute == "none" and not gathers
         if saved or (last and gathers):
             kept.add(index)
     return kept

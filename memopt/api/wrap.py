@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.improving import Improving
+from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
 from memopt.api.ranks import planning_ranks
 from memopt.api.request import PlanRequest
@@ -68,6 +70,7 @@ def wrap(
     improve: bool = True,
     cache: bool = True,
     progress: bool | Progress = True,
+    parts: str | Iterable[str] | None = None,
 ) -> M:
     """Let a model plan its own training calls within the budget: the first call of each kind
     (shapes, dtypes, autocast, whether gradients exist already) plans for all of that kind.
@@ -99,6 +102,10 @@ def wrap(
         improve: train with a plan that is made at once, look for a better one in a process of its
             own, and take it over between two steps, which changes no bit; for "auto" without
             `order` and `place`, where a better plan may pay back. False: search first, then train.
+        parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
+            be, within the one budget; `model.memopt.report()` lists them, and `calls` counts their
+            calls. What lies between them runs as it is, metered in the second step of a kind.
+            Names of sub-modules: plan these. None: plan the whole, or raise.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -122,7 +129,9 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
-    planned_by(planner, model, on_mismatch, shapes, most_plans)
+    in_parts = partial(planned_in_parts, request=request, parts=parts or ())
+    by = planned_by if parts is None else in_parts
+    by(planner, model, on_mismatch, shapes, most_plans)
     return model
 
 
@@ -185,13 +194,8 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 @dataclass
 class OwnCallsPlanner:
-    """Makes the plans of a wrapped model.
-
-    Attributes:
-        request: what is asked for.
-        loss_fn, targets: as of `wrap`.
-        made: called with each plan.
-    """
+    """Makes the plans of a wrapped model: of `request`, with `loss_fn` and `targets` as of `wrap`;
+    `made` is called with each."""
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None

@@ -22,8 +22,9 @@ from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls, warn_of_many_plans
+from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
+from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
@@ -34,7 +35,7 @@ from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
 from memopt.step.ranks import ranks_of
-from memopt.step.reader import described, described_text
+from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
@@ -56,24 +57,6 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
     runs as called. Dynamo sees hooks, and not `_compiled_call_impl`."""
     if torch.compiler.is_dynamo_compiling() and not captured_around():
         torch._dynamo.graph_break()
-
-
-def _difference(before: Any, now: Any) -> str:
-    """Return how one kind of call differs from another, for messages."""
-    if before[0] == now[0]:
-        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
-            if was != found:
-                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
-    return "which arguments, gradients or trained parameters there are, or autocast"
-
-
-def _uses(model: nn.Module, name: str) -> bool:
-    """Return whether a model has an attribute, or its class's code uses that name."""
-    if name in model.__dict__ or hasattr(model, name):
-        return True
-    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
-    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
-    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
 
 
 def planning_of(model: nn.Module) -> SelfPlanning | None:
@@ -114,6 +97,8 @@ class SelfPlanning:
         ValueError: the model's calls are intercepted already (`model.compile()`, another wrap).
     """
 
+    _in_parts = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -137,7 +122,7 @@ class SelfPlanning:
         self._alone = ranks_of(model) is None
         self.around = Surroundings(model, with_state and self._alone)
         self._planner = planner
-        self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
+        self._maker = self._makes_plans()
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -145,9 +130,15 @@ class SelfPlanning:
         # First, so that Dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
         shown = (("memopt", self), ("calls", self.calls), ("plans", self.plans))
-        self._shown = {name: value for name, value in shown if not _uses(model, name)}
+        self._shown = {name: value for name, value in shown if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
+
+    def _makes_plans(self) -> PlanMaker:
+        """Return what makes this model's plans."""
+        return PlanMaker(
+            self.model, self._planner, self.around, self._alone, self.instead, self.family
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None, in a copy of the model that its class makes in its own way."""
@@ -218,8 +209,7 @@ class SelfPlanning:
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
-            call = self._without_idle_masks(_in_order(args, kwargs))
-            kind = self._kind(call)
+            call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind)
             self._in_call.plans = 0
             try:
@@ -229,11 +219,19 @@ class SelfPlanning:
                 return self._untrained_call(kind, plain(*args, **kwargs))
             if made is None:
                 return plain(*args, **kwargs)
-            output = made.module(*args, **kwargs)
-            known = not self._alone or self._planner.charges_loss(call)
-            device = None if known else device_of(model, call)
+            output = self._ran(made, args, kwargs)
+            device = self._metered_on(call)
             self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
             return output
+
+    def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under a plan."""
+        return made.module(*args, **kwargs)
+
+    def _metered_on(self, call: Call) -> torch.device | None:
+        """Return the device on which a call's loss is to be metered; None: it is charged."""
+        known = not self._alone or self._planner.charges_loss(call)
+        return None if known else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
         """Count a call of the unplanned model, since there was nothing to train, and return its
@@ -250,6 +248,11 @@ class SelfPlanning:
         of its own can serve it."""
         seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
+
+    def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+        """Return a call of the model, and its kind."""
+        call = self._without_idle_masks(_in_order(args, kwargs))
+        return call, self._kind(call)
 
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
@@ -285,7 +288,7 @@ class SelfPlanning:
             return None
         made = self._made(kind, call)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else _difference(before, kind))
+        self._count("" if before is None else difference(before, kind))
         return made
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:
@@ -335,7 +338,7 @@ class SelfPlanning:
         instead_of: Made | None = None,
         beside: Charges = NO_CHARGES,
     ) -> Made:
-        with self._planning:
+        with self._planning, naming_parts(None if self._in_parts else self.model):
             made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)

@@ -53,7 +53,7 @@ def test_what_runs_again() -> None:
         gathers = (x for x in twice if x.collective and x.module.split(".")[1] == block)
         return sum(len(x.writes) for x in gathers)
 
-    full, selective = (published_step(graph, device, one) for one in (False, True))
+    full, selective = (published_step(graph, device, one) for one in ("full", "selective"))
     for program in (full, selective):
         assert validate(graph, program) is None
         # All of a block's weights but the last block's.

@@ -1,0 +1,223 @@
+"""One rank's decoder as a published row describes it, to be captured on `meta`.
+
+How a framework computes a layer decides what it keeps for the backward, so `Style` names what
+differs: norms and positions in single steps in float32 (`eager`) or as one kernel each, the loss,
+and the dtype of the parameters. Tensor parallelism divides heads, feed-forward and vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a layer is computed.
+
+    Attributes:
+        eager: norms and positions in steps of their own, in float32; else one kernel each.
+        scores: attention as product, softmax and dropout of S x S scores.
+        loss: "float": cross entropy of logits in float32; "own": of logits in their dtype;
+            "in place": Megatron's, which overwrites float32 logits; "chunks": of eight parts.
+        packed: query, key and value are views of one result, which the value keeps alive.
+        lora: layers with adapters, of "query key value projection mlp head"; and their rank.
+        tensor: ranks that share each layer.
+    """
+
+    eager: bool = True
+    scores: bool = False
+    loss: str = "float"
+    packed: bool = False
+    lora: tuple[str, ...] = ()
+    rank: int = 0
+    tensor: int = 1
+    lora_dropout: float = 0.0
+
+
+class Norm(nn.Module):
+    """A layer norm or an RMS norm, the latter in eager's steps in float32 or in one kernel."""
+
+    def __init__(self, width: int, kind: str, bias: bool, eager: bool) -> None:
+        super().__init__()
+        fused = kind == "layer" or not eager
+        # A layer norm without a bias moves a fused RMS norm's bytes.
+        self.fused = nn.LayerNorm(width, bias=bias and kind == "layer") if fused else None
+        self.weight = None if fused else nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is not None:
+            normed: Tensor = self.fused(x)
+            return normed
+        wide = x.float()
+        scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
+        assert self.weight is not None
+        return (scaled * self.weight.float()).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """A linear layer, frozen beside an adapter of low rank where there are adapters."""
+
+    def __init__(self, wide: int, narrow: int, bias: bool, name: str, style: Style) -> None:
+        super().__init__()
+        self.base = nn.Linear(wide, narrow, bias=bias)
+        self.base.requires_grad_(not style.rank)
+        self.drop = style.lora_dropout
+        self.narrow = self.widen = None
+        if name in style.lora:
+            self.narrow = nn.Linear(wide, style.rank, bias=False)
+            self.widen = nn.Linear(style.rank, narrow, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        if self.narrow is not None and self.widen is not None:
+            y = y + self.widen(self.narrow(functional.dropout(x, self.drop))) * 2.0
+        return y
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward of a shape (see `benchmarks.published`), of one rank."""
+
+    def __init__(self, shape: Mapping[str, Any], style: Style) -> None:
+        super().__init__()
+        width, bias, parts = shape["hidden"], shape.get("bias", False), style.tensor
+        self.shape, self.style = shape, style
+        self.head = shape.get("head_width", width // shape["heads"])
+        self.heads, self.groups = shape["heads"] // parts, max(1, shape["kv_heads"] // parts)
+        kind = shape.get("norm", "layer")
+        self.before = Norm(width, kind, bias, style.eager)
+        alone = shape.get("shared_norm")
+        self.between = None if alone else Norm(width, kind, bias, style.eager)
+        sizes = {"query": self.heads, "key": self.groups, "value": self.groups}
+        if style.packed:
+            sizes = {"query": self.heads + 2 * self.groups}
+        for name, count in sizes.items():
+            setattr(self, name, Linear(width, count * self.head, bias, name, style))
+        self.out = Linear(self.heads * self.head, width, bias, "projection", style)
+        inner = shape["ffn"] // parts
+        self.up = Linear(width, inner, bias, "mlp", style)
+        self.gate = Linear(width, inner, bias, "mlp", style) if shape.get("gated") else None
+        self.down = Linear(inner, width, bias, "mlp", style)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        y = self.before(x)
+        if self.style.packed:
+            sizes = [count * self.head for count in (self.heads, self.groups, self.groups)]
+            parts = self.query(y).split(sizes, -1)
+        else:
+            parts = (self.query(y), self.key(y), self.value(y))
+        q, k, v = (one.unflatten(-1, (-1, self.head)).transpose(1, 2) for one in parts)
+        if self.shape.get("positions") == "rope":
+            q, k = self._turned(q, turns), self._turned(k, turns)
+        if self.groups < self.heads and (self.style.eager or self.style.scores):
+            k, v = (one.repeat_interleave(self.heads // self.groups, 1) for one in (k, v))
+        mixed = self._dropped(self.out(self._attention(q, k, v).transpose(1, 2).flatten(2)))
+        if self.shape.get("parallel_residual"):
+            return x + mixed + self._fed(y if self.between is None else self.between(x))
+        x = x + mixed
+        return x + self._dropped(self._fed(y if self.between is None else self.between(x)))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rate = self.shape.get("attention_dropout", self.shape.get("dropout", 0.0))
+        if not self.style.scores:
+            how = {"dropout_p": rate, "is_causal": True, "enable_gqa": self.groups < self.heads}
+            return functional.scaled_dot_product_attention(q, k, v, **how)
+        scores = torch.softmax(q @ k.transpose(-1, -2), -1)
+        return functional.dropout(scores, rate) @ v
+
+    def _fed(self, y: Tensor) -> Tensor:
+        if self.gate is None:
+            fed: Tensor = self.down(functional.gelu(self.up(y)))
+        else:
+            fed = self.down(functional.silu(self.gate(y)) * self.up(y))
+        return fed
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.shape.get("dropout", 0.0))
+
+    def _turned(self, x: Tensor, turns: Tensor) -> Tensor:
+        if not self.style.eager:
+            return x * turns
+        wide = x.float()
+        one, other = wide.chunk(2, -1)
+        return (wide * turns + torch.cat((-other, one), -1) * turns).to(x.dtype)
+
+
+class _InPlace(torch.autograd.Function):
+    """Takes the memory of Megatron's cross entropy, which makes the float32 copy of the logits into
+    their softmax, and that into their gradient, in place. Its value is no loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        shares = logits.float()
+        ctx.save_for_backward(shares)
+        ctx.dtype = logits.dtype
+        return -shares.gather(-1, targets.unsqueeze(-1)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (shares,) = ctx.saved_tensors
+        return shares.to(ctx.dtype) * slope.to(ctx.dtype), None
+
+
+class Decoder(nn.Module):
+    """A stage of layers, with the embedding and the loss.
+
+    Args:
+        shape: of the model.
+        style: see there.
+        layers: how many.
+        first: whether its inputs are tokens; else hidden states, as from the stage before.
+    """
+
+    def __init__(
+        self, shape: Mapping[str, Any], style: Style, layers: int, sequence: int, first: bool
+    ) -> None:
+        super().__init__()
+        width, words = shape["hidden"], -(-shape["vocabulary"] // style.tensor)
+        self.shape, self.style = shape, style
+        head = Linear(width, words, False, "head", style)
+        self.words = nn.Embedding(words, width) if first else None
+        if self.words is not None and shape.get("tied"):
+            self.words.weight = head.base.weight
+        learned = first and shape.get("positions", "learned") == "learned"
+        self.places = nn.Embedding(sequence, width) if learned else None
+        for table in (self.words, self.places):
+            if table is not None:
+                table.requires_grad_(not style.rank)
+        self.layers = nn.ModuleList(Layer(shape, style) for _ in range(layers))
+        self.norm = Norm(width, shape.get("norm", "layer"), shape.get("bias", False), style.eager)
+        for name, parameter in self.named_parameters():
+            if style.rank and ("norm" in name or "before" in name or "between" in name):
+                parameter.requires_grad_(False)
+        self.head = head
+        rotated = shape.get("head_width", width // shape["heads"])
+        self.register_buffer("turns", torch.zeros(sequence, rotated))
+
+    def forward(self, given: Tensor, targets: Tensor) -> Tensor:
+        x = given
+        if self.words is not None:
+            x = self.words(given)
+            if self.places is not None:
+                x = x + self.places.weight
+            x = functional.dropout(x, self.shape.get("dropout", 0.0))
+        for layer in self.layers:
+            x = layer(x, self.turns)
+        x = self.norm(x)
+        if self.style.loss == "chunks":
+            pairs = zip(x.chunk(8, 1), targets.chunk(8, 1), strict=True)
+            return sum((self._loss(one, right) for one, right in pairs), x.new_zeros(()).float())
+        return self._loss(x, targets)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(x).flatten(0, 1)
+        if self.style.loss == "in place":
+            found: Tensor = _InPlace.apply(logits, targets.flatten())
+            return found
+        logits = logits if self.style.loss == "own" else logits.float()
+        return functional.cross_entropy(logits, targets.flatten())
