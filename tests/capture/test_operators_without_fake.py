@@ -71,7 +71,11 @@ def _halved(h: Tensor) -> Tensor:
     return h + first + second.unsqueeze(-1)
 
 
-CALLS = {"scaled": lambda h: scaled(h, 3.0), "halves": _halved, "noisy": lambda h: h + noisy(h)}
+CALLS = {
+    "scaled": lambda h: scaled(h, 3.0),
+    "halves": _halved,
+    "noisy": lambda h: h + noisy(h.detach()),
+}
 
 
 @pytest.mark.parametrize("kind", CALLS)
