@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.monet_algorithms import Plain, choices, convolutions, with_menu
+from benchmarks.monet_algorithms import PlainConvolution, choices, convolutions, with_menu
 from benchmarks.monet_runs import CASES, P100, Case, Runs, Started, eager_peak_bytes
 from benchmarks.runner import Benchmark, OneOf
 from benchmarks.table import GIB, MIB, joined, mib, signed, table
@@ -31,7 +31,7 @@ SHARES = (0.35, 0.4, 0.47, 0.53, 0.6, 0.65)
 """Budgets over PyTorch's memory; the paper's figure 4 is at 0.53."""
 DRAWN = ("resnet50", 0.53)
 VARIANTS = (Choices.NONE, Choices.CONV, Choices.OUTPUT, Choices.INTERMEDIATE, Choices.ALL)
-FIGURE_7 = Plain(256, 64, 64, 56 * 56, 3)
+FIGURE_7 = PlainConvolution(256, 64, 64, 56 * 56, 3)
 Layers = dict[str, list[float]]
 """By operator: memory while it runs for the first time, or what runs again before; bytes of its
 results that are kept for the backward; seconds of what runs again before it."""
@@ -141,12 +141,13 @@ def pictures(rows: list[Row], given: Any) -> None:
     figure = Figure(figsize=(8, 7), layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
     own = drawn["PyTorch"]
-    for name, found in drawn.items():
-        top.plot([size / GIB for size in found["memory"]], label=name)
+    for index, (name, found) in enumerate(drawn.items()):
+        style: dict[str, Any] = {"label": name, "color": f"C{index}", "linewidth": 0.9}
+        top.plot([size / GIB for size in found["memory"]], **style)
         if name != "PyTorch":
             saved = [a - b for a, b in zip(own["kept"], found["kept"], strict=True)]
-            middle.plot([size / MIB for size in saved], label=name, linewidth=0.8)
-            bottom.plot([1e3 * time_s for time_s in found["again"]], label=name, linewidth=0.8)
+            middle.plot([size / MIB for size in saved], **style)
+            bottom.plot([1e3 * time_s for time_s in found["again"]], **style)
     labels = ("memory, GiB", "saved at the boundary, MiB", "run again before it, ms")
     for axes, label in zip((top, middle, bottom), labels, strict=True):
         axes.set_ylabel(label)

@@ -20,7 +20,7 @@ from memopt.models.graph import Graph, Implementation, Operator
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainConvolution:
     """A convolution of stride 1 and one group: elements of its input, weight and result."""
 
     images: int
@@ -37,25 +37,25 @@ class Plain:
         return per_image * self.channels, weight, per_image * self.results
 
 
-def _spectra(c: Plain) -> float:
+def _spectra(c: PlainConvolution) -> float:
     # Half of the frequencies of real numbers, each complex.
     x, _, y = c.elements
     return x + y + c.channels * c.results * c.pixels
 
 
-def _tiles(c: Plain) -> float:
+def _tiles(c: PlainConvolution) -> float:
     x, _, y = c.elements
     return (x + y) * (32 / (33 - c.window)) ** 2 + c.channels * c.results * 32 * 17 * 2
 
 
-def _winograd(c: Plain) -> float:
+def _winograd(c: PlainConvolution) -> float:
     x, weight, y = c.elements
     tile = (4 + c.window - 1) ** 2
     return (x + y) * tile / 16 + weight * tile / c.window**2
 
 
 DEFAULT = "precomputed gemm"
-MENU: dict[str, tuple[dict[int, float], Callable[[Plain], float]]] = {
+MENU: dict[str, tuple[dict[int, float], Callable[[PlainConvolution], float]]] = {
     "implicit gemm": ({1: 1.4, 3: 1.4, 5: 1.4}, lambda _: 0),
     DEFAULT: ({1: 1.0, 3: 1.0, 5: 1.0}, lambda _: 0),
     "gemm": ({3: 0.95, 5: 0.95}, lambda c: c.elements[0] * c.window**2),
@@ -67,7 +67,7 @@ MENU: dict[str, tuple[dict[int, float], Callable[[Plain], float]]] = {
 """Algorithm → its time over the default's by the window's width, and its workspace in elements."""
 
 
-def choices(c: Plain) -> Iterator[tuple[str, float, int]]:
+def choices(c: PlainConvolution) -> Iterator[tuple[str, float, int]]:
     """Yield (algorithm, time over the default's, workspace in bytes of float32) of those that
     apply."""
     for name, (times, elements) in MENU.items():
@@ -75,16 +75,16 @@ def choices(c: Plain) -> Iterator[tuple[str, float, int]]:
             yield name, times[c.window], int(4 * elements(c))
 
 
-def convolutions(model: nn.Module, images: torch.Tensor) -> dict[str, Plain]:
+def convolutions(model: nn.Module, images: torch.Tensor) -> dict[str, PlainConvolution]:
     """Find the convolutions that the menu is for, by the names of their modules; on meta."""
-    found: dict[str, Plain] = {}
+    found: dict[str, PlainConvolution] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(layer: Any, inputs: Any, y: torch.Tensor) -> None:
             x = inputs[0]
             if layer.stride == (1, 1) and layer.groups == 1 and x.shape[2:] == y.shape[2:]:
                 pixels, window = y.shape[2] * y.shape[3], layer.kernel_size[0]
-                found[name] = Plain(len(x), x.shape[1], y.shape[1], pixels, window)
+                found[name] = PlainConvolution(len(x), x.shape[1], y.shape[1], pixels, window)
 
         return hook
 
@@ -95,13 +95,13 @@ def convolutions(model: nn.Module, images: torch.Tensor) -> dict[str, Plain]:
     return found
 
 
-def with_menu(graph: Graph, known: dict[str, Plain]) -> Graph:
+def with_menu(graph: Graph, known: dict[str, PlainConvolution]) -> Graph:
     """Give convolutions the algorithms that none beats in both time and workspace, forward and for
     each gradient; they count as exact, as in the paper."""
     return replace(graph, operators=[_with(x, known.get(x.module)) for x in graph.operators])
 
 
-def _with(operator: Operator, shape: Plain | None) -> Operator:
+def _with(operator: Operator, shape: PlainConvolution | None) -> Operator:
     if shape is None or "convolution" not in operator.target:
         return operator
     found, least = list(choices(shape)), 1.0

@@ -122,8 +122,9 @@ def _blocks(rows: list[Row], given: Any) -> dict[str, str]:
     ]
     made = {(row.case, row.batch) for row in rows}
     missing = [c for c, (name, px, b) in cases(given).items() if (f"{name}:{px}", b) not in made]
+    left = ", ".join(missing) if len(missing) <= MOST_PANELS else f"{len(missing)} other cases"
     text = (
-        f"Not in this run: {', '.join(missing) or 'none'}. Mean gain "
+        f"Not in this run: {left or 'none'}. Mean gain "
         f"{statistics.mean(gains):.1%} over {len(gains)} cases (least {min(gains):.1%}, most "
         f"{max(gains):.1%}); the paper measured {PAPER_GAIN:.1%} on its own set. Over every "
         f"undominated sequential schedule, whatever its peak: {statistics.mean(everywhere):.1%} "

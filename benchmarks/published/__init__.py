@@ -53,7 +53,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gradients": ("float32", "bfloat16", "float16", "none"),  # none: updated in the backward
     "sharding": ("optimizer", "gradients", "parameters", "other"),  # over dp: ZeRO 1, 2, 3
     "attention": ("fused", "scores", "flex"),
-    "kernels": ("eager", "fused", "compiled"),  # fused: Transformer Engine's
+    "kernels": ("eager", "fused", "compiled", "written"),  # Transformer Engine's; by hand
     "loss": ("plain", "fused", "chunked"),
     "recompute": ("full", "selective"),
     "precision_policy": ("default", "pure"),  # MosaicML's, of gradients' reductions
@@ -65,6 +65,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "uneven_stages", "cuda_graphs"), _FLAG),
     "overlapped_tensor_parallel": _FLAG,
     "state_bytes": (0, 20),  # the optimizer's for each trained parameter, float32 copies included
+    "workspace_bytes": (0, 2**30),  # cuBLAS's for each thread, where CUBLAS_WORKSPACE_CONFIG says
     "lora_dropout": (0, 1),
     **_COUNTS,
     **_WORDS,

@@ -25,6 +25,7 @@ class Style:
         scores: attention as product, softmax and dropout of S x S scores.
         loss: "float": cross entropy of logits in float32; "own": of logits in their dtype;
             "in place": Megatron's, which overwrites float32 logits; "chunks": of eight parts.
+        packed: query, key and value are views of one result, which the value keeps alive.
         lora: layers with adapters, of "query key value projection mlp head"; and their rank.
         tensor: ranks that share each layer.
     """
@@ -32,6 +33,7 @@ class Style:
     eager: bool = True
     scores: bool = False
     loss: str = "float"
+    packed: bool = False
     lora: tuple[str, ...] = ()
     rank: int = 0
     tensor: int = 1
@@ -66,15 +68,15 @@ class Linear(nn.Module):
         self.base = nn.Linear(wide, narrow, bias=bias)
         self.base.requires_grad_(not style.rank)
         self.drop = style.lora_dropout
-        self.down = self.up = None
+        self.narrow = self.widen = None
         if name in style.lora:
-            self.down = nn.Linear(wide, style.rank, bias=False)
-            self.up = nn.Linear(style.rank, narrow, bias=False)
+            self.narrow = nn.Linear(wide, style.rank, bias=False)
+            self.widen = nn.Linear(style.rank, narrow, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
-        if self.down is not None and self.up is not None:
-            y = y + self.up(self.down(functional.dropout(x, self.drop))) * 2.0
+        if self.narrow is not None and self.widen is not None:
+            y = y + self.widen(self.narrow(functional.dropout(x, self.drop))) * 2.0
         return y
 
 
@@ -88,8 +90,12 @@ class Layer(nn.Module):
         self.head = shape.get("head_width", width // shape["heads"])
         self.heads, self.groups = shape["heads"] // parts, max(1, shape["kv_heads"] // parts)
         kind = shape.get("norm", "layer")
-        self.before, self.between = (Norm(width, kind, bias, style.eager) for _ in range(2))
+        self.before = Norm(width, kind, bias, style.eager)
+        alone = shape.get("shared_norm")
+        self.between = None if alone else Norm(width, kind, bias, style.eager)
         sizes = {"query": self.heads, "key": self.groups, "value": self.groups}
+        if style.packed:
+            sizes = {"query": self.heads + 2 * self.groups}
         for name, count in sizes.items():
             setattr(self, name, Linear(width, count * self.head, bias, name, style))
         self.out = Linear(self.heads * self.head, width, bias, "projection", style)
@@ -100,17 +106,21 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         y = self.before(x)
-        names = (self.query, self.key, self.value)
-        q, k, v = (one(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for one in names)
+        if self.style.packed:
+            sizes = [count * self.head for count in (self.heads, self.groups, self.groups)]
+            parts = self.query(y).split(sizes, -1)
+        else:
+            parts = (self.query(y), self.key(y), self.value(y))
+        q, k, v = (one.unflatten(-1, (-1, self.head)).transpose(1, 2) for one in parts)
         if self.shape.get("positions") == "rope":
             q, k = self._turned(q, turns), self._turned(k, turns)
         if self.groups < self.heads and (self.style.eager or self.style.scores):
             k, v = (one.repeat_interleave(self.heads // self.groups, 1) for one in (k, v))
         mixed = self._dropped(self.out(self._attention(q, k, v).transpose(1, 2).flatten(2)))
         if self.shape.get("parallel_residual"):
-            return x + mixed + self._fed(y)
+            return x + mixed + self._fed(y if self.between is None else self.between(x))
         x = x + mixed
-        return x + self._dropped(self._fed(self.between(x)))
+        return x + self._dropped(self._fed(y if self.between is None else self.between(x)))
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rate = self.shape.get("attention_dropout", self.shape.get("dropout", 0.0))
@@ -139,15 +149,15 @@ class Layer(nn.Module):
 
 
 class _InPlace(torch.autograd.Function):
-    """Megatron's cross entropy: the float32 copy of the logits becomes their softmax."""
+    """Takes the memory of Megatron's cross entropy, which makes the float32 copy of the logits into
+    their softmax, and that into their gradient, in place. Its value is no loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        shares = torch.softmax(logits, -1, dtype=torch.float32)
+        shares = logits.float()
         ctx.save_for_backward(shares)
         ctx.dtype = logits.dtype
-        picked = shares.gather(-1, targets.unsqueeze(-1))
-        return -picked.log().mean()
+        return -shares.gather(-1, targets.unsqueeze(-1)).mean()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

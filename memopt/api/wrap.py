@@ -77,8 +77,8 @@ def wrap(
 
     The model is changed in place and returned: it keeps its class, its attributes and its files;
     copies and pickles of it are plain models. Calls in eval mode or without gradients run as
-    before. `model.calls` counts how calls ran, `model.memopt.plans` are the plans that are ready to
-    run (if the model has attributes of these names: `memopt.running(model).calls` and `.plans`);
+    before. `model.calls` counts how calls ran, `model.plans` are the plans that are ready to run
+    (if the model has attributes of these names: `memopt.running(model).calls` and `.plans`);
     `memopt.unwrap(model)` undoes it. Plans are kept on disk (MEMOPT_CACHE_DIR) and shared by
     processes.
 
@@ -377,6 +377,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.pricing.baseline import loss_text
     from memopt.profiler import Loss
     from memopt.step.inputs import device_of
+    from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
 
     text = ""
@@ -391,10 +392,12 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
+    asked.append(repr(optimizer_state(request.step.optimizer, model.parameters())))
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     asked.append(repr(call.whole_masks))
     return digest([code_digest(), record, asked, held_bytes, text])
 
 
-_NOT_IN_KEYS = {"loss_fn", "targets", "cache"}
-"""Options left out of keys: plans do not depend on `cache`, and the loss has a text of its own."""
+_NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
+"""Options left out of keys: plans do not depend on `cache`, and only on an optimizer's state; the
+loss has a text of its own."""

@@ -219,14 +219,7 @@ class PlannedModule(nn.Module):
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
         output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        other_loss: OtherLoss | None = self.__dict__["_memopt_other_loss"]
-        refused = captured.outputs.gradients.refused
-        if refused and other_loss is not None:
-            wanted = _trained(model, call)
-            other = partial(_gradients_of_other_loss, again, runtime, wanted, other_loss)
-            output = refusing_gradients(output, refused, other, wanted)
-        else:
-            output = refusing_gradients(output, refused)
+        output = _refusing(self, output, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -279,6 +272,18 @@ def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     """Return whether all leaves of the output at these positions have a planned backward."""
     captured: Captured = planned.__dict__["_memopt"][1]
     return positions.isdisjoint(captured.outputs.gradients.refused)
+
+
+def _refusing(planned: PlannedModule, output: Any, call: Call, again: AsOriginal) -> Any:
+    """Return a call's output, whose leaves without a planned backward get another one, or none."""
+    model, captured, runtime, _ = planned.__dict__["_memopt"]
+    refused = captured.outputs.gradients.refused
+    other_loss: OtherLoss | None = planned.__dict__["_memopt_other_loss"]
+    if not refused or other_loss is None:
+        return refusing_gradients(output, refused)
+    wanted = _trained(model, call)
+    other = partial(_gradients_of_other_loss, again, runtime, wanted, other_loss)
+    return refusing_gradients(output, refused, other, wanted)
 
 
 def _trained(model: nn.Module, call: Call) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 """Returns gradients of a call's operands from those of the leaves of its output, by position."""
 
 
-class _Watched(torch.autograd.Function):
+class _Refusing(torch.autograd.Function):
     """Returns outputs: first those without a planned backward, then those with one. If the first
     get gradients, its backward is another one, for all of them."""
 
@@ -81,7 +81,7 @@ def refusing_gradients(
                 planned.setdefault(id(leaf), position)
     own = (*refused.values(), *planned.values())
     reached = wanted or [torch.empty(0, requires_grad=True, device="cpu")]
-    made = _Watched.apply(instead, own, len(refused), *(leaves[i] for i in own), *reached)  # type: ignore[no-untyped-call]
+    made = _Refusing.apply(instead, own, len(refused), *(leaves[i] for i in own), *reached)  # type: ignore[no-untyped-call]
     by_value = dict(zip((*refused, *planned), made, strict=True))
     leaves = [by_value.get(id(leaf), leaf) for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)

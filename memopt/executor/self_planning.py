@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
 from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
@@ -39,9 +39,6 @@ from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
-
-if TYPE_CHECKING:
-    from memopt.plan_record import PlanRecord
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -92,6 +89,7 @@ class SelfPlanning:
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
+        plans: the plans that are ready to run.
         around: the memory met around its steps.
         family: the arena that the plans with addresses share.
 
@@ -115,10 +113,9 @@ class SelfPlanning:
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
-        self._most, self._on_mismatch = most_plans, on_mismatch
+        self._on_mismatch = on_mismatch
         self._rounds_by_mask = rounds_by_mask(model)
-        # Plans of one kind differ in something beside the call; the last used is at the end.
-        self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
+        self.plans = ReadyPlans(most_plans)
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
         # Ranks that plan together would have to meet the same memory.
@@ -132,7 +129,7 @@ class SelfPlanning:
         setattr(model, _CALL, self._call)
         # First, so that Dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
-        shown = (("memopt", self), ("calls", self.calls))
+        shown = (("memopt", self), ("calls", self.calls), ("plans", self.plans))
         self._shown = {name: value for name, value in shown if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
@@ -165,25 +162,17 @@ class SelfPlanning:
         """Return whether an attribute of the model was set by memopt."""
         return name == _STATE or (name in self._shown and value is self._shown[name])
 
-    @property
-    def plans(self) -> tuple[PlanRecord, ...]:
-        """The plans that are ready to run, the one that ran last at the end."""
-        return tuple(one.plan for made in self._ready.values() for one in made)
-
     def count_in(self, calls: Calls) -> None:
         """Count the calls in `calls` from now on."""
         if self.model.__dict__.get("calls") is self.calls:
             self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
-        for made in self._ready.values():
-            for one in made:
-                count_in(one.module, calls)
+        for made in self.plans.made():
+            count_in(made.module, calls)
 
     def remove(self) -> None:
         """Undo the wrap: the model runs as before."""
-        for made in self._ready.values():
-            for one in made:
-                one.stop()
+        self.plans.end()
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -282,9 +271,9 @@ class SelfPlanning:
         Raises:
             NothingToTrainError: such calls have no backward.
         """
-        if kind in self._ready:
-            self._ready.move_to_end(kind)
-            made = self._improved(kind, call)
+        ready = self.plans.last_used(kind)
+        if ready is not None:
+            made = self._improved(kind, call, ready)
             if not self._maker.keeps(made, kind):
                 made = self._made(kind, call, made)
             if made.plan.program.offsets is None:
@@ -292,9 +281,9 @@ class SelfPlanning:
             return made
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
-        if self._ready and self._on_mismatch == "error":
+        if self.plans and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(call=shown(call)))
-        if self._ready and self._on_mismatch == "original":
+        if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
         made = self._made(kind, call)
@@ -302,14 +291,13 @@ class SelfPlanning:
         self._count("" if before is None else difference(before, kind))
         return made
 
-    def _improved(self, kind: Any, call: Call) -> Made:
-        """Return the plan of a kind of calls that ran last, or a better one that was found."""
-        made = self._ready[kind][-1]
+    def _improved(self, kind: Any, call: Call, made: Made) -> Made:
+        """Return a plan, or a better one that was found."""
         better = self._maker.improved(made, kind, call)
         if better is None:
             return made
         self._prepare(kind, call, better)
-        self._ready[kind][-1] = better
+        self.plans.replace(kind, call, made, better)
         return better
 
     def _count(self, differs: str) -> None:
@@ -331,7 +319,7 @@ class SelfPlanning:
         _LOG.info("the loss uses other outputs than planned: planning for it")
         self._planner.train_with(used)
         call = self._without_idle_masks(call)
-        ready = self._ready.get(kind, ())
+        ready = self.plans.of(kind)
         for made in ready:
             if has_backward(made.module, used) and accepts(made.module, call):
                 return made.module
@@ -353,18 +341,7 @@ class SelfPlanning:
         with self._planning, naming_parts(None if self._in_parts else self.model):
             made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)
-        ready = self._ready.setdefault(kind, [])
-        if instead_of in ready:
-            assert instead_of is not None
-            instead_of.stop()
-            ready.remove(instead_of)
-        ready.append(made)
-        self._ready.move_to_end(kind)
-        while len(self.plans) > self._most:
-            oldest = next(iter(self._ready))
-            self._ready[oldest].pop(0).stop()
-            if not self._ready[oldest]:
-                del self._ready[oldest]
+        self.plans.add(kind, call, made, instead_of)
         return made
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
@@ -372,10 +349,9 @@ class SelfPlanning:
         has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
         call = self._without_idle_masks(call)
         kind = self._kind(call)
-        for made in self._ready.get(kind, ()):
+        for made in self.plans.of(kind):
             if accepts(made.module, call):
-                self._ready[kind].remove(made)
-                self._ready[kind].append(made)
+                self.plans.use(kind, made)
                 return made.module
         _LOG.info("planning again: %s", error)
         if self._in_call.plans == _MOST_IN_A_CALL:

@@ -33,7 +33,8 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     """
     place = torch.device(device or accelerator_kind() or "cpu")
     with torch.no_grad(), random_state_kept([place]):
-        _settle_allocator(place)
+        if backend_of(place).on_host:
+            settle_allocator()
         to_host, from_host, duplex = _link(place)
         return Device(
             name=environment(place),
@@ -67,12 +68,11 @@ def host_update_rate() -> float:
     return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
 
 
-def _settle_allocator(place: torch.device) -> None:
+def settle_allocator() -> None:
     """Let the C allocator see a large block come and go, as any training process does: glibc then
     keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
     cost ten times a small operator."""
-    if place.type == "cpu":
-        torch.empty(31 * 2**20, dtype=torch.uint8, device=place)
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 def _capacity(place: torch.device) -> int | None:

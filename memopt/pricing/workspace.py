@@ -225,7 +225,10 @@ def _attention(name: str, call: Signature, cuda: bool) -> int:
         if not backward:
             return 0
         rows = math.prod(query.shape[:-1])
-        return 4 * elements(query) + 4 * rows
+        # FlashAttention's mha_bwd makes dK and dV for each query head, then sums up each group's.
+        shared = key.shape[1] != query.shape[1]
+        expanded = 2 * rows // query.shape[-2] * key.shape[-2] * query.shape[-1] * shared
+        return 4 * elements(query) + 4 * rows + expanded * query.dtype.itemsize
     # FlashAttentionKernel.cpp: scores of one block of queries and keys, for each thread.
     queries = query.shape[-2]
     block = 256 if queries >= 768 else 64 if queries >= 192 else 32

@@ -50,6 +50,32 @@ def test_fused_attention_saves_row_sums_and_the_random_state() -> None:
     assert backward[0].workspace_bytes == 4 * BATCH * HEADS * ROWS * (DEPTH + 1)
 
 
+class Shared(nn.Module):
+    """Attention whose query heads share keys and values."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.query = nn.Linear(HEADS * DEPTH, HEADS * DEPTH)
+        self.key = nn.Linear(HEADS * DEPTH, groups * DEPTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x).view(BATCH, ROWS, HEADS, DEPTH).transpose(1, 2)
+        key = self.key(x).view(BATCH, ROWS, self.groups, DEPTH).transpose(1, 2)
+        shared = self.groups < HEADS
+        return functional.scaled_dot_product_attention(query, key, key, enable_gqa=shared)
+
+
+def test_backward_of_shared_keys_makes_gradients_of_all_heads() -> None:
+    taken = []
+    for groups in (HEADS, 1):
+        graph = estimated(Shared(groups), torch.empty(BATCH, ROWS, HEADS * DEPTH)).graph
+        backward = [o for o in graph.operators if "attention_for_cpu_backward" in o.target]
+        taken.append(backward[0].workspace_bytes)
+    # dK and dV in the computing dtype, for each query head.
+    assert taken[1] - taken[0] == 2 * 2 * BATCH * HEADS * ROWS * DEPTH
+
+
 def test_attention_with_dropout_stays_fused_for_cuda_only() -> None:
     inputs = torch.empty(BATCH, ROWS, HEADS * DEPTH)
     with_dropout = estimated(Attention(0.1), inputs).graph
