@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.errors import CaptureError
 
 _LIBRARY = torch.library.Library("memopt_tests", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("halves(Tensor x, int parts=2) -> (Tensor, Tensor)")
@@ -72,3 +73,16 @@ def test_they_are_planned_as_they_are(kind: str) -> None:
     assert torch.equal(plain.drawn, model.drawn)
     for mine, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad)
+
+
+@torch.library.custom_op("memopt_tests::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    if float(x.std()) < 1e-3:
+        raise RuntimeError("all alike")
+    return x.clone()
+
+
+def test_one_that_needs_values_is_refused_by_name() -> None:
+    text = r"memopt_tests::picky has no fake kernel, and cannot be run on zeros.*all alike"
+    with pytest.raises(CaptureError, match=text):
+        memopt.plan(_Between(picky), torch.ones(6, 8), strategy="store-all", progress=False)
