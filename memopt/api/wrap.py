@@ -103,9 +103,8 @@ def wrap(
             own, and take it over between two steps, which changes no bit; for "auto" without
             `order` and `place`, where a better plan may pay back. False: search first, then train.
         parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
-            be, within the one budget; `model.memopt.report()` lists them, and `calls` counts their
-            calls. What lies between them runs as it is, metered in the second step of a kind.
-            Names of sub-modules: plan these. None: plan the whole, or raise.
+            be, within the one budget; `model.memopt.report()` lists them. Names of sub-modules:
+            plan these. None: plan the whole, or raise.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -130,8 +129,7 @@ def wrap(
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
-    by = planned_by if parts is None else in_parts
-    by(planner, model, on_mismatch, shapes, most_plans)
+    (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model
 
 
@@ -194,8 +192,7 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 @dataclass
 class OwnCallsPlanner:
-    """Makes the plans of a wrapped model: of `request`, with `loss_fn` and `targets` as of `wrap`;
-    `made` is called with each."""
+    """Makes the plans of a wrapped model as requested, and calls `made` with each."""
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
