@@ -1,4 +1,4 @@
-# make demo | test | test-torch TORCH=2.14.1 | test-all | test-gpu | test-browser | fuzz | bench | bench-gpu | lint | docs | notebooks
+# make demo | test | test-torch TORCH=2.14.1 | test-all | test-gpu | test-browser | test-trl | fuzz | bench | bench-gpu | lint | docs | notebooks
 # Each target first makes .venv and installs what constraints.txt pins (only Python 3.11 and pip are
 # needed). On Linux, plain pip installs torch's CUDA build; for the smaller CPU build say
 #     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-torch test-all test-gpu test-browser fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
+.PHONY: demo test test-torch test-all test-gpu test-browser test-trl fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
 
 install: $(STAMP)
 
@@ -75,6 +75,11 @@ test-gpu: $(STAMP)
 test-browser: $(STAMP)
 	@$(BIN)/python -c "from tests.browser.chromium import chromium; print('browser:', chromium())"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser $(PYTEST_ARGS)
+
+# TRL's trainers, 20 steps each, with and without memopt.
+test-trl: $(STAMP)
+	@$(PIP) -e '.[trl]'
+	$(PYTEST) tests/users/test_trl.py $(PYTEST_ARGS)
 
 # Random modules and cost models against every law; hours. What is done is kept in FUZZ_DIR.
 fuzz: $(STAMP)

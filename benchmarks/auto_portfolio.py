@@ -1,9 +1,9 @@
 """`auto` beside each single strategy with the same limit: step times, gaps, planning (estimated).
 
 Graphs of the zoo's models at their published sizes, batch 32, with exact implementations, and
-budgets as in `joint_tables`. Limits in seconds are stretched where other work takes the machine's
-time, as there. `auto` may stop within its gap of 1% of the bound: it counts as slower where it is
-beyond the fastest single strategy by more than that.
+budgets as in `joint_tables`. Limits count CPU seconds, as in `limits`, so that other work on the
+machine takes none of them; 0: none, the default. `auto` may stop within its gap of 1% of the
+bound: it counts as slower where it is beyond the fastest single strategy by more than that.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.graphs import step_graph
-from benchmarks.joint_tables import budget_of, pace
+from benchmarks.joint_tables import MODELS, budget_of, pace
+from benchmarks.limits import cpu_clock
 from benchmarks.runner import Benchmark
 from benchmarks.table import NONE, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.generate import random_graph
 from memopt.models.presets import find_device
 from memopt.programs.liveness import store_all
@@ -29,8 +31,6 @@ from memopt.strategies import Auto, resolve
 
 SINGLES = ("sequential", "rotor", "rotor-menus", "offload-graph", "monet", "joint")
 AUTO, AT_ONCE = "auto", "at once"
-STRATEGIES = (*SINGLES, AUTO, AT_ONCE)
-MODELS = ("gpt2+loss", "unet", "resnet50", "vit_b_16", "llama+loss", "mobilenet_v2")
 DEVICES, SHARES = ("H100", "GH200", "cpu-core"), (0.60, 0.40, 0.25, 0.15)
 GAP = 0.01
 
@@ -49,28 +49,31 @@ class Row:
     cpu_s: float
     limit_s: float
     chosen: str
+    impossible: bool
 
 
-def _planned(given: Any, device_name: str, model: str, share: float) -> list[Row]:
+def _planned(given: Any, device_name: str, model: str, share: float, limit_s: float) -> list[Row]:
     """Plan one cell by every strategy."""
     device = find_device(device_name)
     graph = step_graph(model, device)
     base, budget, rows = replay(graph, store_all(graph)), budget_of(graph, share), []
-    for name in STRATEGIES:
+    impossible = memory_lower_bound(graph) > budget
+    for name in (*given.singles, AUTO, AT_ONCE):
         strategy = Auto(at_once=True) if name == AT_ONCE else resolve(name)
         begin, wall = time.process_time(), time.perf_counter()
         overhead = gap = None
         chosen = ""
-        with contextlib.suppress(MemoptError):
-            limit_s = pace().stretch * given.limit
-            plan = solve(graph, budget, strategy, device=device, time_limit_s=limit_s)
+        with contextlib.suppress(MemoptError), cpu_clock(pace().stretch):
+            plan = solve(graph, budget, strategy, device=device, time_limit_s=limit_s or None)
             overhead = round(plan.step_time_s / base.time_s - 1, 6)
             gap, chosen = round(plan.gap, 6), str(plan.stats.get("chosen", ""))
         cpu_s = time.process_time() - begin
         pace().note(cpu_s, time.perf_counter() - wall)
         many = len(graph.operators)
         row = (device_name, model, share, many, name, overhead, gap, round(cpu_s, 2))
-        rows.append(Row(*row, given.limit, chosen))
+        rows.append(Row(*row, limit_s, chosen, impossible))
+        if impossible:
+            break
     return rows
 
 
@@ -81,16 +84,22 @@ def _compiled(name: str) -> None:
 
 
 def _cells(rows: list[Row]) -> list[dict[str, Row]]:
-    keys = dict.fromkeys((row.device, row.model, row.share) for row in rows)
-    return [
-        {row.strategy: row for row in rows if (row.device, row.model, row.share) == key}
-        for key in keys
-    ]
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if not row.impossible:
+            key = row.device, row.model, row.share, row.limit_s
+            found.setdefault(key, {})[row.strategy] = row
+    return list(found.values())
+
+
+def _singles(cells: list[dict[str, Row]]) -> list[str]:
+    return [name for name in SINGLES if any(name in cell for cell in cells)]
 
 
 def _beyond(cell: dict[str, Row]) -> float | None:
     """Give by how much auto's step is slower than the fastest single strategy's."""
-    best = min((x for n in SINGLES if (x := cell[n].overhead) is not None), default=None)
+    found = (cell[name].overhead for name in _singles([cell]))
+    best = min((x for x in found if x is not None), default=None)
     own = cell[AUTO].overhead
     if best is None:
         return None if own is None else -1.0
@@ -112,32 +121,45 @@ def _summary(rows: list[Row], _given: Any) -> str:
 
 
 def _table(rows: list[Row], given: Any) -> str:
-    lines = []
-    for cell in _cells(rows):
-        own = cell[AUTO]
-        singles = " | ".join(signed(cell[n].overhead, none=NONE) for n in (*SINGLES, AT_ONCE))
+    cells, lines = _cells(rows), []
+    names = (*_singles(cells), AT_ONCE)
+    for cell in cells:
+        auto = cell[AUTO]
+        overheads = (cell[n].overhead if n in cell else None for n in names)
+        singles = " | ".join(signed(one, none=NONE) for one in overheads)
+        limit = f"{auto.limit_s:g}" if auto.limit_s else "default"
         lines.append(
-            f"{own.device} | {own.model} | {own.operators} | .{round(100 * own.share):02d} | "
-            f"{singles} | **{signed(own.overhead, none=NONE)}** | {own.chosen} | "
-            f"{signed(own.gap)} | {own.cpu_s:.0f}"
+            f"{auto.device} | {auto.model} | {auto.operators} | .{round(100 * auto.share):02d} | "
+            f"{limit} | {singles} | **{signed(auto.overhead, none=NONE)}** | {auto.chosen} | "
+            f"{signed(auto.gap)} | {auto.cpu_s:.0f}"
         )
-    names = " | ".join((*SINGLES, AT_ONCE))
-    head = f"device | model | operators | share | {names} | auto | chosen | gap | auto, CPU s"
+    instance, own = (
+        "device | model | operators | share | limit, s",
+        "auto | chosen | gap | auto, CPU s",
+    )
+    head = f"{instance} | {' | '.join(names)} | {own}"
     return _summary(rows, given) + "\n\n" + table(head, lines)
 
 
 BENCHMARK = Benchmark(
     row=Row,
     cases=lambda given: {
-        f"{device} {model} {share:g}": (device, model, share)
+        f"{device} {model} {share:g} {limit:g}": (device, model, share, limit)
         for device in given.devices
         for model in given.models
         for share in given.shares
+        for limit in given.limits
     },
     measure=_planned,
     blocks=_table,
-    options={"limit": 5.0, "models": MODELS, "devices": DEVICES, "shares": SHARES},
-    selects=("models", "devices", "shares"),
+    options={
+        "limits": (5.0,),
+        "models": MODELS,
+        "devices": DEVICES,
+        "shares": SHARES,
+        "singles": SINGLES,
+    },
+    selects=("models", "devices", "shares", "limits", "singles"),
     # Machine code is made once, outside of any limit.
-    prepare=lambda _: [_compiled(name) for name in STRATEGIES[:-1]],
+    prepare=lambda given: [_compiled(name) for name in (*given.singles, AUTO)],
 )

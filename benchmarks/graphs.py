@@ -25,6 +25,7 @@ from memopt.reductions.linearize import linearize
 from memopt.step.inputs import to_call
 from memopt.step.loss import Loss
 from tests import zoo
+from tests.zoo.family import class_loss
 from tests.zoo.language import logits_loss, make_gpt2, make_xlm_r, tokens
 
 FOLDER = Path("out/graphs")
@@ -73,7 +74,7 @@ def chain_of(name: str, pixels: int, batch: int = ROTOR_BATCH) -> Chain:
     """
 
     def make() -> Chain:
-        family = zoo.get(name)
+        family = family_of(name)
         with torch.device("meta"):
             model = family.build("paper")
         images = (torch.zeros(batch, 3, pixels, pixels),)
@@ -121,10 +122,42 @@ def _xlm_r_large(size: zoo.Size) -> torch.nn.Module:
     return transformers.XLMRobertaForMaskedLM(config).train()
 
 
+class _Transformer(torch.nn.Module):
+    """Vaswani et al., 2017, the base model: words (batch, length) in, logits of the next ones out;
+    the sentence to translate is the same one."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(vocabulary, width)
+        self.places = torch.nn.Embedding(512, width)
+        self.layers = torch.nn.Transformer(
+            width, heads, layers, layers, 4 * width, 0.1, batch_first=True
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids) + self.places.weight[: input_ids.shape[1]]
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.layers(x, x, tgt_mask=later, tgt_is_causal=True) @ self.words.weight.T
+
+
+def _transformer(size: zoo.Size) -> torch.nn.Module:
+    return _Transformer(*((128, 64, 4, 2) if size == "tiny" else (37000, 512, 8, 6)))
+
+
+def _resnet200(_: zoo.Size) -> torch.nn.Module:
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return ResNet(Bottleneck, [3, 24, 36, 3])
+
+
 def family_of(name: str) -> zoo.Family:
-    """Find a family of the zoo, or the large XLM-R."""
+    """Find a family of the zoo, or of the papers: the large XLM-R, ResNet-200, the Transformer."""
     if name == "xlm_r_large":
         return zoo.Family(name, _xlm_r_large, tokens(True), logits_loss)
+    if name == "resnet200":
+        return replace(zoo.get("resnet152"), name=name, make=_resnet200)
+    if name == "transformer":
+        return zoo.Family(name, _transformer, tokens(False), class_loss)
     return zoo.get(name)
 
 

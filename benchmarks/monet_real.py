@@ -5,7 +5,7 @@ least memory whose predicted overhead is 10%, run beside eager and beside memopt
 budget, step by step in turn. Images' implementations are those that are exact, so that the
 gradients are eager's bit for bit. Kernels' costs are in memopt's cache (MEMOPT_CACHE_DIR), plans in
 out/monet-plans: with --until the timings can be taken while the machine is idle, the planning in
-between.
+between. With --batches the costs are estimated, and steps of up to --most run once, for their peak.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from benchmarks.monet_runs import CASES, Case, Known, Runs, chosen_of
 from benchmarks.runner import Benchmark, Line, OneOf
 from benchmarks.shapes import VOCABULARY, WithLoss, gpt2_of, llama_of
 from benchmarks.steps import CPU, clear, peak_of
-from benchmarks.table import MIB, interleaved, ratio, signed
+from benchmarks.table import MIB, NONE, interleaved, ratio, signed
 from memopt.api import planning
 from memopt.api.plan import Plan
 from memopt.kernels import with_implementations
 from memopt.models.device import Device
+from memopt.models.presets import find_device
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
+from memopt.pricing.memory import metered
+from memopt.profiler.estimate import estimate_model
 from memopt.profiler.session import profile_model
 from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
@@ -43,10 +46,10 @@ LANGUAGE = {"gpt2": (8, 256), "llama": (4, 128)}
 """Batch and tokens: logits that fill the memory, or weights."""
 
 
-def _images(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def _images(case: Case, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = get(case.family).build("paper").train()
-    return model, (torch.randn(case.cpu_batch, 3, *case.cpu_pixels),)
+    return model, (torch.randn(batch or case.cpu_batch, 3, *case.cpu_pixels),)
 
 
 def _language(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -63,20 +66,25 @@ def _language(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _run(given: Any, what: str, one: Any) -> list[Line] | None:
+    """Give the rows of a model at its batch, or at each of the given ones."""
+    rows = [x for batch in given.batches for x in _planned(given, what == "images", one, batch)]
+    return rows if given.until == "end" else None
+
+
+def _planned(given: Any, images: bool, one: Any, batch: int) -> list[Line]:
     """Profile, plan for 10% in each way, and measure beside eager; a row for each way that has a
     plan that only takes 10% more."""
-    images = what == "images"
     name = one.family if images else one
-    model, inputs = _images(one) if images else _language(one)
-    ways = IMAGE_WAYS if images else WAYS
-    profiled = profile_model(model, inputs)
+    model, inputs = _images(one, batch) if images else _language(one)
+    device = find_device("cpu-core") if batch else None
+    profiled = estimate_model(model, inputs, device) if device else profile_model(model, inputs)
     options = MeasureOptions(cache=ProfileCache())
-    profiled = with_implementations(profiled, exact_only=images, options=options)
+    profiled = with_implementations(profiled, exact_only=images, device=device, options=options)
     if given.until == "profile":
-        return None
+        return []
     runs = Runs(name, profiled.graph, given.limit, device=Device())
     rows = []
-    for way, strategy_at in ways.items():
+    for way, strategy_at in (IMAGE_WAYS if images else WAYS).items():
         found = runs.memory_at(partial(strategy_at, runs), OVERHEAD)
         if found is not None and given.until == "end":
             budget = found.budget_bytes
@@ -84,12 +92,27 @@ def _run(given: Any, what: str, one: Any) -> list[Line] | None:
             assert program is not None
             label = name if images else f"{name}, {way}"
             plan = _plan(profiled, Known(program))
-            rows.append(measured(label, model, inputs, plan, given.rounds))
-    return rows if given.until == "end" else None
+            if batch > given.most:
+                rows.append(_predicted(label, model, inputs, plan))
+            else:
+                rows.append(measured(label, model, inputs, plan, 0 if batch else given.rounds))
+    return rows
 
 
 def _plan(profiled: Profiled, strategy: Strategy) -> Plan:
     return planning.solve(profiled.graph, None, strategy, device=Device(), profiled=profiled)
+
+
+def _predicted(name: str, model: nn.Module, inputs: Any, plan: Plan) -> Line:
+    free = _plan(plan.profiled, StoreAll())
+    kept = 2 * sum(p.nbytes for p in model.parameters())
+    over = plan.step_time_s / free.step_time_s - 1
+    return Line(
+        f"{name} | {_shapes(inputs)} | {free.peak_bytes / MIB:.0f}, predicted | "
+        f"{plan.peak_bytes / MIB:.0f}, {NONE} | {plan.peak_bytes / free.peak_bytes:.2f} | "
+        f"{over:+.1%}, {NONE} | {NONE} | {NONE} | {NONE} | parameters and their gradients: "
+        f"{kept / MIB:.0f} MiB"
+    )
 
 
 def measured(name: str, model: nn.Module, inputs: Any, plan: Plan, rounds: int) -> Line:
@@ -101,11 +124,14 @@ def measured(name: str, model: nn.Module, inputs: Any, plan: Plan, rounds: int) 
         "free": _step(free.apply(model), inputs),
         "memopt": _step(plan.apply(model), inputs),
     }
-    difference = _difference(model, {way: steps[way] for way in ("eager", "memopt")})
+    difference, peaks = _difference(model, {way: steps[way] for way in ("eager", "memopt")})
     resident = plan.resident_bytes - backend_of("cpu").step_scalars_bytes
-    eager, _, peak = (resident + peak_of(model, step, CPU) for step in steps.values())
-    times = interleaved(model, steps, rounds, CPU)
-    over = [ratio(times, *pair) - 1 for pair in PAIRS]
+    over: list[float | None] = [None] * len(PAIRS)
+    if rounds:
+        peaks = [peak_of(model, steps[way], CPU) for way in ("eager", "memopt")]
+        times = interleaved(model, steps, rounds, CPU)
+        over = [ratio(times, *pair) - 1 for pair in PAIRS]
+    eager, peak = (resident + size for size in peaks)
     chosen = chosen_of(plan.profiled.graph, plan.program)
     return Line(
         f"{name} | {_shapes(inputs)} | {eager / MIB:.0f} | {plan.peak_bytes / MIB:.0f}, "
@@ -126,20 +152,25 @@ def _step(module: nn.Module, inputs: Any) -> Callable[[], object]:
     return step
 
 
-def _difference(model: nn.Module, steps: dict[str, Callable[[], object]]) -> float:
-    """Give the largest difference of two ways' gradients, over the gradient's largest; 0: bit for
-    bit."""
+def _difference(
+    model: nn.Module, steps: dict[str, Callable[[], object]]
+) -> tuple[float, list[int]]:
+    """Give the largest difference of two ways' gradients, over the gradient's largest (0: bit for
+    bit), and the peaks of these first steps, in bytes above what is live before them."""
     found: list[list[Tensor]] = []
+    peaks = []
     for step in steps.values():
         clear(model)
-        step()
+        with metered(CPU) as use:
+            step()
+        peaks.append(use.peak_bytes)
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     clear(model)
     worst = 0.0
     for a, b in zip(*found, strict=True):
         if not torch.equal(a, b):
             worst = max(worst, float((a - b).abs().max() / a.abs().max()))
-    return worst
+    return worst, peaks
 
 
 def _shapes(inputs: Any) -> str:
@@ -162,5 +193,11 @@ BENCHMARK = Benchmark(
     measure=_run,
     head=HEAD,
     selects=("until",),
-    options={"limit": 30.0, "rounds": 9, "until": OneOf(("end", "profile", "plans"))},
+    options={
+        "limit": 30.0,
+        "rounds": 9,
+        "until": OneOf(("end", "profile", "plans")),
+        "batches": (0,),
+        "most": 16,
+    },
 )

@@ -30,6 +30,7 @@ from memopt.programs.replay import replay
 from memopt.programs.serialize import dumps, loads
 from memopt.programs.solution import Solution
 from memopt.reductions.linearize import linearize
+from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
@@ -108,9 +109,9 @@ class Started(Monet):
     known: tuple[Program, ...] = field(default=(), repr=False)
 
     def incumbent(
-        self, graph: Graph, budget_bytes: int | None
-    ) -> tuple[Program | None, int | None]:
-        best, smallest = super().incumbent(graph, budget_bytes)
+        self, graph: Graph, budget_bytes: int | None, deadline: Deadline
+    ) -> tuple[Program | None, Program]:
+        best, smallest = super().incumbent(graph, budget_bytes, deadline)
         timelines = [(replay(graph, p), p) for p in (best, *self.known) if p is not None]
         fitting = [
             (timeline.time_s, program)

@@ -18,6 +18,8 @@ from benchmarks.table import GIB, joined, table
 MODELS = ("interruptible", "whole", "program")
 """The paper's model with interruptible and with whole transfers, and memopt's programs."""
 NAMES = ("greedy", "paper's dynprog", "dynprog", "vdnn", "tflms", "autoswap")
+SHOWN, THROUGHPUT_FROM = ("greedy", "dynprog", "vdnn", "autoswap"), 7
+"""In the table of throughput, whose figures have numbers that are so much larger."""
 PAPER_RATIO = 1.2
 """§6.2: DynProg's ratio is "consistently" below it."""
 STYLES = {
@@ -117,9 +119,11 @@ def series(rows: Iterable[Row], rising: str, fixed: str) -> list[list[Row]]:
     return [sorted(one, key=lambda row: getattr(row, rising)) for one in found.values()]
 
 
-def blocks(rows: list[Row], _: Any) -> dict[str, str]:
+def blocks(rows: list[Row], given: Any) -> dict[str, str]:
     """Make all tables of the page."""
     main = [row for row in rows if not row.own and row.link == 1]
+    if given.throughput:
+        return {"results": _throughput(main)}
     own = [row for row in rows if row.own]
     if not main:
         return {"results": "No case of the paper's own setting: no tables."}
@@ -130,6 +134,22 @@ def blocks(rows: list[Row], _: Any) -> dict[str, str]:
         "monotonic": _monotonic(main, [row for row in rows if not row.own]),
         "own": joined(_table(own), _exceptions(own)) if own else "",
     }
+
+
+def _throughput(rows: Sequence[Row]) -> str:
+    """List images per second, every second budget."""
+    shown: dict[tuple[object, ...], list[str]] = {}
+    for row in rows:
+        if round(10 * row.share) % 2:
+            continue
+        found = [row.times_s.get(name) for name in SHOWN]
+        cells = ["-" if one is None else f"{row.batch / one[0]:.4g}" for one in found]
+        shown.setdefault((row.network, row.image, row.batch), []).append(" / ".join(cells))
+    return joined(
+        f"Images per second, {' / '.join(SHOWN)}, in the paper's model (interruptible transfers).",
+        table("network | image | batch | floor | 20% | 40% | 60% | 80% | M_peak",
+              [(*key, *cells) for key, cells in shown.items()]),
+    )  # fmt: skip
 
 
 def _setting(main: Sequence[Row], own: Sequence[Row]) -> str:
@@ -246,8 +266,9 @@ def _monotonic(main: Sequence[Row], linked: Sequence[Row]) -> str:
     return joined(*parts)
 
 
-def pictures(rows: list[Row], out: Path) -> None:
-    """Draw the paper's figures 5 to 12 beside the page."""
+def pictures(rows: list[Row], given: Any) -> None:
+    """Draw the paper's figures 5 to 12 beside the page, or with `throughput` 13 to 19."""
+    out: Path = given.out
     main = [row for row in rows if not row.own and row.link == 1]
     small = [r for r in main if r.image == 224]
     largest = {r.network: max(x.batch for x in small if x.network == r.network) for r in small}
@@ -257,12 +278,14 @@ def pictures(rows: list[Row], out: Path) -> None:
         groups[f"fig{number}"] = [r for r in main if (r.family, r.image) == kind]
     groups["fig12"] = [r for r in main if r.family == "inception"]
     for name, found in groups.items():
-        if found:
-            _figure(found, out.with_name(f"{out.stem}_{name}.png"), scaled=name != "fig5")
+        if found and (name != "fig5" or not given.throughput):
+            number = int(name[3:]) + (THROUGHPUT_FROM if given.throughput else 0)
+            path = out.with_name(f"{out.stem}_fig{number}.png")
+            _figure(found, path, scaled=name != "fig5", throughput=given.throughput)
 
 
-def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
-    """Draw ratio over budget, a panel for each chain."""
+def _figure(rows: Sequence[Row], path: Path, *, scaled: bool, throughput: bool) -> None:
+    """Draw ratio or images per second over budget, a panel for each chain."""
     keys = list(dict.fromkeys((r.network, r.image, r.batch) for r in rows))
     if scaled:
         keys.sort(key=lambda key: (key[1], key[2]))
@@ -272,7 +295,7 @@ def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
     axes = figure.subplots(down, across, squeeze=False).ravel()
     for ax, key in zip(axes, keys, strict=False):
         found = [r for r in rows if (r.network, r.image, r.batch) == key]
-        _panel(ax, found, scaled=scaled)
+        _panel(ax, found, scaled=scaled, throughput=throughput)
         ax.set_title(f"{key[0]}, {key[1]}², batch {key[2]}", fontsize=8)
         ax.tick_params(labelsize=7)
     for ax in axes[len(keys) :]:
@@ -281,14 +304,17 @@ def _figure(rows: Sequence[Row], path: Path, *, scaled: bool) -> None:
     figure.legend(handles, labels, loc="outside upper center", ncols=7, fontsize=8)
     budget = "0% the floor, 100% M_peak" if scaled else "GiB, resident included"
     figure.supxlabel(f"budget: {budget}", fontsize=8)
-    figure.supylabel("time over the bound", fontsize=8)
+    figure.supylabel("images/s" if throughput else "time over the bound", fontsize=8)
     figure.savefig(path, dpi=75)
 
 
-def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool) -> None:
+def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool, throughput: bool) -> None:
     def draw(name: str, model: str, style: str, label: str, width: float = 1.0) -> None:
         points = [
-            (100 * row.share if scaled else row.budget_bytes / GIB, found)
+            (
+                100 * row.share if scaled else row.budget_bytes / GIB,
+                row.batch / (found * row.bound_s) if throughput else found,
+            )
             for row in rows
             if (found := row.ratio(name, model)) is not None
         ]
@@ -298,4 +324,5 @@ def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool) -> None:
     for name in NAMES:
         draw(name, MODELS[0], STYLES[name], name)
     draw("dynprog", "program", "k--", "its program", 0.8)
-    ax.set_ylim(0.98, 1.6)
+    if not throughput:
+        ax.set_ylim(0.98, 1.6)

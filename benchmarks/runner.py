@@ -68,7 +68,7 @@ class Benchmark:
         failures: rows and options → what is not as it should be; the exit status is 1 then.
         apart: whether every case has a process of its own.
         rows_file: where rows are kept if --resume is not given; None: out/NAME.json.
-        pictures: rows and the page's path → figures written beside it.
+        pictures: rows and options → figures written beside the page, `out`.
         place: the name of the block, where there is only one.
     """
 
@@ -87,7 +87,7 @@ class Benchmark:
     failures: Callable[[list[Any], Any], list[str]] | None = None
     apart: bool = False
     rows_file: str | None = None
-    pictures: Callable[[list[Any], Path], object] | None = None
+    pictures: Callable[[list[Any], Any], object] | None = None
     place: str = "results"
 
     def __post_init__(self) -> None:
@@ -269,7 +269,7 @@ def _write(benchmark: Benchmark, rows: list[Any], given: Any, command: str) -> d
             text = replaced(text, name, block)
         given.out.write_text(text, encoding="utf-8")
         if benchmark.pictures is not None:
-            benchmark.pictures(rows, given.out)
+            benchmark.pictures(rows, given)
     return blocks
 
 

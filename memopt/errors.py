@@ -44,7 +44,14 @@ class TableTooLargeError(MemoptError, MemoryError):
 
 
 class CaptureError(MemoptError):
-    """The model cannot be captured as one graph; the message names the place and the remedy."""
+    """The model cannot be captured as one graph; the message names the place and the remedy.
+
+    Attributes:
+        modules: the names of the sub-modules in whose code the capture failed, the outermost first,
+            as far as is known.
+    """
+
+    modules: tuple[str, ...] = ()
 
 
 class NothingToTrainError(CaptureError):

@@ -77,7 +77,7 @@ SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split("\n"))
 @pytest.hookimpl(tryfirst=True)  # before xdist's, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect gpu tests where there is no GPU, unless tests are only listed; keep one model family
-    on one worker; mark as slow what `slow.txt` lists."""
+    and one file on one worker; mark as slow what `slow.txt` lists."""
     for item in items:
         if item.nodeid in SLOW:
             item.add_marker(pytest.mark.slow)
@@ -86,11 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if gpu:
             config.hook.pytest_deselected(items=gpu)
             items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    # Captures are cached per process, so a family's tests share theirs on one worker.
+    # Captures, fixtures and imports are kept per process: a family's tests, or else a file's, share
+    # theirs on one worker. xdist begins with the largest groups, so that the workers end together.
     for item in items:
-        family = _family_name(item)
-        if family is not None:
-            item.add_marker(pytest.mark.xdist_group(family))
+        group = _family_name(item)
+        if group is None and item.get_closest_marker("xdist_group") is None:
+            group = item.nodeid.partition("::")[0]
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -74,6 +74,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # and where it is measured.
     "memopt.executor.check": (*_EXECUTOR, "memopt.stages", "memopt.pricing"),
     "memopt.executor.surroundings": (*_EXECUTOR, "memopt.pricing"),
+    "memopt.executor.shared_budget": (*_EXECUTOR, "memopt.pricing"),
     "memopt.report": (
         *_FACTS,
         "memopt.reductions",

@@ -229,7 +229,7 @@ def test_budget_too_small(strategy: str) -> None:
     assert smallest is not None
     assert caught.value.budget_bytes == 100
     assert re.search(
-        rf"{strategy} cannot train within 100 bytes.*smallest feasible budget is {smallest} bytes",
+        rf"{strategy} cannot train within 100 bytes.*feasible budget known is {smallest} bytes",
         str(caught.value),
     )
     found = plan(model, budget=smallest, strategy=strategy)

@@ -242,10 +242,10 @@ class _BatchSearch:
         return solve(found.graph, budget, strategy, device=self._device, profiled=found)
 
     def _smallest(self, strategy: Strategy, batch: int) -> int:
-        if strategy.refines_smallest:
-            return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
         graph = self.at(batch).graph
         target = Target.of(strategy, graph)
+        if strategy.refines_smallest(target.solved):
+            return int(self._plan(strategy, batch, MINIMUM).peak_bytes)
         attempt = partial(strategy.solve, graph, device=self._device)
         found = Planning(target, self._device, attempt).smallest_budget()
         if found is None:

@@ -24,7 +24,8 @@ def infeasible(
     """Make the error of a strategy without a plan within the budget, with remedies and figures."""
     smallest = solution.smallest_budget_bytes
     others = _others(strategy, graph)
-    proved = f"no plan of any kind needs less than {format_bytes(memory_lower_bound(graph))}"
+    bound_bytes = memory_lower_bound(graph)
+    proved = f"no plan of any kind needs less than {format_bytes(bound_bytes)}"
     if solution.status is Status.UNKNOWN or budget_bytes is None:
         feasible = "" if smallest is None else f"one is known for {format_bytes(smallest)}, "
         text = (
@@ -34,11 +35,10 @@ def infeasible(
         if budget_bytes is None:
             return MemoptError(text)
         return InfeasibleBudgetError(text, budget_bytes, smallest, proved=False)
-    known = (
-        "no feasible budget is known"
-        if smallest is None
-        else f"the smallest feasible budget is {smallest} bytes ({format_bytes(smallest)})"
-    )
+    known = "no feasible budget is known"
+    if smallest is not None:
+        least = "is" if smallest <= bound_bytes else "known is"
+        known = f"the smallest feasible budget {least} {smallest} bytes ({format_bytes(smallest)})"
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"

@@ -162,6 +162,7 @@ def solve(
 ) -> PlanRecord:
     """Solve a cost model and finish the program; see `plan`. A caller that solves one graph often
     passes its `view`, so that it is made once."""
+    end_s = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     target = Target.of(strategy, cost_model, view)
     if (order or place) and target.bare_chain is not None:
         raise ValueError(_NO_OPERATORS.format(strategy.name))
@@ -170,9 +171,6 @@ def solve(
     reason = target.why_not()
     if reason is not None:
         raise ValueError(f"strategy {strategy.name!r} cannot plan this model: {reason}")
-
-    limit_s = math.inf if time_limit_s is None else time_limit_s
-    end_s = time.monotonic() + limit_s
 
     def attempt(budget_bytes: int | None) -> Solution:
         # All attempts share the time.

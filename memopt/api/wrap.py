@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memopt.api.cells import code_digest
 from memopt.api.improving import Improving
+from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
 from memopt.api.ranks import planning_ranks
 from memopt.api.request import PlanRequest
@@ -68,14 +70,15 @@ def wrap(
     improve: bool = True,
     cache: bool = True,
     progress: bool | Progress = True,
+    parts: str | Iterable[str] | None = None,
 ) -> M:
     """Let a model plan its own training calls within the budget: the first call of each kind
     (shapes, dtypes, autocast, whether gradients exist already) plans for all of that kind.
 
     The model is changed in place and returned: it keeps its class, its attributes and its files;
     copies and pickles of it are plain models. Calls in eval mode or without gradients run as
-    before. `model.calls` counts how calls ran, `model.memopt.plans` are the plans that are ready to
-    run (if the model has attributes of these names: `memopt.running(model).calls` and `.plans`);
+    before. `model.calls` counts how calls ran, `model.plans` are the plans that are ready to run
+    (if the model has attributes of these names: `memopt.running(model).calls` and `.plans`);
     `memopt.unwrap(model)` undoes it. Plans are kept on disk (MEMOPT_CACHE_DIR) and shared by
     processes.
 
@@ -99,6 +102,10 @@ def wrap(
         improve: train with a plan that is made at once, look for a better one in a process of its
             own, and take it over between two steps, which changes no bit; for "auto" without
             `order` and `place`, where a better plan may pay back. False: search first, then train.
+        parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
+            be, within the one budget; `model.memopt.report()` lists them, and `calls` counts their
+            calls. What lies between them runs as it is, metered in the second step of a kind.
+            Names of sub-modules: plan these. None: plan the whole, or raise.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -122,7 +129,9 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
-    planned_by(planner, model, on_mismatch, shapes, most_plans)
+    in_parts = partial(planned_in_parts, request=request, parts=parts or ())
+    by = planned_by if parts is None else in_parts
+    by(planner, model, on_mismatch, shapes, most_plans)
     return model
 
 
@@ -185,13 +194,8 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 @dataclass
 class OwnCallsPlanner:
-    """Makes the plans of a wrapped model.
-
-    Attributes:
-        request: what is asked for.
-        loss_fn, targets: as of `wrap`.
-        made: called with each plan.
-    """
+    """Makes the plans of a wrapped model: of `request`, with `loss_fn` and `targets` as of `wrap`;
+    `made` is called with each."""
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
@@ -373,6 +377,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.pricing.baseline import loss_text
     from memopt.profiler import Loss
     from memopt.step.inputs import device_of
+    from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
 
     text = ""
@@ -387,10 +392,12 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
         return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
+    asked.append(repr(optimizer_state(request.step.optimizer, model.parameters())))
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     asked.append(repr(call.whole_masks))
     return digest([code_digest(), record, asked, held_bytes, text])
 
 
-_NOT_IN_KEYS = {"loss_fn", "targets", "cache"}
-"""Options left out of keys: plans do not depend on `cache`, and the loss has a text of its own."""
+_NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
+"""Options left out of keys: plans do not depend on `cache`, and only on an optimizer's state; the
+loss has a text of its own."""

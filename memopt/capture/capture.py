@@ -21,6 +21,8 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
+from memopt.capture.block_copies import with_all_blocks
+from memopt.capture.equal_blocks import equal_blocks, without_most
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.taken import check_dense, check_objects_kept, check_taken
 from memopt.capture.trace import effects_of, trace_of
@@ -47,6 +49,7 @@ from memopt.step.joint_graph import (
 from memopt.step.late import last_name
 from memopt.step.model_outputs import TracedOutputs, hand_out, separate_outputs
 from memopt.torch_private import aot
+from memopt.user_code.told_layouts import operator_without_fake, tell_layouts
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,6 +81,18 @@ def capture(
             "call requires_grad_() on what you train before planning"
         )
     check_taken(model, call)
+    while True:
+        try:
+            return _captured(model, call, gradients, to_be_run)
+        except CaptureError as error:
+            name = operator_without_fake(error)
+            if name is None or not tell_layouts(name):
+                raise
+
+
+def _captured(
+    model: nn.Module, call: Call, gradients: Callable[[], OutputGradients], to_be_run: bool
+) -> Captured:
     device = computing_device(model, call)
     with tracing_as_eager(device), lean_trace():
         traced, dependencies = trace_of(model, call, to_be_run)
@@ -166,7 +181,13 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
     Raises:
         CaptureError: AOTAutograd refuses the graph.
     """
+    found = equal_blocks(traced)
     try:
+        if found is not None:
+            with without_most(traced, found):
+                joint = aot.export_joint(stack, traced, *call.plain)
+            if with_all_blocks(joint.graph_module, found):
+                return joint
         return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise CaptureError(why_not_derived(traced, call, error)) from error

@@ -22,6 +22,7 @@ from memopt.capture.uncaptured import (
     check_not_drawn_in_numpy,
     check_settings,
     lasting_changes,
+    names_of_modules,
     python_name,
     why_not_captured,
     why_not_taken,
@@ -39,7 +40,7 @@ from memopt.step.side_effects import (
     why_not_left_behind,
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
-from memopt.torch_private.dynamo import capture_errors, graph_of
+from memopt.torch_private.dynamo import capture_errors, failing_modules_heard, graph_of
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
 
@@ -149,13 +150,18 @@ def dynamo_capture(
 def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
     """Return dynamo's graph of a call, traced as eager runs it, and the trace's guards."""
 
+    failing: list[str] = []
+
     def trace() -> Any:
         # A model that asks for strides gets those of its kernels.
         with (
             layouts_of_kernels(computing_device(model, call)),
             leaving_out_words(),
             opaque_calls() as incomplete,
+            failing_modules_heard() as failing_here,
         ):
+            nonlocal failing
+            failing = failing_here
             found = dynamo_capture(model, *call.opened)
             again = incomplete(found[0])
         return trace() if again else found
@@ -172,7 +178,9 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             declare_opaque(function)
         if function is not None or hooks_set(model, call, error):
             return _dynamo_trace(model, call)
-        raise CaptureError(why_not_captured(model, call, error)) from error
+        refused = CaptureError(why_not_captured(model, call, error))
+        refused.modules = names_of_modules(failing)
+        raise refused from error
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, error)) from error
     except NotImplementedError as error:

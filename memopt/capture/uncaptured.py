@@ -101,7 +101,8 @@ def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
         return (
             f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
             "shapes in every step: multiply by a mask or use torch.where instead of selecting by a "
-            "condition (y[mask], nonzero, unique)" + without_labels(call)
+            "condition (y[mask], nonzero, unique), or make the part around it whose results have "
+            "the same shapes one operator (memopt.opaque)" + without_labels(call)
         )
     where = _value_read(traced) if "_local_scalar_dense" in first else None
     if where is not None and _is_given_number(traced):
@@ -341,6 +342,13 @@ def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceG
 def python_name(source: str) -> str:
     """`L['self']._modules['_export_root']._modules['i']._buffers` → `model.i._buffers`."""
     return re.sub(r"\._modules\['([^']*)'\]", r".\1", source.replace(ROOT, "model"))
+
+
+def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a model's sub-modules by Dynamo's names, the innermost of which is the
+    first; ours begin with the outermost."""
+    names = [python_name(source).removeprefix("model").lstrip(".") for source in sources]
+    return tuple(dict.fromkeys(name for name in reversed(names) if name[:2] not in ("", "L[")))
 
 
 def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:

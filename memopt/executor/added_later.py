@@ -1,34 +1,29 @@
-"""Warns when one backward goes through several calls of a model that uses a value more than once.
+"""Warns where the parts of a gradient are added in another order than without a plan.
 
-Autograd adds the parts of a gradient one after the other, over all calls. A planned call adds its
-own parts first and hands over the sum, so that last bits can differ.
+Autograd adds the parts of a gradient one after the other, over all uses in a backward. A planned
+call adds its own parts first and hands over the sum: behind parts of other calls, or of uses
+outside of the model, last bits can differ.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from memopt.step.captured import Captured
-from memopt.torch_private.modes import backward_number
+from memopt.step.captured import Captured, Primal
+from memopt.torch_private.modes import backward_number, when_backward_is_over
+from memopt.torch_private.tensors import gradient_hooks
 
 _SUM = torch.ops.aten.add.Tensor
 _COPIES = frozenset((torch.ops.aten.clone.default,))
 
 
-class _Backward:
-    """The running backward, and the values whose gradients planned calls have summed in it."""
-
-    task = -1
-    values: frozenset[int] = frozenset()
-
-
 class AddedLater:
-    """Checks, in each backward of a captured model, whether it has gone through another call.
+    """Checks, in each backward of a captured model, whether its sums come behind other parts.
 
     Args:
         captured: the captured model.
@@ -36,37 +31,66 @@ class AddedLater:
 
     def __init__(self, captured: Captured) -> None:
         self._names = {
-            i: primal.name or "a tensor of the model"
+            i: _name(primal)
             for i, (primal, gradient) in enumerate(
                 zip(captured.primals, captured.gradients, strict=True)
             )
             if _is_sum(gradient)
         }
 
-    def look(self, primals: Sequence[Any]) -> None:
-        """Warn, once, if the running backward has already summed a gradient of one of `primals`.
+    def look(self, primals: Sequence[Any], gradient_of: Callable[[int], Any]) -> None:
+        """Have autograd tell when it has all parts of a gradient that planned calls have summed.
 
         Args:
             primals: the values of the joint graph's inputs.
+            gradient_of: position → its gradient, of this call; None where there is none.
         """
-        if not self._names:
-            return
-        task = backward_number()
-        values = frozenset(id(primals[i]) for i in self._names)
-        before = _Backward.values if _Backward.task == task else frozenset()
-        _Backward.task, _Backward.values = task, before | values
-        name = next((n for i, n in self._names.items() if id(primals[i]) in before), None)
+        for i in self._names if backward_number() != -1 else ():
+            value, gradient = primals[i], gradient_of(i)
+            if isinstance(gradient, torch.Tensor) and value.requires_grad:
+                hooks = gradient_hooks(value)
+                # A hook of the user's may hand on another tensor.
+                if all(isinstance(hook, _Arrival) for hook in hooks):
+                    _Arrival(self, i, value, gradient)
+
+    def warn(self, position: int) -> None:
+        """Say, once, that last bits can differ; `position`: the joint graph's input."""
+        name = self._names.get(position)
+        self._names = {}
         if name is None:
             return
-        self._names = {}
         warnings.warn(
-            f"{name} is used more than once in a call of the planned model, and this backward goes "
-            "through several calls: planned, the parts of its gradient are added call by call, "
-            "unplanned, one after the other, so that last bits can differ. For equal bits give all "
-            "inputs in one call (torch.cat), or train without a plan (memopt.unwrap(model), or "
-            "planned.original); this is said once",
+            f"{name} is used more than once in a call of a planned model, and in the same backward "
+            "also by another call or outside of the model: planned, the parts of its gradient are "
+            "added call by call, unplanned, one after the other, so that last bits can differ. For "
+            "equal bits let one planned call hold all uses: all inputs at once (torch.cat), the "
+            "loss in the forward, or memopt around the module that holds this one; or train "
+            "without a plan (memopt.unwrap(model), or planned.original); this is said once",
             stacklevel=2,
         )
+
+
+class _Arrival:
+    """A hook on a value for one backward. Autograd adds later parts to the first one, in place: if
+    another tensor arrives, a call's sum was not the first."""
+
+    def __init__(
+        self, added: AddedLater, position: int, value: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        self._added, self._position = added, position
+        self._address, self._task = gradient.data_ptr(), backward_number()
+        handle = value.register_hook(self)  # type: ignore[no-untyped-call]
+        when_backward_is_over(handle.remove)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if backward_number() == self._task and gradient.data_ptr() != self._address:
+            self._added.warn(self._position)
+
+
+def _name(primal: Primal) -> str:
+    if primal.index is not None:
+        return f"argument {primal.index}"
+    return primal.name or "a tensor of the model"
 
 
 def _is_sum(gradient: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.executor.differentiated import PARTIAL, REMEDIES
+from memopt.step.reader import described_text
 from memopt.torch_private import pytree
 
 
@@ -19,6 +20,24 @@ def has_own(model: nn.Module, name: str) -> bool:
         return not isinstance(getattr(model, name), Calls)
     except AttributeError:
         return False
+
+
+def difference(before: Any, now: Any) -> str:
+    """Return how one kind of call differs from another, for messages."""
+    if before[0] == now[0]:
+        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
+            if was != found:
+                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
+    return "which arguments, gradients or trained parameters there are, or autocast"
+
+
+def uses(model: nn.Module, name: str) -> bool:
+    """Return whether a model has an attribute, or its class's code uses that name."""
+    if name in model.__dict__ or hasattr(model, name):
+        return True
+    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
+    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
+    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
 
 
 _MANY = (8, 32, 128, 512, 2048)

@@ -8,7 +8,7 @@ at some of the outputs, where autograd does more than skip what only the others 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,10 +78,7 @@ class AsOriginal:
         call: the call, before it runs.
         guard: checks whether the call is still the planned one.
         random: random states of the device; None: the call draws no random numbers.
-        used: is told why, before the call runs again.
-
-    Attributes:
-        other_loss: whether a backward began at outputs that the step has no backward for.
+        used: is told why, before the call runs again, and whether it does so under a plan.
     """
 
     def __init__(
@@ -91,12 +88,11 @@ class AsOriginal:
         call: Call,
         guard: Guard,
         random: RandomStates | None,
-        used: Callable[[str], None],
+        used: Callable[[str, bool], None],
     ) -> None:
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used = autocast_state(), used
         self._random = random
-        self.other_loss = False
         self._replay = [] if random is None else random.replay_from_now()
 
     def check_unchanged(self, values: Sequence[Any]) -> None:
@@ -107,10 +103,8 @@ class AsOriginal:
 
         Raises:
             ExecutionError: one has changed since the forward, whose values the planned
-                backward uses; or the unplanned model has run for other outputs' gradients.
+                backward uses.
         """
-        if self.other_loss:
-            raise ExecutionError(f"{OTHER_LOSS} alone. You can {REMEDIES[OTHER_LOSS]}")
         difference = self._guard.late_difference(self._model, values)
         if difference is not None:
             raise ExecutionError(
@@ -136,25 +130,32 @@ class AsOriginal:
         return found
 
     def gradients_from(
-        self, positions: Sequence[int], gradients: Sequence[Any], wanted: Sequence[torch.Tensor]
+        self,
+        gradients: Mapping[int, torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        planned: Callable[[Call], nn.Module | None],
     ) -> tuple[Any, ...]:
-        """Return the gradients of the tensors `wanted` from those of the output leaves at
-        `positions`, for which the step has no planned backward.
+        """Return the gradients of the tensors `wanted` from those of output leaves, by position,
+        of which some have no planned backward.
+
+        Args:
+            gradients, wanted: see above.
+            planned: returns the model under a plan that has one, which runs once more from its
+                forward; if it returns None the unplanned model does.
 
         Raises:
             ExecutionError: the forward cannot run again as it ran.
         """
 
         def run() -> tuple[Any, ...]:
-            leaves = self._outputs_again(self._call, OTHER_LOSS)
-            pairs = [
-                (leaves[position], gradient)
-                for position, gradient in zip(positions, gradients, strict=True)
-                if gradient is not None
-            ]
+            self._check_runs_again(OTHER_LOSS)
+            with autocast_as(self._autocast), torch.enable_grad():
+                instead = planned(self._call)
+            leaves = self._outputs_again(self._call, OTHER_LOSS, instead)
+            pairs = [(leaves[position], gradient) for position, gradient in gradients.items()]
+            del leaves
             return _gradients_of(pairs, wanted)
 
-        self.other_loss = True
         found = run() if self._random is None else self._random.settling(run)()
         return found
 
@@ -179,15 +180,20 @@ class AsOriginal:
         by_position = dict(zip(wanted, _gradients_of(pairs, primals), strict=True))
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
-    def _outputs_again(self, inner: Call, why: str) -> list[Any]:
-        """Run the unplanned forward as this call's ran; return the leaves of its output."""
-        model, call = self._model, self._call
+    def _check_runs_again(self, why: str) -> None:
+        """Raise ExecutionError if the forward reads what it has updated."""
         written = next(_read_and_written(self._captured), None)
         if written is not None:
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: it has updated {written}, which it "
                 f"reads. You can {REMEDIES[why]}"
             )
+
+    def _outputs_again(self, inner: Call, why: str, instead: nn.Module | None = None) -> list[Any]:
+        """Run the unplanned forward, or `instead`, as this call's forward ran; return the leaves of
+        its output."""
+        model, call = self._model, self._call
+        self._check_runs_again(why)
         with ExitStack() as stack:
             stack.enter_context(state_restored(model, call))
             stack.enter_context(unplanned())
@@ -201,8 +207,8 @@ class AsOriginal:
                 raise ExecutionError(
                     f"{why}; its forward cannot run again for that as it ran: {error}"
                 ) from error
-            self._used(why)
-            return list(pytree.tree_leaves(model(*inner.args, **inner.kwargs)))
+            self._used(why, instead is not None)
+            return list(pytree.tree_leaves((instead or model)(*inner.args, **inner.kwargs)))
 
 
 def _gradients_of(

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.added_later import AddedLater
 from memopt.executor.codegen import generate
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
@@ -75,6 +76,7 @@ class Handover:
             anchor: position, in the first part, of the parameter that the chain is attached to.
         """
         found = list(values)
+        self._values = tuple(values)
         # A token on the device, so that autograd runs each part in the thread and on the stream of
         # the forward, as it runs a backward's first.
         self.zero = torch.zeros((), device=values[anchor].device)
@@ -87,9 +89,14 @@ class Handover:
         found[anchor] = _Anchor.apply(values[anchor], token)  # type: ignore[no-untyped-call]
         return found
 
-    def begin(self, running: Iterator[Handed]) -> tuple[Any, ...]:
-        """Run the backward's first part; return gradients by position, None for later ones."""
-        self._running, self._done = running, 0
+    def begin(self, running: Iterator[Handed], added: AddedLater) -> tuple[Any, ...]:
+        """Run the backward's first part; return gradients by position, None for later ones.
+
+        Args:
+            running: the planned backward.
+            added: looks at what autograd adds to the gradients.
+        """
+        self._running, self._added, self._done = running, added, 0
         found = self.next_part(0)
         return tuple(found.get(i) for i in range(self._count))
 
@@ -122,6 +129,7 @@ class Handover:
             raise
         if last:
             self._running = None
+        self._added.look(self._values, found.get)
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,14 +26,15 @@ from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that was not planned, the difference) → the module to call."""
 
-OtherLoss: TypeAlias = Callable[[frozenset[int]], None]
-"""Called with the positions of the output's leaves that have got gradients, though the plan's loss
-does not use them."""
+OtherLoss: TypeAlias = Callable[[Call, frozenset[int], int], nn.Module | None]
+"""(a call, the positions of its output's leaves that have got gradients, the bytes of these) → the
+model under a plan for a loss that uses these leaves; None: none can be made now."""
 
 
 class PlannedModule(nn.Module):
@@ -206,7 +207,10 @@ class PlannedModule(nn.Module):
             _warn_of_gradients(self, self.__dict__["_memopt_spare"])
         held = captured.held_values(model, ())
 
-        def used(why: str) -> None:
+        def used(why: str, planned: bool) -> None:
+            if planned:  # and counts itself
+                calls.planned -= 1
+                return
             # Such calls are made to be differentiated: they run unplanned from now on.
             if why is DIFFERENTIATED and any(wants_gradients):
                 self.__dict__["_memopt_twice"].add(wants_gradients)
@@ -215,14 +219,7 @@ class PlannedModule(nn.Module):
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
         output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        other_loss: OtherLoss | None = self.__dict__["_memopt_other_loss"]
-        refused = captured.outputs.gradients.refused
-        if refused and other_loss is not None:
-            wanted = _trained(model, call)
-            other = partial(_gradients_of_other_loss, again, wanted, other_loss)
-            output = refusing_gradients(output, refused, other, wanted)
-        else:
-            output = refusing_gradients(output, refused)
+        output = _refusing(self, output, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -266,9 +263,27 @@ def count_in(planned: PlannedModule, calls: Calls) -> None:
 
 
 def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
-    """Let the unplanned model run, and then call `met`, when outputs get gradients that the plan's
-    loss does not use; else that is an error."""
+    """Let the module that `met` returns run, or else the unplanned one, in place of the backward of
+    outputs that the plan's loss does not use; else that is an error."""
     planned.__dict__["_memopt_other_loss"] = met
+
+
+def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
+    """Return whether all leaves of the output at these positions have a planned backward."""
+    captured: Captured = planned.__dict__["_memopt"][1]
+    return positions.isdisjoint(captured.outputs.gradients.refused)
+
+
+def _refusing(planned: PlannedModule, output: Any, call: Call, again: AsOriginal) -> Any:
+    """Return a call's output, whose leaves without a planned backward get another one, or none."""
+    model, captured, runtime, _ = planned.__dict__["_memopt"]
+    refused = captured.outputs.gradients.refused
+    other_loss: OtherLoss | None = planned.__dict__["_memopt_other_loss"]
+    if not refused or other_loss is None:
+        return refusing_gradients(output, refused)
+    wanted = _trained(model, call)
+    other = partial(_gradients_of_other_loss, again, runtime, wanted, other_loss)
+    return refusing_gradients(output, refused, other, wanted)
 
 
 def _trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
@@ -279,15 +294,21 @@ def _trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 def _gradients_of_other_loss(
     again: AsOriginal,
+    runtime: Runtime,
     wanted: Sequence[torch.Tensor],
     met: OtherLoss,
-    positions: tuple[int, ...],
-    gradients: Sequence[Any],
+    gradients: Mapping[int, torch.Tensor],
 ) -> Sequence[Any]:
-    found = again.gradients_from(positions, gradients, wanted)
-    pairs = zip(positions, gradients, strict=True)
-    met(frozenset(position for position, gradient in pairs if gradient is not None))
-    return found
+    differentiated = torch.is_grad_enabled()  # and a plan's backward has no derivative
+    if not keeps_graph():
+        runtime.drop(again)
+
+    def planned(call: Call) -> nn.Module | None:
+        if differentiated:
+            return None
+        return met(call, frozenset(gradients), sum(one.nbytes for one in gradients.values()))
+
+    return again.gradients_from(gradients, wanted, planned)
 
 
 def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:

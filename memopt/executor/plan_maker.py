@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import OnMismatch, PlannedModule, when_arrived, when_other_loss
+from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
 from memopt.executor.surroundings import Surroundings, bytes_of
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
@@ -129,14 +129,14 @@ class Made:
         charges: memory that it charges beside the step.
         enough: the largest charges for which it need not be made again.
         search: for a better plan; None: there is none.
-        other_loss: whether it is for a loss that is not the one that is trained with.
+        once: whether it charges what only the step that it is made in has beside it.
     """
 
     module: PlannedModule
     plan: PlanRecord
     charges: Charges
     enough: Charges
-    other_loss: bool = False
+    once: bool = False
     search: BetterPlan | None = None
 
     def stop(self) -> None:
@@ -171,14 +171,14 @@ class PlanMaker:
         self._again: dict[Any, int] = {}
         self._told: set[str] = set()
 
-    def made(self, kind: Any, holding: bool, call: Call) -> Made:
-        """Make a plan for a kind of call that charges what was met around its steps. If none fits,
-        make the plan that needs least, with a warning.
+    def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
+        """Make a plan for a kind of call that charges what was met around its steps, and `beside`.
+        If none fits, make the plan that needs least, with a warning.
 
         Raises:
             InfeasibleBudgetError: the step alone is beyond the budget.
         """
-        charges = self._around.charges(kind)
+        charges = self._around.charges(kind).plus(beside)
         try:
             made = self._asked(holding, call, charges)
         except InfeasibleBudgetError as error:
@@ -186,6 +186,7 @@ class PlanMaker:
                 raise self._beyond(error, holding, call) from error
             budget_bytes, least = error.budget_bytes, error.smallest_budget_bytes
         else:
+            made.once = bool(beside) and made.plan.overhead > 0
             return made
         try:
             made = self._asked(holding, call, NO_CHARGES)
@@ -193,7 +194,7 @@ class PlanMaker:
             raise self._beyond(error, holding, call) from error
         if least is not None:
             made = self._asked(holding, call, charges, least)
-        made.enough = charges
+        made.enough, made.once = charges, bool(beside)
         remedy = "" if least is None else f": give at least budget={least}"
         self._tell(
             "beyond",
@@ -221,7 +222,7 @@ class PlanMaker:
     def keeps(self, made: Made, kind: Any) -> bool:
         """Return whether a plan stays: it keeps its budget with all that was met around its steps,
         or was made again often enough. If not, count one more."""
-        if made.other_loss:
+        if made.once:
             return False
         charges = self._around.charges(kind)
         if charges.largest(made.enough) == made.enough:
@@ -300,14 +301,7 @@ class PlanMaker:
             needs_bytes = needed_bytes(plan.graph, plan.program, outside)
             beside_bytes = max(0, needs_bytes - plan.peak_bytes)
             made.search = self._planner.improving(self._model, call, asked, plan, beside_bytes)
-        if self._alone and self._planner.guesses_loss(call):
-            when_other_loss(module, partial(self._trained_otherwise, made))
         return made
-
-    def _trained_otherwise(self, made: Made, outputs: frozenset[int]) -> None:
-        """Plan for other outputs from now on, since the loss that is trained with uses these."""
-        made.other_loss = True
-        self._planner.train_with(outputs)
 
     def _beyond(
         self, error: InfeasibleBudgetError, holding: bool, call: Call

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,34 +10,48 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.torch_private import pytree
 
-Instead: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
-"""Returns gradients of a call's operands from those of its outputs."""
+Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
+"""Returns gradients of a call's operands from those of the leaves of its output, by position."""
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns the values themselves, with a backward of another kind, or one that raises."""
+    """Returns outputs: first those without a planned backward, then those with one. If the first
+    get gradients, its backward is another one, for all of them."""
 
     @staticmethod
-    def forward(ctx: Any, instead: Instead | None, count: int, *tensors: torch.Tensor) -> Any:
-        ctx.instead, ctx.count = instead, count
+    def forward(
+        ctx: Any,
+        instead: Instead | None,
+        positions: tuple[int, ...],
+        refused: int,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.instead, ctx.positions, ctx.refused = instead, positions, refused
+        ctx.others = len(tensors) - len(positions)
         ctx.set_materialize_grads(False)
-        return tuple(torch.ops.aten.alias.default(value) for value in tensors[:count])
+        # Not aliases, which autograd refuses to change in place.
+        return tuple(one.detach() for one in tensors[: len(positions)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        none, refused = [None] * len(ctx.positions), ctx.refused
+        if all(one is None for one in gradients[:refused]):
+            planned = gradients[refused:]
+            return None, None, None, *none[:refused], *planned, *([None] * ctx.others)
         if ctx.instead is None:
             raise ExecutionError(
                 "this output of the planned model has no gradient: the loss that the plan was made "
                 "for does not use it. Plan again with the loss that you train with (loss_fn= of "
                 "memopt.plan or memopt.wrap), or, with memopt.plan, without loss_fn= for any"
             )
-        return None, None, *([None] * ctx.count), *ctx.instead(gradients)
+        pairs = zip(ctx.positions, gradients, strict=True)
+        return None, None, None, *none, *ctx.instead({i: g for i, g in pairs if g is not None})
 
 
 def refusing_gradients(
     output: Any,
     positions: tuple[int, ...],
-    instead: Callable[[tuple[int, ...], Sequence[Any]], Sequence[Any]] | None = None,
+    instead: Instead | None = None,
     wanted: Sequence[torch.Tensor] = (),
 ) -> Any:
     """Make a planned model's output raise ExecutionError in a backward of its leaves at
@@ -47,24 +60,28 @@ def refusing_gradients(
     Args:
         output: the output, a pytree.
         positions: of its leaves.
-        instead: returns the gradients of the tensors `wanted` from those of the leaves at the
-            given positions, rather than the error.
+        instead: returns the gradients of the tensors `wanted` from those of all leaves that have
+            got one, rather than the error.
         wanted: leaves of autograd that the output depends on.
     """
     if not positions or not torch.is_grad_enabled():
         return output
     leaves, spec = pytree.tree_flatten(output)
-    first: dict[int, int] = {}
+    refused: dict[int, int] = {}
     for position in positions:
         if not leaves[position].requires_grad:
-            first.setdefault(id(leaves[position]), position)
-    if not first:
+            refused.setdefault(id(leaves[position]), position)
+    if not refused:
         return output
-    own = tuple(first.values())
+    planned: dict[int, int] = {}
+    if instead is not None:
+        given = {id(one) for one in wanted}
+        for position, leaf in enumerate(leaves):
+            if getattr(leaf, "grad_fn", None) is not None and id(leaf) not in given:
+                planned.setdefault(id(leaf), position)
+    own = (*refused.values(), *planned.values())
     reached = wanted or [torch.empty(0, requires_grad=True, device="cpu")]
-    run = None if instead is None else partial(instead, own)
-    made = _Refusing.apply(run, len(own), *(leaves[i] for i in own), *reached)  # type: ignore[no-untyped-call]
-    by_value = dict(zip(first, made, strict=True))
-    for position in positions:
-        leaves[position] = by_value.get(id(leaves[position]), leaves[position])
+    made = _Refusing.apply(instead, own, len(refused), *(leaves[i] for i in own), *reached)  # type: ignore[no-untyped-call]
+    by_value = dict(zip((*refused, *planned), made, strict=True))
+    leaves = [by_value.get(id(leaf), leaf) for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)

@@ -141,6 +141,11 @@ class Runtime:
         """Number of steps whose backward has not run yet."""
         return len(self._states)
 
+    def drop(self, again: AsOriginal) -> None:
+        """Free what a call has saved for its backward, which is not to run."""
+        for one in [one for one in list(self._states) if one.value.again is again]:
+            self._states.discard(one)
+
     def run(
         self,
         program: Installed,
@@ -275,6 +280,8 @@ class Runtime:
             raise
 
     def _run_backward(self, args: list[Any]) -> tuple[Any, ...]:
+        if all(tangent is None for tangent in args[1:]):
+            return self._as_taken((None,) * len(self._captured.gradients))
         key = int(args[0])
         kept = next((one for one in list(self._states) if one.value.key == key), None)
         if kept is None:
@@ -296,7 +303,6 @@ class Runtime:
             state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
             return self._as_original(state, args[1:], DIFFERENTIATED)
-        self._added_later.look(state.primals)
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
@@ -318,9 +324,11 @@ class Runtime:
             self._states.discard(kept)
             del kept
         if state.handover is not None and program.handover is not None:
-            return state.handover.begin(program.handover.running(state.primals, args, saved))
+            running = program.handover.running(state.primals, args, saved)
+            return state.handover.begin(running, self._added_later)
         with autocast_off():
-            return self._given(run(state.primals, args, saved))
+            gradients = run(state.primals, args, saved)
+        return self._given(state, gradients)
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
         """Return the gradients of the unplanned model, which runs again."""
@@ -329,7 +337,7 @@ class Runtime:
                 f"{why}, which a planned module of sharded parameters, or inside "
                 f"DistributedDataParallel, cannot do: {REMEDIES[why]}"
             )
-        return self._given(state.again.gradients(tangents, why))
+        return self._given(state, state.again.gradients(tangents, why))
 
     def _complete(self, args: list[Any], numbers: tuple[float, ...]) -> None:
         """Fill the places of missing tangents with tensors of one number."""
@@ -339,8 +347,12 @@ class Runtime:
             if args[i] is None:
                 args[i] = Like.of(tangent.meta["val"], number).made()
 
-    def _given(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients that AOTAutograd takes."""
+    def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the gradients that AOTAutograd takes, of a step that had some."""
+        self._added_later.look(state.primals, gradients.__getitem__)
+        return self._as_taken(gradients)
+
+    def _as_taken(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         given = self._captured.given
         if len(given) == len(gradients):
             return gradients

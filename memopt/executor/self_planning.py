@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,23 +22,23 @@ from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls, warn_of_many_plans
-from memopt.executor.module import accepts, count_in
+from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
+from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
+from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
 from memopt.step.ranks import ranks_of
-from memopt.step.reader import described, described_text
+from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
-
-if TYPE_CHECKING:
-    from memopt.plan_record import PlanRecord
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -58,24 +57,6 @@ def _opaque(_model: nn.Module, _args: Any) -> None:
     runs as called. Dynamo sees hooks, and not `_compiled_call_impl`."""
     if torch.compiler.is_dynamo_compiling() and not captured_around():
         torch._dynamo.graph_break()
-
-
-def _difference(before: Any, now: Any) -> str:
-    """Return how one kind of call differs from another, for messages."""
-    if before[0] == now[0]:
-        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
-            if was != found:
-                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
-    return "which arguments, gradients or trained parameters there are, or autocast"
-
-
-def _uses(model: nn.Module, name: str) -> bool:
-    """Return whether a model has an attribute, or its class's code uses that name."""
-    if name in model.__dict__ or hasattr(model, name):
-        return True
-    classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
-    codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
-    return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
 
 
 def planning_of(model: nn.Module) -> SelfPlanning | None:
@@ -108,12 +89,15 @@ class SelfPlanning:
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
+        plans: the plans that are ready to run.
         around: the memory met around its steps.
         family: the arena that the plans with addresses share.
 
     Raises:
         ValueError: the model's calls are intercepted already (`model.compile()`, another wrap).
     """
+
+    _in_parts = False
 
     def __init__(
         self,
@@ -129,27 +113,32 @@ class SelfPlanning:
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
-        self._most, self._on_mismatch = most_plans, on_mismatch
+        self._on_mismatch = on_mismatch
         self._rounds_by_mask = rounds_by_mask(model)
-        # Plans of one kind differ in something beside the call; the last used is at the end.
-        self._ready: OrderedDict[Any, list[Made]] = OrderedDict()
+        self.plans = ReadyPlans(most_plans)
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
         # Ranks that plan together would have to meet the same memory.
         self._alone = ranks_of(model) is None
         self.around = Surroundings(model, with_state and self._alone)
         self._planner = planner
-        self._maker = PlanMaker(model, planner, self.around, self._alone, self.instead, self.family)
+        self._maker = self._makes_plans()
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
         # First, so that Dynamo stops before the other hooks.
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
-        shown = (("memopt", self), ("calls", self.calls))
-        self._shown = {name: value for name, value in shown if not _uses(model, name)}
+        shown = (("memopt", self), ("calls", self.calls), ("plans", self.plans))
+        self._shown = {name: value for name, value in shown if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
+
+    def _makes_plans(self) -> PlanMaker:
+        """Return what makes this model's plans."""
+        return PlanMaker(
+            self.model, self._planner, self.around, self._alone, self.instead, self.family
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None, in a copy of the model that its class makes in its own way."""
@@ -173,25 +162,17 @@ class SelfPlanning:
         """Return whether an attribute of the model was set by memopt."""
         return name == _STATE or (name in self._shown and value is self._shown[name])
 
-    @property
-    def plans(self) -> tuple[PlanRecord, ...]:
-        """The plans that are ready to run, the one that ran last at the end."""
-        return tuple(one.plan for made in self._ready.values() for one in made)
-
     def count_in(self, calls: Calls) -> None:
         """Count the calls in `calls` from now on."""
         if self.model.__dict__.get("calls") is self.calls:
             self.model.__dict__["calls"] = self._shown["calls"] = calls
         self.calls = calls
-        for made in self._ready.values():
-            for one in made:
-                count_in(one.module, calls)
+        for made in self.plans.made():
+            count_in(made.module, calls)
 
     def remove(self) -> None:
         """Undo the wrap: the model runs as before."""
-        for made in self._ready.values():
-            for one in made:
-                one.stop()
+        self.plans.end()
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -228,8 +209,7 @@ class SelfPlanning:
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
-            call = self._without_idle_masks(_in_order(args, kwargs))
-            kind = self._kind(call)
+            call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind)
             self._in_call.plans = 0
             try:
@@ -239,11 +219,19 @@ class SelfPlanning:
                 return self._untrained_call(kind, plain(*args, **kwargs))
             if made is None:
                 return plain(*args, **kwargs)
-            output = made.module(*args, **kwargs)
-            known = not self._alone or self._planner.charges_loss(call)
-            device = None if known else device_of(model, call)
+            output = self._ran(made, args, kwargs)
+            device = self._metered_on(call)
             self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
             return output
+
+    def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call under a plan."""
+        return made.module(*args, **kwargs)
+
+    def _metered_on(self, call: Call) -> torch.device | None:
+        """Return the device on which a call's loss is to be metered; None: it is charged."""
+        known = not self._alone or self._planner.charges_loss(call)
+        return None if known else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
         """Count a call of the unplanned model, since there was nothing to train, and return its
@@ -260,6 +248,11 @@ class SelfPlanning:
         of its own can serve it."""
         seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
+
+    def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+        """Return a call of the model, and its kind."""
+        call = self._without_idle_masks(_in_order(args, kwargs))
+        return call, self._kind(call)
 
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
@@ -278,9 +271,9 @@ class SelfPlanning:
         Raises:
             NothingToTrainError: such calls have no backward.
         """
-        if kind in self._ready:
-            self._ready.move_to_end(kind)
-            made = self._improved(kind, call)
+        ready = self.plans.last_used(kind)
+        if ready is not None:
+            made = self._improved(kind, call, ready)
             if not self._maker.keeps(made, kind):
                 made = self._made(kind, call, made)
             if made.plan.program.offsets is None:
@@ -288,24 +281,23 @@ class SelfPlanning:
             return made
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
-        if self._ready and self._on_mismatch == "error":
+        if self.plans and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(call=shown(call)))
-        if self._ready and self._on_mismatch == "original":
+        if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
         made = self._made(kind, call)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else _difference(before, kind))
+        self._count("" if before is None else difference(before, kind))
         return made
 
-    def _improved(self, kind: Any, call: Call) -> Made:
-        """Return the plan of a kind of calls that ran last, or a better one that was found."""
-        made = self._ready[kind][-1]
+    def _improved(self, kind: Any, call: Call, made: Made) -> Made:
+        """Return a plan, or a better one that was found."""
         better = self._maker.improved(made, kind, call)
         if better is None:
             return made
-        count_in(better.module, self.calls)
-        self._ready[kind][-1] = better
+        self._prepare(kind, call, better)
+        self.plans.replace(kind, call, made, better)
         return better
 
     def _count(self, differs: str) -> None:
@@ -313,22 +305,43 @@ class SelfPlanning:
         self._asked += 1
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
-    def _made(self, kind: Any, call: Call, instead_of: Made | None = None) -> Made:
-        with self._planning:
-            made = self._maker.made(kind, kind[-1], call)
+    def _prepare(self, kind: Any, call: Call, made: Made) -> None:
+        """Prepare a module under a new plan to be called."""
         count_in(made.module, self.calls)
-        ready = self._ready.setdefault(kind, [])
-        if instead_of in ready:
-            assert instead_of is not None
-            instead_of.stop()
-            ready.remove(instead_of)
-        ready.append(made)
-        self._ready.move_to_end(kind)
-        while len(self.plans) > self._most:
-            oldest = next(iter(self._ready))
-            self._ready[oldest].pop(0).stop()
-            if not self._ready[oldest]:
-                del self._ready[oldest]
+        if self._alone and self._planner.guesses_loss(call):
+            when_other_loss(made.module, partial(self._for_other_loss, kind))
+
+    def _for_other_loss(
+        self, kind: Any, call: Call, used: frozenset[int], gradient_bytes: int
+    ) -> nn.Module | None:
+        """Return the module for a call that was planned for another loss than one that uses these
+        leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
+        _LOG.info("the loss uses other outputs than planned: planning for it")
+        self._planner.train_with(used)
+        call = self._without_idle_masks(call)
+        ready = self.plans.of(kind)
+        for made in ready:
+            if has_backward(made.module, used) and accepts(made.module, call):
+                return made.module
+        if not self.around.stop():
+            for made in ready:
+                made.once = True
+            return None
+        beside = Charges(kept_bytes=self.around.held_bytes(), forward_bytes=gradient_bytes)
+        with unplanned():
+            return self._made(kind, call, ready[-1] if ready else None, beside).module
+
+    def _made(
+        self,
+        kind: Any,
+        call: Call,
+        instead_of: Made | None = None,
+        beside: Charges = NO_CHARGES,
+    ) -> Made:
+        with self._planning, naming_parts(None if self._in_parts else self.model):
+            made = self._maker.made(kind, kind[-1], call, beside)
+        self._prepare(kind, call, made)
+        self.plans.add(kind, call, made, instead_of)
         return made
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
@@ -336,10 +349,9 @@ class SelfPlanning:
         has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
         call = self._without_idle_masks(call)
         kind = self._kind(call)
-        for made in self._ready.get(kind, ()):
+        for made in self.plans.of(kind):
             if accepts(made.module, call):
-                self._ready[kind].remove(made)
-                self._ready[kind].append(made)
+                self.plans.use(kind, made)
                 return made.module
         _LOG.info("planning again: %s", error)
         if self._in_call.plans == _MOST_IN_A_CALL:

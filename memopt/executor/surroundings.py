@@ -123,7 +123,7 @@ class Surroundings:
 
     def remove(self) -> None:
         """Stop metering."""
-        self._stop()
+        self.stop()
         _OPTIMIZERS.tell_no_more(self)
 
     def charges(self, kind: Any) -> Charges:
@@ -133,12 +133,16 @@ class Surroundings:
 
     def calling(self, kind: Any) -> None:
         """Begin a call of a kind."""
-        self._stop()
-        gone = _gone(self._outputs)
-        self._outputs = {at: one for at, one in self._outputs.items() if at not in gone}
-        held_bytes = sum(size for _, size in self._outputs.values())
+        self.stop()
+        held_bytes = self.held_bytes()
         if held_bytes > LARGEST_NUMBER_BYTES:
             self._largest(kind, Charges(forward_bytes=held_bytes))
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the last call's outputs that are still held."""
+        gone = _gone(self._outputs)
+        self._outputs = {at: one for at, one in self._outputs.items() if at not in gone}
+        return sum(size for _, size in self._outputs.values())
 
     def called(
         self,
@@ -206,12 +210,15 @@ class Surroundings:
         before, one.charges = one.charges, one.charges.largest(charges)
         return one.charges != before
 
-    def _stop(self) -> None:
-        metered = self._metered
-        if metered is not None:
-            metered.ends.clear()
-            metered.meter.close()
-            self._metered = None
+    def stop(self) -> bool:
+        """Meter no further what is being metered. Return whether a plan can be made now: a profile
+        ends with the backward that it has seen beginning, and planning makes its own."""
+        metered, self._metered = self._metered, None
+        if metered is None:
+            return True
+        metered.ends.clear()
+        metered.meter.close()
+        return not metered.meter.profiles
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""

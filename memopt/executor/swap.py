@@ -160,6 +160,10 @@ class ThreadSwap:
         """Make a worker for the child."""
         self._worker = Worker("memopt-swap")
 
+    def fork(self, saved: list[Any]) -> list[Any]:
+        """Return what is saved for a backward that may run again: no copy is written over."""
+        return saved
+
     def lease(self) -> None:
         """Do nothing: numpy buffers need no pool (see `memopt.executor.swap_streams`)."""
 

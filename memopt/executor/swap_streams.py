@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -262,6 +262,29 @@ class StreamSwap:
             self._free.append((pool, self._streams.mark(self._streams.here())))
         with self._streams.captured() as join:
             yield join
+
+    def fork(self, saved: list[Any]) -> list[Any]:
+        """Copy a step's pool for a backward that may run again (retain_graph): each run writes over
+        what it has dropped. The host waits for the copies.
+
+        Args:
+            saved: what the forward has saved for the backward.
+        """
+        held = [one for one in saved if isinstance(one, PooledCopy) and one.lease is not None]
+        if not held:
+            return saved
+        before, lease = held[0].lease, self.lease()
+        assert before is not None
+        forked: dict[int, Any] = {id(before): lease}
+        for one in held:
+            self._streams.finish(one.stored)
+            begin, count = one.buffer.storage_offset(), one.buffer.numel()
+            begin -= before.pool.storage_offset()
+            buffer = lease.pool[begin : begin + count].copy_(one.buffer)
+            copy = replace(one, buffer=buffer, lease=lease, pending=None, held=None)
+            self.account.add(copy, count)
+            forked[id(one)] = copy
+        return [forked.get(id(one), one) for one in saved]
 
     def store(self, copy: PooledCopy, tensor: torch.Tensor) -> None:
         """Start copying `tensor`'s storage over what `copy` holds."""

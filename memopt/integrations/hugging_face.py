@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
+from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.strategies import Strategy
 from memopt.torch_private.modules import forward_hooks_of
@@ -23,7 +24,7 @@ _WRAPPED: WeakSet[SelfPlanning] = WeakSet()
 
 class MemoptCallback(TrainerCallback):
     """Plans the model's training steps while a Trainer trains: `memopt.wrap` when training begins
-    and `memopt.unwrap` when it ends.
+    and `memopt.unwrap` when it ends. The trainer's log gets a line for each plan, as "memopt".
 
     Args:
         budget, strategy: as for `memopt.plan`.
@@ -31,6 +32,7 @@ class MemoptCallback(TrainerCallback):
 
     Attributes:
         calls: how many calls of the model ran in which way in the last training.
+        plans: the plans of the last training.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class MemoptCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self._options = {"budget": budget, "strategy": strategy, **options}
-        self.calls = Calls()
+        self.calls, self.plans = Calls(), ReadyPlans()
+        self._logged = 0
         self._checkpointing_on: Callable[[], None] = _nothing
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -59,7 +62,16 @@ class MemoptCallback(TrainerCallback):
         made = planning_of(model)
         assert made is not None
         _WRAPPED.add(made)
-        self.calls = made.calls
+        self.calls, self.plans, self._logged = made.calls, made.plans, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the plans that were made since the last log of a training step."""
+        logs, lines = kwargs.get("logs"), self.plans.lines[self._logged :]
+        if not lines or not isinstance(logs, dict) or "loss" not in logs:
+            return
+        self._logged += len(lines)
+        for one in (logs, *state.log_history[-1:]):
+            one["memopt"] = "; ".join(lines)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Unwrap the model, and leave gradient checkpointing as it was."""

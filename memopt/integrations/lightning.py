@@ -6,12 +6,15 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch.utilities import rank_zero_info
 except ImportError:
     from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning.utilities import rank_zero_info
 from torch import nn
 
 from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
+from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.self_planning import planning_of
 from memopt.step.optimizer_state import PER_PARAMETER
 from memopt.strategies import Strategy
@@ -31,7 +34,8 @@ def _optimizer_of(module: nn.Module, optimizers: list[Any]) -> Any:
 
 class MemoptCallback(Callback):
     """Plans a model's training steps while Lightning fits it: `memopt.wrap` when fitting begins
-    and `memopt.unwrap` when it ends. The optimizer's state is charged.
+    and `memopt.unwrap` when it ends. The optimizer's state is charged. Lightning's logger of
+    messages gets a line for each plan.
 
     Args:
         budget, strategy: as for `memopt.plan`.
@@ -42,6 +46,7 @@ class MemoptCallback(Callback):
 
     Attributes:
         calls: how many calls ran in which way in the last fit.
+        plans: the plans of each planned module in the last fit.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class MemoptCallback(Callback):
         self._module = module
         self._options = {"budget": budget, "strategy": strategy, "progress": False, **options}
         self._wrapped: list[nn.Module] = []
-        self.calls = Calls()
+        self.calls, self.plans = Calls(), list[ReadyPlans]()
+        self._said = 0
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Plan from the first training step on.
@@ -63,7 +69,7 @@ class MemoptCallback(Callback):
         Raises:
             ValueError: several modules may be the one that `training_step` calls.
         """
-        self.calls = Calls()
+        self.calls, self.plans, self._said = Calls(), [], 0
         for module in self._planned(pl_module):
             options = {"optimizer": _optimizer_of(module, trainer.optimizers), **self._options}
             wrap(module, **options)
@@ -71,6 +77,15 @@ class MemoptCallback(Callback):
             made = planning_of(module)
             assert made is not None
             made.count_in(self.calls)
+            self.plans.append(made.plans)
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        """Say which plans were made in this step."""
+        lines = [line for plans in self.plans for line in plans.lines]
+        if len(lines) > self._said:
+            for line in lines[self._said :]:
+                rank_zero_info(line)
+            self._said = len(lines)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Unwrap the modules."""

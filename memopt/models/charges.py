@@ -4,6 +4,7 @@ graph."""
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from operator import add
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Charges:
     def largest(self, other: Charges) -> Charges:
         """Return the larger of each charge."""
         return Charges(*map(max, astuple(self), astuple(other)))
+
+    def plus(self, other: Charges) -> Charges:
+        """Return the sum of each charge."""
+        return Charges(*map(add, astuple(self), astuple(other)))
 
     def beyond(self, charged: Charges) -> Charges:
         """Return what these charges need beyond those that a graph already has. Charges during the

@@ -1,25 +1,22 @@
 """Measures the present machine: link, memory bandwidth, and rates by kind of operator.
 
-Each figure is the best of several short runs on tensors of a few MiB. On a CPU "host" and "device"
-are the same memory; a transfer is a copy.
+Each figure is the best of several short runs on tensors of a few MiB, each from cold caches and
+behind other work of the device. On a CPU "host" and "device" are the same memory; a transfer is a
+copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from memopt.models.device import Device
-from memopt.pricing.device_probes import (
-    PROBES,
-    STREAM_ELEMENTS,
-    STREAMS,
-    best_s,
-)
+from memopt.pricing.device_probes import PROBES, STREAM_ELEMENTS, STREAMS, best_s, fastest_s
 from memopt.pricing.measure import environment
 from memopt.step.accelerator import accelerator_kind
-from memopt.step.backend import backend_of, random_state_kept
+from memopt.step.backend import backend_of, random_state_kept, timed
 
 _COPY_BYTES = 64 * 2**20
 _SQUARE = 512
@@ -36,7 +33,8 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     """
     place = torch.device(device or accelerator_kind() or "cpu")
     with torch.no_grad(), random_state_kept([place]):
-        _settle_allocator(place)
+        if backend_of(place).on_host:
+            settle_allocator()
         to_host, from_host, duplex = _link(place)
         return Device(
             name=environment(place),
@@ -70,12 +68,11 @@ def host_update_rate() -> float:
     return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
 
 
-def _settle_allocator(place: torch.device) -> None:
+def settle_allocator() -> None:
     """Let the C allocator see a large block come and go, as any training process does: glibc then
     keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
     cost ten times a small operator."""
-    if place.type == "cpu":
-        torch.empty(31 * 2**20, dtype=torch.uint8, device=place)
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 def _capacity(place: torch.device) -> int | None:
@@ -95,8 +92,12 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=queued)
     here.fill_(1)
     there.copy_(here)
-    out_s = best_s(place, lambda: here.copy_(there, non_blocking=queued))
-    in_s = best_s(place, lambda: there.copy_(here, non_blocking=queued))
+
+    def copied_s(run: Callable[[], object]) -> float:
+        return fastest_s(run, lambda: timed(run, place))  # on streams of their own
+
+    out_s = copied_s(lambda: here.copy_(there, non_blocking=queued))
+    in_s = copied_s(lambda: there.copy_(here, non_blocking=queued))
     if runtime is None:
         return _COPY_BYTES / out_s, _COPY_BYTES / in_s, True
     other_here, other_there = here.clone().pin_memory(), there.clone()
@@ -108,7 +109,7 @@ def _link(place: torch.device) -> tuple[float, float, bool]:
         with runtime.stream(inward):
             other_there.copy_(other_here, non_blocking=True)
 
-    return at_once(_COPY_BYTES / out_s, _COPY_BYTES / in_s, best_s(place, both) / _COPY_BYTES)
+    return at_once(_COPY_BYTES / out_s, _COPY_BYTES / in_s, copied_s(both) / _COPY_BYTES)
 
 
 def at_once(out_rate: float, in_rate: float, both_s: float) -> tuple[float, float, bool]:
@@ -133,7 +134,11 @@ def _bandwidth(place: torch.device) -> float:
     left = [torch.rand(elements, device=place) for _ in range(STREAMS)]
     right = [torch.rand(elements, device=place) for _ in range(STREAMS)]
     moved = 12 * elements * STREAMS
-    return moved / best_s(place, lambda: [a + b for a, b in zip(left, right, strict=True)])
+
+    def run() -> list[torch.Tensor]:
+        return [a + b for a, b in zip(left, right, strict=True)]
+
+    return moved / best_s(place, run, STREAMS)
 
 
 def _launch(place: torch.device) -> float:
@@ -145,7 +150,7 @@ def _launch(place: torch.device) -> float:
         for _ in range(count):
             torch.ops.aten.threshold_backward.default(small, small, 0)
 
-    return best_s(place, run) / count
+    return best_s(place, run, count) / count
 
 
 def _rates(place: torch.device) -> dict[str, float]:

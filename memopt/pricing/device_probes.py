@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memopt.step.backend import timed
+from memopt.pricing.queued import seconds_of
 from memopt.torch_private.operators import aten
 
 _BUDGET_S = 0.05
@@ -20,13 +20,25 @@ Probes = dict[str, tuple[float, Run]]
 """Kind of operator → operations per run (as `flops.work` counts them) and the run."""
 
 
-def best_s(place: torch.device, run: Run) -> float:
-    """Return the seconds of the fastest run within `_BUDGET_S`, after two warm-up runs."""
+def best_s(place: torch.device, run: Run, kernels: int = 1) -> float:
+    """Return the seconds of the fastest run within `_BUDGET_S`, after two warm-up runs. On a device
+    each begins with cold caches, in a busy queue (`seconds_of`).
+
+    Args:
+        place: where it runs.
+        run: launches so many kernels on the current stream.
+        kernels: their number.
+    """
+    return fastest_s(run, lambda: seconds_of(lambda _: run(), place, 1, kernels))
+
+
+def fastest_s(run: Run, timing: Callable[[], float]) -> float:
+    """Return the least that `timing` says of a run within `_BUDGET_S`, after two warm-up runs."""
     run()
     run()
     best, begin = float("inf"), time.perf_counter()
     while time.perf_counter() - begin < _BUDGET_S:
-        best = min(best, timed(run, place))
+        best = min(best, timing())
     return best
 
 

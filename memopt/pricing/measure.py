@@ -25,6 +25,7 @@ from memopt.models.progress import Progress
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.memory import metered_sections
 from memopt.pricing.network_costs import network_costs
+from memopt.pricing.queued import seconds_of
 from memopt.pricing.real_results import check_places, check_results, difference, left_bytes
 from memopt.pricing.workspace import with_state
 from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept
@@ -53,8 +54,6 @@ _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
 _MOST_COPIES = 8
-_CALLS_PER_WRITE = 4
-"""Calls that the host enqueues, at 20 us each, while a GPU writes 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -255,37 +254,21 @@ def _call(one: Signature, arguments: Arguments) -> Callable[[], object]:
 
 
 def _sample(one: Signature, stand_ins: StandIns, device: torch.device, repeats: int) -> float:
-    """Return the mean seconds of one call over `repeats` calls in a row.
-
-    On a device the calls wait in its queue behind writes that empty its caches, so that it never
-    waits for the host, and take turns with copies of their arguments: a step reads each once.
-    """
-    args, kwargs = stand_ins.arguments(one)
-    target = one.target
+    """Return the mean seconds of one call over `repeats` calls in a row (`seconds_of`). On a device
+    they take turns with copies of their arguments: a step reads each once."""
+    arguments = stand_ins.arguments(one)
+    turns, target = [arguments], one.target
     backend = backend_of(device)
-    runtime = backend.runtime
-    if runtime is not None:
-        turns = [(args, kwargs)]
-        given = sum(t.nbytes for t in pytree.tree_leaves(turns) if isinstance(t, torch.Tensor))
+    if not backend.on_host:
+        given = sum(t.nbytes for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
         copies = min(repeats, _MOST_COPIES, 1 + backend.cache_bytes // max(given, 1))
         turns += [stand_ins.arguments(one) for _ in range(copies - 1)]
-        start, end = runtime.Event(enable_timing=True), runtime.Event(enable_timing=True)
-        if backend.cache_bytes:
-            lines = torch.empty(backend.cache_bytes, dtype=torch.uint8, device=device)
-            for _ in range(1 + repeats // _CALLS_PER_WRITE):
-                lines.zero_()
-        stream = runtime.current_stream(device)  # of the model's device, whichever is current
-        start.record(stream)
-        for number in range(repeats):
-            args, kwargs = turns[number % copies]
-            target(*args, **kwargs)
-        end.record(stream)
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / repeats
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        target(*args, **kwargs)
-    return (time.perf_counter() - begin) / repeats
+
+    def run(number: int) -> object:
+        args, kwargs = turns[number % len(turns)]
+        return target(*args, **kwargs)
+
+    return seconds_of(run, device, repeats) / repeats
 
 
 def _precise(samples: list[float]) -> bool:

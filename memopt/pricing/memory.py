@@ -62,7 +62,7 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
         use.peak_bytes = runtime.max_memory_allocated(device) - start
         use.end_bytes = runtime.memory_allocated(device) - start
         return
-    with _cpu_profile() as profiler:
+    with cpu_profile() as profiler:
         yield use
     use.peak_bytes, use.end_bytes = _levels(memory_events(profiler))
 
@@ -74,15 +74,20 @@ _ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
 class _Running(threading.local):
     """Keeps, per thread, the meter of the loss that runs there."""
 
-    meter: weakref.ref[LossMeter] | None = None
+    meter: weakref.ref[Any] | None = None
 
 
 _RUNNING = _Running()
 
 
+def running_meter(meter: weakref.ref[Any]) -> None:
+    """Remember the meter that profiles this thread, which its `close()` ends."""
+    _RUNNING.meter = meter
+
+
 @atexit.register
 def _end_running() -> None:
-    """End the metering of a loss; torch crashes where a profile is open while Python exits."""
+    """End the metering of a loop; torch crashes where a profile is open while Python exits."""
     running = None if _RUNNING.meter is None else _RUNNING.meter()
     if running is not None:
         running.close()
@@ -112,9 +117,9 @@ class LossMeter:
             self._runtime.reset_peak_memory_stats(device)
             return
         self._profile = contextlib.ExitStack()
-        self._profiler = self._profile.enter_context(_cpu_profile())
+        self._profiler = self._profile.enter_context(cpu_profile())
         self._profile.enter_context(before_other_profiles(self.close))
-        _RUNNING.meter = weakref.ref(self)
+        running_meter(weakref.ref(self))
 
     @staticmethod
     def possible(device: torch.device) -> bool:
@@ -123,6 +128,11 @@ class LossMeter:
         if backward_number() != -1:
             return False
         return not backend_of(device).on_host or not profiler_looks_on()
+
+    @property
+    def profiles(self) -> bool:
+        """Whether its profile is open."""
+        return self._profile is not None
 
     def ended(self, address: int) -> None:
         """Record that a tensor of the forward's outputs was freed. As far as is known, no other
@@ -199,7 +209,8 @@ def library_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def _cpu_profile() -> Iterator[Any]:
+def cpu_profile() -> Iterator[Any]:
+    """Profile the memory that this thread allocates on the CPU; other meters end."""
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Only one profile can run: another model's planning ends the metering of a loss.
@@ -284,7 +295,7 @@ def metered_sections(
             del kept, block
             uses.append(use)
         return uses
-    with _cpu_profile() as profiler:
+    with cpu_profile() as profiler:
         for prepare in sections:
             block = prepare()
             with torch.profiler.record_function("memopt::section"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from memopt.models.charges import Charges
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import lifetimes
 from memopt.programs.replay import replay
 
 
@@ -45,3 +46,25 @@ def backward_bytes(graph: Graph, program: Program) -> int:
     if timeline.placed_peak_bytes is not None or program.boundary is None:
         return timeline.placed_peak_bytes or timeline.peak_bytes
     return max(timeline.step_bytes[program.boundary + 1 :], default=graph.resident_bytes)
+
+
+def held_bytes(graph: Graph, program: Program) -> int:
+    """Return the bytes that a step keeps from its forward for its backward. An output counts if the
+    backward reads it: else it is for the caller to keep or drop."""
+    boundary = program.boundary
+    if boundary is None:
+        return 0
+    found = {
+        one.tensor
+        for one in lifetimes(graph, program).device
+        if one.is_live_at(boundary)
+        and (one.tensor not in graph.outputs or any(at > boundary for at in one.readers))
+    }
+    kept = found - graph.resident - set(graph.tangents)
+    return sum(graph.tensors[tensor].size_bytes for tensor in kept)
+
+
+def forward_bytes(graph: Graph, program: Program) -> int:
+    """Return the peak of a step's forward, total bytes."""
+    steps = replay(graph, program).step_bytes
+    return max(steps[: program.boundary], default=graph.resident_bytes)

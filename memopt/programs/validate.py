@@ -3,7 +3,7 @@
 It shares no code with replay, liveness or any strategy, and is organised the other way round,
 as a reader would check a plan by hand: every tensor's own history is checked alone and gives
 its lifetimes; memory at an instruction is then the sum over all lifetimes that cover it, and
-addresses are compared pair by pair. That is O(n²) on purpose.
+addresses are compared pair by pair, O(n²) on purpose.
 
 A lifetime (begin, end, ...) begins at the Compute, SwapIn or LossBoundary `begin` and ends with
 the Free at `end`, or with the program. Violations are looked for in four groups, each only if
@@ -106,10 +106,11 @@ def memory_use(graph: Graph, program: Program) -> Use:
     device, host, _ = _lifetimes(graph, program.instructions)
     sizes = [tensor.size_bytes for tensor in graph.tensors]
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
-    whole = _Covering(device, sizes)
+    length = len(program.instructions)
+    whole = _Covering(device, sizes, length)
     apart = [x for x in device if (x.begin, x.tensor) not in placed]
-    unplaced = _Covering(apart, sizes)
-    copies = _Covering(host, sizes)
+    unplaced = _Covering(apart, sizes, length)
+    copies = _Covering(host, sizes, length)
     apart_ends = {(x.tensor, x.end) for x in apart}
     moved_bytes = sum(sizes[x.tensor] for x in host if x.begin < 0)
     resident_bytes = graph.resident_bytes - moved_bytes
@@ -119,28 +120,31 @@ def memory_use(graph: Graph, program: Program) -> Use:
         produced, scratch = _produced(graph, instruction)
         inside = sum(sizes[t] for t in produced if (i, t) in placed)
         new = scratch + sum(sizes[t] for t in produced)
-        during.append(resident_bytes + whole(i, i) + new)
-        outside.append(resident_bytes + unplaced(i, i) + new - inside)
+        during.append(resident_bytes + whole(i) + new)
+        outside.append(resident_bytes + unplaced(i) + new - inside)
         taken = instruction.in_place if isinstance(instruction, Compute) else None
         if taken is not None:
             during[-1] -= sizes[taken]
             # If both are placed, the output is in the arena and so was the tensor.
             outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
-        copied.append(host_scratch + copies(i + 1, i + 1))
+        copied.append(host_scratch + copies(i + 1))
     return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
 
 
 class _Covering:
-    """Sums the sizes of the lifetimes that began before one position and end at or after
-    another."""
+    """Sums the sizes of the lifetimes that began before a position and end at or after it: of all
+    that began before it, less those that ended before it."""
 
-    def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int]) -> None:
-        self.begin = np.array([x.begin for x in lifetimes], dtype=np.int64)
-        self.end = np.array([x.end for x in lifetimes], dtype=np.int64)
-        self.size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
+    def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int], length: int) -> None:
+        change = np.zeros(length + 2, dtype=np.int64)
+        size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
+        # From the position after its begin (-1: before the program) to its end.
+        np.add.at(change, np.array([x.begin + 1 for x in lifetimes], dtype=np.int64), size)
+        np.add.at(change, np.array([x.end + 1 for x in lifetimes], dtype=np.int64), -size)
+        self.bytes: list[int] = np.cumsum(change).tolist()
 
-    def __call__(self, before: int, until: int) -> int:
-        return int(self.size[(self.begin < before) & (self.end >= until)].sum())
+    def __call__(self, position: int) -> int:
+        return self.bytes[position]
 
 
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:

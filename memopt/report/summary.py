@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
 from memopt.report.peak import peak_of
+from memopt.report.searched import searched
 from memopt.report.texts import counted, format_seconds
 from memopt.report.work import gathered, moved, offloaded_stages, recomputed, stage_runs
 
@@ -32,6 +33,7 @@ def sections(plan: PlanRecord) -> tuple[Section, ...]:
     """List the summary's sections: the figures first, under an empty title."""
     found = [
         Section("", figures(plan)),
+        Section(*searched(plan.stats, plan.compute_time_s)),
         _peak(plan),
         _recomputed(plan),
         _gathered(plan),

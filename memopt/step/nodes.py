@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from memopt.step.operators import Substitute
+from memopt.step.operators import RUN_ONCE, Substitute
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload, aten
 
@@ -38,7 +38,7 @@ def is_random(node: Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(target, OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
+        and (torch.Tag.nondeterministic_seeded in target.tags or target in RUN_ONCE)
         and str(target) not in _NEVER_DRAWS
     )
 

@@ -13,6 +13,8 @@ from memopt.torch_private.operators import schema_of
 
 OPAQUE = "memopt_opaque"
 """The namespace of operators that run a user's code, which may use autograd inside."""
+RUN_ONCE: set[Any] = set()
+"""Operators of users that run once in a step: memopt cannot see what they draw."""
 _LIBRARIES: dict[str, Any] = {
     one: torch.library.Library(one, "FRAGMENT")  # type: ignore[no-untyped-call]
     for one in ("memopt", OPAQUE)

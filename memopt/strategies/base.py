@@ -77,8 +77,6 @@ class Strategy(ABC):
         references: the papers it implements.
         decides_in_place: whether its programs say what is computed in place; else planning does
             that wherever a program allows it.
-        refines_smallest: whether `budget="min"` also searches within less than the smallest budget
-            that a solution names.
     """
 
     name: ClassVar[str]
@@ -86,7 +84,11 @@ class Strategy(ABC):
     features: ClassVar[Features] = Features()
     references: ClassVar[tuple[str, ...]] = ()
     decides_in_place: ClassVar[bool] = False
-    refines_smallest: ClassVar[bool] = True
+
+    def refines_smallest(self, cost_model: CostModel) -> bool:
+        """Tell whether `budget="min"` also searches within less than the smallest budget that a
+        solution names."""
+        return True
 
     def only_exact_implementations(self) -> bool | None:
         """Tell whether `memopt.plan`, looking for alternatives of operators, leaves out

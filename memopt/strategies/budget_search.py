@@ -9,6 +9,7 @@ chain's budget.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -94,14 +95,17 @@ def best_that_fits(
             return smallest
         best, low = smallest, best.smallest_budget_bytes or budget_bytes
     high = replay_chain(view.chain, chain_steps(view.chain)).peak_bytes
+    took_s = 0.0
     for _ in range(probes):
-        if deadline is not None and not deadline.left_s:
+        # What is found is validated and replayed once more.
+        if deadline is not None and (not deadline.left_s or deadline.left_s < 2 * took_s):
             break
         if high - low <= max(1, budget_bytes // 2000) or _free(view.graph, best):
             break
-        middle = (low + high) // 2
+        middle, begin_s = (low + high) // 2, time.monotonic()
         probe = attempt(middle)
         peak_bytes = lowered_peak(view, probe)
+        took_s = time.monotonic() - begin_s
         if peak_bytes is None or peak_bytes > budget_bytes:
             high = middle
             continue

@@ -79,15 +79,15 @@ class Planning:
         if budget_bytes is None:
             return None
         solution = self.within(budget_bytes)
-        if not self.target.strategy.refines_smallest:
-            return budget_bytes, solution
+        searches = MOST_SEARCHES * self.target.strategy.refines_smallest(self.target.solved)
         # With in-place outputs, the plan may need less than the budget it was searched for; and a
         # search within less may find a plan that the one for the smallest budget missed.
-        for _ in range(MOST_SEARCHES):
+        for number in range(searches + 1):
             peak_bytes = max(1, self._checked(budget_bytes, solution))
             if peak_bytes < budget_bytes:
                 budget_bytes = self._kept(peak_bytes, solution)
-            if budget_bytes <= max(1, memory_lower_bound(self.target.graph)):
+            least_bytes = max(1, memory_lower_bound(self.target.graph))
+            if budget_bytes <= least_bytes or number == searches:
                 break
             lower = self.within(budget_bytes - 1)
             if not lower.plans:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.fx
+
 from memopt.torch_private.access import (
     attribute_name,
     optional,
@@ -44,6 +46,13 @@ def export_joint(
     export = private("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
     stack.enter_context(kernels_kept_whole())
     return export(stack, module, args, kwargs)
+
+
+def called_alike(graph: Any) -> Any:
+    """Make an empty FX graph that takes and returns its values as another does."""
+    made = torch.fx.Graph()
+    made.set_codegen(getattr(graph, attribute_name("torch.fx.Graph._codegen")))
+    return made
 
 
 def compile_joint(

@@ -130,6 +130,30 @@ def custom_functions_heard(
 
 
 @contextlib.contextmanager
+def failing_modules_heard() -> Iterator[list[str]]:
+    """Return a list that, once Dynamo has failed, has Dynamo's names of the modules in whose code
+    it did, the innermost first."""
+    name = f"{_VARIABLES}.nn_module.record_nn_module_stack"
+    record, left = optional(name), list[str]()
+    if record is None:
+        yield left
+        return
+
+    @contextlib.contextmanager
+    def recorded(key: Any, source: Any, *args: Any) -> Iterator[None]:
+        left.clear()  # Dynamo goes on after errors that the traced code handles
+        try:
+            with record(key, source, *args):
+                yield
+        except Exception:
+            left.append(str(source.name))
+            raise
+
+    with patched(name, recorded):
+        yield left
+
+
+@contextlib.contextmanager
 def taken_whole(functions: Iterable[Any]) -> Iterator[None]:
     """Let Dynamo put calls of these into its graph, without tracing their code."""
     allowed = private("torch._dynamo.trace_rules._allowed_callable_ids")

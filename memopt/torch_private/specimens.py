@@ -90,3 +90,10 @@ def _inside(code: Any) -> Iterator[types.CodeType]:
         yield code
         for one in code.co_consts:
             yield from _inside(one)
+
+
+def empty_graph() -> Any:
+    """Make an FX graph without nodes."""
+    import torch.fx
+
+    return torch.fx.Graph()

@@ -22,6 +22,7 @@ GRADIENT_HOOKS = (
 )
 """The attributes of a tensor that hold the hooks on its gradient."""
 _gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
+_hooks_on_the_way = operator.attrgetter(GRADIENT_HOOKS[0])
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
 """Return a conjugated view of a tensor."""
@@ -34,6 +35,11 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
     return any(_gradient_hooks(tensor))
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the hooks that a tensor's gradient goes through on its way."""
+    return tuple((_hooks_on_the_way(tensor) or {}).values())
 
 
 def held_once(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,17 @@ DYNAMO = (
         f"{_VARIABLES}.misc.AutogradFunctionVariable",
         "call_apply",
     ),
+    *rows(
+        "find the sub-module that cannot be traced",
+        f"{_VARIABLES}.nn_module",
+        "record_nn_module_stack",
+        instead="sub-modules around the one that cannot be traced are traced one by one",
+    ),
+    *rows(
+        "find the operator that has no fake kernel",
+        "torch._subclasses.fake_tensor",
+        "UnsupportedOperatorException",
+    ),
     *rows("hear what a trace read", _EXPORT, "fullgraph_capture"),
     *rows(
         "leave out guards that nobody reads",
@@ -237,6 +248,7 @@ INDUCTOR = (
     *rows("compile regions", "torch._inductor.inductor_prims", "force_stride_order"),
     *rows("compile regions", "torch._inductor.config", "fx_graph_cache", "reorder_for_peak_memory"),
     *rows("compile regions", "torch._guards", "tracing", "TracingContext"),
+    *rows("trace equal blocks once", "torch.fx.Graph", "_codegen", of=specimens.empty_graph),
     *rows("compile regions", "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     *rows("compile regions", "torch.fx.experimental.proxy_tensor", "make_fx"),
     *rows(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from memopt.errors import CaptureError, ExecutionError
-from memopt.step.operators import OPAQUE, Substitute, define
+from memopt.step.operators import OPAQUE, RUN_ONCE, Substitute, define
 from memopt.torch_private import pytree
 from memopt.torch_private.tensors import version_of
 from memopt.user_code.opaque import (
@@ -302,7 +302,9 @@ def call_of(function: Function) -> Substitute:
 
 def opaque_notes(module: GraphModule) -> tuple[str, ...]:
     """Return a note that names the custom functions that a graph calls as they are."""
-    found = {_shown[n.target] for n in module.graph.nodes if n.target in _shown}
+    targets = {n.target for n in module.graph.nodes if n.op == "call_function"}
+    found = {_shown[one] for one in targets if one in _shown}
+    found |= {str(one.name()).partition(".")[0] for one in targets & RUN_ONCE}
     if not found:
         return ()
     names = ", ".join(sorted(found))
@@ -358,7 +360,7 @@ def _operator(
     name = re.sub(r"\W+", "_", form.function.__qualname__).strip("_")
     text = repr((form.shown, form.key, part, made)).encode()
     digest = hashlib.sha256(text).hexdigest()[:12]
-    base = "_".join(filter(None, (name, part))) + f".f{digest}"
+    base = "_".join(filter(None, (name, part))) + f"_f{digest}"
     with _lock:
         number = 0
         while f"{base}_{number}" in _names:

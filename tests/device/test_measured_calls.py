@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.pricing import device_measure, device_probes
 from memopt.pricing.measure import _sample
 from memopt.step.accelerator import Accelerator
 from memopt.step.backend import BACKENDS
@@ -24,18 +26,15 @@ class Noted(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("zero_", "mm"):
+        if name in ("zero_", "mm", "add", "threshold_backward"):
             self.calls.append((name, args[0].data_ptr()))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("size", [32, 4096])
-@pytest.mark.parametrize("number", [0, 1])
-def test_calls_wait_behind_writes_and_take_turns_with_copies(
-    size: int, number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before, the queue was empty and every call read the same operands, hot in the caches."""
-    noted, device = Noted(), torch.device(device.type, number)
+@pytest.fixture
+def noted(number: int, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """What is called on a device whose caches have a size, and on which stream that is timed."""
+    found = Noted()
 
     class Runtime(Accelerator):
         def Event(self, enable_timing: bool = False) -> Any:
@@ -43,8 +42,8 @@ def test_calls_wait_behind_writes_and_take_turns_with_copies(
 
             class Recorded:
                 def record(self, stream: Any) -> None:
-                    assert stream.device == device
-                    noted.calls.append(("record", 0))
+                    assert stream.device == torch.device(device.type, number)
+                    found.calls.append(("record", 0))
                     event.record(stream)
 
                 def __getattr__(self, name: str) -> Any:
@@ -60,6 +59,16 @@ def test_calls_wait_behind_writes_and_take_turns_with_copies(
     row = replace(BACKENDS[device.type], cache_bytes=size)
     vars(row)["runtime"] = Runtime(device.type)
     monkeypatch.setitem(BACKENDS, device.type, row)
+    return found
+
+
+@pytest.mark.parametrize("size", [32, 4096])
+@pytest.mark.parametrize("number", [0, 1])
+def test_calls_wait_behind_writes_and_take_turns_with_copies(
+    size: int, number: int, noted: Noted, device: torch.device
+) -> None:
+    """Before, the queue was empty and every call read the same operands, hot in the caches."""
+    device = torch.device(device.type, number)
     a = torch.empty(8, 8, device=device)
     one = call_signature(torch.ops.aten.mm.default, (a, a), {})
     with noted:
@@ -70,3 +79,30 @@ def test_calls_wait_behind_writes_and_take_turns_with_copies(
     # 512 bytes a call: alone they fill a cache of 32 bytes, eight of them do not fill 4096.
     assert len(set(operands)) == (1 if size == 32 else 8)
     assert operands[0] == operands[len(set(operands))]
+
+
+@pytest.mark.parametrize(("number", "size"), [(1, 4096)])
+def test_a_devices_rates_are_of_cold_caches_in_a_busy_queue(
+    number: int, noted: Noted, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the queue was empty and a probe's operands were in the caches since the last run."""
+    monkeypatch.setattr(device_measure, "_SQUARE", 1)
+    monkeypatch.setattr(device_measure, "PROBES", ())
+    monkeypatch.setattr(device_measure, "STREAM_ELEMENTS", 1)
+    monkeypatch.setattr(device_probes, "_BUDGET_S", 0.01)
+    device = torch.device(device.type, number)
+    probes: list[tuple[Callable[[torch.device], Any], str, int]] = [
+        (device_measure._rates, "mm", 1),
+        (device_measure._bandwidth, "add", 16),
+        (device_measure._launch, "threshold_backward", 100),
+    ]
+    for measured, kernel, count in probes:
+        noted.calls.clear()
+        with noted:
+            measured(device)
+        names, writes = [name for name, _ in noted.calls], 1 + count // 4
+        marks = [at for at, name in enumerate(names) if name == "record"]
+        for begin, end in zip(marks[::2], marks[1::2], strict=True):
+            assert names[begin - writes : begin] == ["zero_"] * writes
+            assert names[begin + 1 : end] == [kernel] * count
+        assert names.count("zero_") == writes * len(marks) // 2 > 0

@@ -100,6 +100,18 @@ class Whole:
         return found
 
 
+def test_a_backward_that_runs_again_has_its_own_host_copies(device: torch.device) -> None:
+    one, module = subject(), planned("offload")
+    wanted = one.grads()
+    with delayed((0, 600)):
+        one.begin()
+        loss = one.loss(one.call(module, one.inputs))
+        for again in (True, True, False):
+            one.model.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=again)
+            assert same(one.left(), wanted)
+
+
 @pytest.mark.parametrize("way", WHOLE)
 def test_whole_steps_equal_eagers_and_the_host_never_waits(way: str, device: torch.device) -> None:
     one = Whole(way)

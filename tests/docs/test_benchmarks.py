@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from benchmarks.__main__ import GPU, NAMES, main
+from benchmarks.monet_runs import Started
 from benchmarks.runner import BEGIN, END, replaced
+from memopt.models.generate import random_graph
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -58,3 +63,13 @@ def test_a_block_is_replaced_and_nothing_else() -> None:
 def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nothing"]) == 2
     assert "There are rotor_solve" in capsys.readouterr().err
+
+
+def test_the_search_starts_from_plans_that_are_known() -> None:
+    graph = random_graph(Random(3), 5)
+    whole = replay(graph, store_all(graph))
+    found = Started(start=False, known=(store_all(graph),)).solve(
+        graph, whole.peak_bytes, time_limit_s=5.0
+    )
+    assert found.time_s is not None
+    assert found.time_s <= whole.time_s

@@ -1,8 +1,10 @@
-"""A value that is used more than once, and a backward through several calls: said once."""
+"""A value that a call uses more than once, and the same backward elsewhere, too: said once."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,101 @@ def test_one_call_and_one_use_are_exact_and_silent(make: type[nn.Module], togeth
         warnings.simplefilter("error")
         found = gradient(make, together, plan=True)
     assert torch.equal(found, gradient(make, together, plan=False))
+
+
+def other_uses(use: Callable[[Any, torch.Tensor], torch.Tensor], plan: bool) -> torch.Tensor:
+    """The gradient of a loss that also uses the weight outside of the model."""
+    torch.manual_seed(0)
+    model = Tied()
+    if plan:
+        memopt.wrap(model, progress=False)
+    use(model, torch.randn(4, 16)).backward()
+    assert isinstance(model.weight.grad, torch.Tensor)
+    return model.weight.grad
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x: model(x).mean() + 0.1 * model.weight.square().sum(),
+        lambda model, x: (model(x) @ model.weight.T).tanh().mean(),  # a head tied to the model
+    ],
+)
+def test_uses_behind_the_model_are_said(use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.warns(UserWarning, match="weight is used more than once.*outside of the model"):
+        found = other_uses(use, plan=True)
+    torch.testing.assert_close(found, other_uses(use, plan=False))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(self.query(x) @ self.key(x).T, -1)
+        return weights @ self.value(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 8), Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return x + self.attention(x)
+
+
+def test_an_input_of_a_planned_part_is_named_and_the_module_around_is_exact() -> None:
+    def gradient(part: str | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Residual()
+        if part is not None:
+            memopt.wrap(model.get_submodule(part), progress=False)
+        model(torch.randn(5, 8)).mean().backward()
+        assert isinstance(model.first.weight.grad, torch.Tensor)
+        return model.first.weight.grad
+
+    with pytest.warns(UserWarning, match="argument 0 is used more.*around the module that holds"):
+        found = gradient("attention")
+    torch.testing.assert_close(found, gradient(None))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        assert torch.equal(gradient(""), gradient(None))
+
+
+def test_uses_before_the_model_are_exact_and_silent() -> None:
+    def use(model: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = model((x @ model.weight.T).tanh()).mean()
+        return made
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        found = other_uses(use, plan=True)
+    assert torch.equal(found, other_uses(use, plan=False))
+
+
+def test_hooks_of_the_user_that_change_a_gradient_are_not_taken_for_uses() -> None:
+    model = Tied()
+    memopt.wrap(model, progress=False)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*more than once")
+        model(torch.randn(4, 16)).sum().backward()
+
+
+def test_a_backward_that_fails_leaves_no_hook() -> None:
+    def fail(_gradient: torch.Tensor) -> None:
+        raise RuntimeError("as asked")
+
+    model = Tied()
+    memopt.wrap(model, progress=False)
+    x = torch.randn(4, 16) @ model.weight
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="as asked"):
+        model(x).sum().backward()
+    assert not model.weight._backward_hooks
 
 
 def test_backwards_of_their_own_are_silent() -> None:

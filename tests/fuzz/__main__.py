@@ -1,6 +1,7 @@
 """The long fuzzing runs, which `make fuzz` does; interrupted, they go on where they ended.
 
     python -m tests.fuzz modules --first 0 --count 2000 --out fuzz-modules.jsonl
+    python -m tests.fuzz extremes --first 0 --count 1500 --only auto --out fuzz-auto.jsonl
     python -m tests.fuzz report --out fuzz-modules.jsonl
 
 A seed is a line of JSON of the file, appended when it is done; seeds that are there are left out.
@@ -35,21 +36,21 @@ def swept(seed: int) -> Found:
     return sweep_module(seed, random_module(seed), every_plan(tuple(memopt.strategies()), 1.0))
 
 
-KINDS: dict[str, Callable[[int], str]] = {
-    "modules": lambda seed: fuzz_module(seed).line,
-    "compiled": lambda seed: fuzz_compiled(seed).line,
-    "sweep": lambda seed: swept(seed).line,
-    "plans": lambda seed: fuzz_plans(seed).line,
-    "extremes": lambda seed: fuzz_extremes(seed).line,
+KINDS: dict[str, Callable[[int, tuple[str, ...]], str]] = {
+    "modules": lambda seed, _: fuzz_module(seed).line,
+    "compiled": lambda seed, _: fuzz_compiled(seed).line,
+    "sweep": lambda seed, _: swept(seed).line,
+    "plans": lambda seed, _: fuzz_plans(seed).line,
+    "extremes": lambda seed, only: fuzz_extremes(seed, only).line,
 }
 
 
-def run(kind: str, seeds: range, out: Path) -> None:
+def run(kind: str, seeds: range, out: Path, only: tuple[str, ...] = ()) -> None:
     """Append a line for each seed that has none."""
     done = {json.loads(line)["seed"] for line in _lines(out)}
     missing = [seed for seed in seeds if seed not in done]
     for number, seed in enumerate(missing, 1):
-        line = KINDS[kind](seed)
+        line = KINDS[kind](seed, only)
         torch._dynamo.reset()
         with out.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -89,13 +90,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=(), help="strategies (extremes)")
     given = parser.parse_args()
     if given.kind == "report":
         sys.stdout.write(report(given.out) + "\n")
         return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    run(given.kind, range(given.first, given.first + given.count), given.out)
+    run(given.kind, range(given.first, given.first + given.count), given.out, tuple(given.only))
 
 
 if __name__ == "__main__":

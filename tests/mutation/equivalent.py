@@ -162,11 +162,6 @@ EQUIVALENTS = (
         "its code is the lowest",
     ),
     Equivalent(
-        "kernels",
-        r"@njit\(cache=True\)  ->  ",
-        "kept on disk or not, the machine code is the same",
-    ),
-    Equivalent(
         "dynprog_kernels",
         r"np.empty\(0, np.int32\)  ->  .*np.empty\( ?1, ",
         "room that grows when it is used up",

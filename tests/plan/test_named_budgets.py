@@ -22,10 +22,11 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies import STRATEGIES, target
+from memopt.strategies import STRATEGIES, StoreAll, target
 from memopt.strategies.auto.strategy import Auto
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
 from tests.brute_force.sweep import strategies as every_strategy
 from tests.fuzz.extremes import extreme
@@ -152,6 +153,27 @@ def test_without_a_start_the_smallest_known_is_all_that_is_stored(strategy: Stra
     assert plan(graph, "min", strategy, 1e-6).budget == everything
 
 
+@dataclass(frozen=True)
+class Overlooking(Strategy):
+    """Names the step as it is, and finds rotor-menus' plans when it is asked for less."""
+
+    name: ClassVar[str] = "overlooking"
+    needs: ClassVar[str] = "graph"
+
+    def solve(self, cost_model: Any, budget_bytes: int | None, **_: object) -> Solution:
+        if budget_bytes != 1:
+            return RotorMenus().solve(cost_model, budget_bytes)
+        whole = StoreAll().solve(cost_model, None)
+        return Solution(Status.UNKNOWN, smallest_budget_bytes=whole.peak_bytes, smallest=whole)
+
+
+def test_auto_also_searches_below_what_its_members_name() -> None:
+    graph = training_graph(Random(8), 4, False)
+    least = plan(graph, "min", Auto(members=(Overlooking(),)))
+    assert least.peak_bytes == plan(graph, "min", "rotor-menus").peak_bytes
+    assert least.peak_bytes < plan(graph, "min", "store-all").peak_bytes
+
+
 def test_auto_with_slow_members_only_asks_the_first() -> None:
     assert plan(GRAPH, "min", Auto(members=(Monet(), Checkmate())), 1e-6).peak_bytes > 0
 
@@ -183,7 +205,8 @@ def test_a_plan_is_checked_once_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_named_plan_can_be_ordered_again_at_its_ordered_peak() -> None:
     """The search for "min" and the refusal below it know different plans of one budget."""
-    for seed, name in ((90038, "monet"), (90096, "monet"), (90237, "offload-graph")):
+    known = ((90038, "monet"), (90096, "monet"), (90096, "auto"), (90237, "offload-graph"))
+    for seed, name in known:
         graph, device = extreme(seed)
         own = next(one for one in every_strategy() if one.name == name)
         ask = partial(memopt.plan, graph, strategy=own, device=device, order=True, progress=False)

@@ -147,6 +147,11 @@ def _compared() -> None:
         pass
 
 
+def _traced_one_by_one() -> None:
+    with dynamo.failing_modules_heard() as names:
+        assert names == []
+
+
 def _late_tangents() -> None:
     assert not modes.backward_owns_tangents()
 
@@ -163,6 +168,7 @@ GONE: dict[str, Callable[[], None]] = {
     "torch._C._distributed_c10d.Backend.Options._timeout": _no_timeout,
     "torch._dynamo.functional_export._suggest_or_raise_constraint_violation": _compared,
     "torch._dynamo.variables.builder._clone_input": _uncopied,
+    "torch._dynamo.variables.nn_module.record_nn_module_stack": _traced_one_by_one,
     "torch._dynamo.variables.tensor.get_real_value": _uncopied,
     "torch._functorch._aot_autograd.schemas.AOTConfig.enable_log": _compiled_joint,
     "torch.fx.experimental.proxy_tensor._extract_tensor_metadata": _described,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -101,3 +102,32 @@ def test_shapes_that_are_planned_ahead_are_not_counted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         memopt.wrap(Scaled(), shapes=[torch.ones(rows, 4) for rows in range(1, 5)], progress=False)
+
+
+def test_kinds_that_displace_each_other_are_counted_with_the_remedy() -> None:
+    model = memopt.wrap(Scaled(), budget="min", most_plans=2, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (0, 1, 0, 1):
+            by_size(model, step)
+    with pytest.warns(UserWarning, match=r"3 plans were made"):
+        by_size(model, 2)
+    with pytest.warns(UserWarning, match=r"1 plans were made once more.*most_plans=2.*pad"):
+        by_size(model, 0)
+
+
+def test_each_plan_has_a_line_and_stays_after_unwrapping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Scaled()
+    memopt.wrap(model, budget="1MiB", progress=False)
+    plans = model.plans
+    with caplog.at_level("INFO", logger="memopt"):
+        by_size(model, 3).sum().backward()
+    lines = [one.getMessage() for one in caplog.records if one.getMessage() in plans.lines]
+    (line,) = lines
+    assert re.fullmatch(r"planned \[4, 4\]: \d+ B of 1\.0 MiB, \+0\.0%, [a-z-]+", line)
+    memopt.unwrap(model)
+    assert not hasattr(model, "plans")
+    assert [plan.budget for plan in plans] == [2**20]
+    assert repr(plans) == line

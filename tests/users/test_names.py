@@ -20,18 +20,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
 
 
+NAMES = ("calls", "plans", "memopt", "original", "code", "accepts", "count_in")
+
+
 class Buffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
-        for name in ("calls", "memopt", "original", "code", "accepts", "count_in"):
+        for name in NAMES:
             self.register_buffer(name, torch.full((4,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1.0)
         y: torch.Tensor = self.linear(x) * self.calls + self.memopt + self.original + self.code
-        return y
+        return y * self.plans
 
 
 class Children(nn.Module):
@@ -82,9 +85,6 @@ class Later(nn.Module):
             self.calls = getattr(self, "calls", 0) + 1
         y: torch.Tensor = self.linear(x)
         return y
-
-
-NAMES = ("calls", "memopt", "original", "code", "accepts", "count_in")
 
 
 def trained(model: nn.Module) -> list[Any]:

@@ -265,7 +265,7 @@ def test_the_state_of_others_optimizers_is_not_charged() -> None:
 
 
 def _charged(model: nn.Module) -> list[Any]:
-    return [one.charges for made in model.memopt._ready.values() for one in made]
+    return [one.charges for one in model.memopt.plans.made()]
 
 
 def test_which_steps_are_metered() -> None:

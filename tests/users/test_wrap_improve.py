@@ -70,7 +70,7 @@ def alone(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def waited_for(model: nn.Module) -> None:
     """Wait for the search of the plan that ran last."""
-    made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+    made = next(memopt.running(model).plans.made())  # type: ignore[union-attr]
     assert isinstance(made.search, Improving)
     end_s = time.monotonic() + PATIENCE_S
     while not made.search.ended:
@@ -111,14 +111,14 @@ def test_a_better_plan_takes_over_with_the_same_bits(
 def test_what_is_not_worth_a_search_begins_none(alone: None) -> None:
     for model in (wrapped(None), wrapped(4.0, Rotor())):
         trained(model, 1)
-        made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+        made = next(memopt.running(model).plans.made())  # type: ignore[union-attr]
         assert made.search is None
 
 
 def test_unwrapping_ends_the_search(alone: None) -> None:
     model = wrapped(60.0)
     trained(model, 1)
-    made = next(iter(memopt.running(model)._ready.values()))[-1]  # type: ignore[union-attr]
+    made = next(memopt.running(model).plans.made())  # type: ignore[union-attr]
     search = made.search
     assert isinstance(search, Improving)
     memopt.unwrap(model)

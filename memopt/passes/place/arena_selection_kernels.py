@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
+from memopt.solvers.compiled import compiled
 
 Flags = npt.NDArray[np.bool_]
 
 
-@njit(cache=True)
+@compiled
 def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
     """Tell whether this many more bytes keep a limit at every point of a lifetime."""
     point = begin
@@ -20,7 +20,7 @@ def _fits(level: Ints, begin: int, end: int, size: int, limit: int) -> bool:
     return point >= end
 
 
-@njit(cache=True)
+@compiled
 def leave_out(
     lower: Ints,
     upper: Ints,
@@ -80,7 +80,7 @@ def leave_out(
     return placed, True
 
 
-@njit(cache=True)
+@compiled
 def _bring_back(
     lower: Ints, upper: Ints, size: Ints, inside: Ints, placed: Flags, capacity: int
 ) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
+from memopt.solvers.compiled import compiled
 
 
-@njit(cache=True)
+@compiled
 def place_in_order(
     order: Ints, size: Ints, alignment: Ints, first: Ints, last: Ints, best_fit: bool
 ) -> Ints:

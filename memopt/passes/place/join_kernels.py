@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
 from memopt.passes.place.repair_kernels import random_share
+from memopt.solvers.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 
@@ -91,14 +91,14 @@ class Scratch(NamedTuple):
     """The code of a join that must not be made now; 0: none."""
 
 
-@njit(cache=True)
+@compiled
 def _is_open(forest: Forest, piece: int) -> int:
     """Return 1 for a piece that does not live all the time, else 0."""
     whole = forest.piece[FIRST, piece] == 0 and forest.piece[LAST, piece] == len(forest.due) - 1
     return 0 if whole else 1
 
 
-@njit(cache=True)
+@compiled
 def show(forest: Forest, piece: int) -> None:
     """Put a piece on top."""
     for side in range(2):
@@ -112,7 +112,7 @@ def show(forest: Forest, piece: int) -> None:
     forest.tally[OPEN] += _is_open(forest, piece)
 
 
-@njit(cache=True)
+@compiled
 def _hide(forest: Forest, piece: int) -> None:
     """Take a piece off the top."""
     for side in range(2):
@@ -128,7 +128,7 @@ def _hide(forest: Forest, piece: int) -> None:
     forest.tally[OPEN] -= _is_open(forest, piece)
 
 
-@njit(cache=True)
+@compiled
 def join(forest: Forest, scratch: Scratch) -> None:
     """Join the best join's parts into one piece."""
     piece = forest.tally[FREE]
@@ -145,7 +145,7 @@ def join(forest: Forest, scratch: Scratch) -> None:
     show(forest, piece)
 
 
-@njit(cache=True)
+@compiled
 def dissolve(forest: Forest, piece: int) -> None:
     """Put the parts of a piece on top, in its place."""
     _hide(forest, piece)
@@ -157,7 +157,7 @@ def dissolve(forest: Forest, piece: int) -> None:
     forest.tally[FREE] = piece
 
 
-@njit(cache=True)
+@compiled
 def _add(scratch: Scratch, group: int, height: int, base: int, members: int, many: int) -> None:
     """Add a stack to a group, if the table has room."""
     k = scratch.stacks[group]
@@ -167,7 +167,7 @@ def _add(scratch: Scratch, group: int, height: int, base: int, members: int, man
         scratch.stacks[group] = k + 1
 
 
-@njit(cache=True)
+@compiled
 def _add_stacks(
     size: Ints, scratch: Scratch, group: int, begin: int, end: int, most: int, whole: int
 ) -> None:
@@ -193,7 +193,7 @@ def _add_stacks(
         _add(scratch, group, total, begin, int((one << np.int64(many)) - 1), many)
 
 
-@njit(cache=True)
+@compiled
 def _gather(
     forest: Forest, scratch: Scratch, group: int, side: int, at: int, only: int, most: int
 ) -> int:
@@ -223,7 +223,7 @@ def _gather(
     return many
 
 
-@njit(cache=True)
+@compiled
 def _offer(forest: Forest, scratch: Scratch, begin: int, end: int, height: int) -> bool:
     """Keep the join of the taken stacks unless it has too many parts or is forbidden."""
     count, code = 0, 0
@@ -249,12 +249,12 @@ def _offer(forest: Forest, scratch: Scratch, begin: int, end: int, height: int) 
     return True
 
 
-@njit(cache=True)
+@compiled
 def _noise(scratch: Scratch) -> float:
     return float(-NOISE * np.log(1e-9 + random_share(scratch.random)))
 
 
-@njit(cache=True)
+@compiled
 def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
     """Find the join with the least key of pieces that end at a boundary with pieces that begin
     there; return its key."""
@@ -285,7 +285,7 @@ def best_beside(forest: Forest, scratch: Scratch, boundary: int) -> float:
     return best
 
 
-@njit(cache=True)
+@compiled
 def _of_height(scratch: Scratch, group: int, height: int) -> int:
     """Return the stack of a height with the fewest pieces; -1 if there is none."""
     for stack in range(scratch.stacks[group]):
@@ -294,7 +294,7 @@ def _of_height(scratch: Scratch, group: int, height: int) -> int:
     return -1
 
 
-@njit(cache=True)
+@compiled
 def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: float) -> float:
     """Find the spiral with the least key of the gathered stacks; return its key if below `best`."""
     stacks, taken, height = scratch.stacks, scratch.taken, scratch.height
@@ -320,7 +320,7 @@ def _spirals_of(forest: Forest, scratch: Scratch, begin: int, end: int, best: fl
     return best
 
 
-@njit(cache=True)
+@compiled
 def _is_first(forest: Forest, side: int, piece: int) -> bool:
     """Tell whether a piece is the first of its list with its other end."""
     earlier = forest.piece[BEFORE + side, piece]
@@ -331,7 +331,7 @@ def _is_first(forest: Forest, side: int, piece: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def _spirals_around(forest: Forest, scratch: Scratch, left: int, right: int, best: float) -> float:
     """Find the spiral with the least key around the pieces that live from `left` to `right`."""
     before = forest.head[LAST, left]
@@ -353,7 +353,7 @@ def _spirals_around(forest: Forest, scratch: Scratch, left: int, right: int, bes
     return best
 
 
-@njit(cache=True)
+@compiled
 def best_join(forest: Forest, scratch: Scratch, boundary: int) -> float:
     """Find the join with the least key at a boundary, spirals by their middle; return its key."""
     best = best_beside(forest, scratch, boundary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
 from memopt.passes.place.join_kernels import (
@@ -23,13 +22,14 @@ from memopt.passes.place.join_kernels import (
     join,
 )
 from memopt.passes.place.repair_kernels import random_share
+from memopt.solvers.compiled import compiled
 
 MOST_DISSOLVED, MOST_DEPTH, ACROSS = 3, 3, 0.2
 """The most pieces dissolved at once, the most nested ones of them, and how often a piece that lives
 across the boundary is among them."""
 
 
-@njit(cache=True)
+@compiled
 def rejoin(forest: Forest, scratch: Scratch) -> None:
     """Join pieces until no join is left: each time by a join with the least key, drawn among equal
     ones."""
@@ -51,7 +51,7 @@ def rejoin(forest: Forest, scratch: Scratch) -> None:
             join(forest, scratch)
 
 
-@njit(cache=True)
+@compiled
 def _one_of(forest: Forest, random: Ints, boundary: int, across: bool) -> int:
     """Draw a joined piece that begins or ends at a boundary, or crosses it; -1 if there is none."""
     chosen, equal = -1, 0
@@ -70,7 +70,7 @@ def _one_of(forest: Forest, random: Ints, boundary: int, across: bool) -> int:
     return chosen
 
 
-@njit(cache=True)
+@compiled
 def _ruin(forest: Forest, scratch: Scratch) -> None:
     """Dissolve some pieces at one boundary, and forbid the first of these joins for now."""
     random = scratch.random
@@ -98,13 +98,13 @@ def _ruin(forest: Forest, scratch: Scratch) -> None:
             piece = chosen
 
 
-@njit(cache=True)
+@compiled
 def _copy(source: Forest, target: Forest) -> None:
     target.piece[:], target.head[:] = source.piece, source.head
     target.due[:], target.tally[:] = source.due, source.tally
 
 
-@njit(cache=True)
+@compiled
 def improve(forest: Forest, kept: Forest, best: Forest, scratch: Scratch, work_limit: int) -> None:
     """Dissolve and join again for an amount of work, or until all pieces live all the time.
 

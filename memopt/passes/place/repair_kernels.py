@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
+from memopt.solvers.compiled import compiled
 
 INFINITE = 1 << 60
 JUST_PLACED = 50
@@ -34,14 +34,14 @@ class Buffers(NamedTuple):
     overlaps: Ints
 
 
-@njit(cache=True)
+@compiled
 def random_share(state: Ints) -> float:
     """Return the next number in [0, 1) of a linear congruential generator modulo 2³¹ - 1."""
     state[0] = state[0] * 48271 % 2147483647
     return float(state[0]) / 2147483647.0
 
 
-@njit(cache=True)
+@compiled
 def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
     """Return the position of the heaviest of the waiting buffers."""
     best = 0
@@ -51,7 +51,7 @@ def _heaviest(waiting: Ints, count: int, weight: Ints) -> int:
     return best
 
 
-@njit(cache=True)
+@compiled
 def _cheapest(
     step: int, floor: int, top: int, events: Ints, change: Ints, count: int, cost: int, rng: Ints
 ) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def _cheapest(
             k += 1
 
 
-@njit(cache=True)
+@compiled
 def _obstacles(
     buffers: Buffers, offset: Ints, cost: Ints, buffer: int, top: int, events: Ints, change: Ints
 ) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def _obstacles(
     return found, at_floor
 
 
-@njit(cache=True)
+@compiled
 def _eject(buffers: Buffers, offset: Ints, buffer: int, waiting: Ints, waits: int) -> int:
     """Make the buffers that overlap `buffer` wait; return how many wait now."""
     bottom = offset[buffer]
@@ -122,7 +122,7 @@ def _eject(buffers: Buffers, offset: Ints, buffer: int, waiting: Ints, waits: in
     return waits
 
 
-@njit(cache=True)
+@compiled
 def repair(
     buffers: Buffers,
     first_weight: Ints,

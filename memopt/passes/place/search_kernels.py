@@ -31,9 +31,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from memopt.passes.place.buffers import Ints
+from memopt.solvers.compiled import compiled_as_numpy
 
 FOUND, EXHAUSTED, STOPPED, FULL = 1, 0, -1, -2
 INFINITE = np.int64(1) << np.int64(60)
@@ -81,14 +81,14 @@ class State(NamedTuple):
     """Unplaced buffers that are in this section and the next."""
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _push(state: State, trail: Ints, kind: int, index: int | np.uintp, old: int) -> None:
     position = state.counters[TRAIL_COUNT]
     trail[position, 0], trail[position, 1], trail[position, 2] = kind, index, old
     state.counters[TRAIL_COUNT] = position + 1
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _undo(instance: Instance, state: State, trail: Ints, mark: int) -> None:
     position = state.counters[TRAIL_COUNT]
     while position > mark:
@@ -109,7 +109,7 @@ def _undo(instance: Instance, state: State, trail: Ints, mark: int) -> None:
     state.counters[TRAIL_COUNT] = mark
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _rests_free(instance: Instance, state: State, buffer: int) -> bool:
     """Tell whether no unplaced buffer that overlaps `buffer` fits below its least offset."""
     for k in range(instance.overlap_start[buffer], instance.overlap_start[buffer + 1]):
@@ -122,7 +122,7 @@ def _rests_free(instance: Instance, state: State, buffer: int) -> bool:
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _select(
     instance: Instance, state: State, low: int, high: int, capacity: int, slack_weight: int
 ) -> int:
@@ -160,7 +160,7 @@ def _select(
     return best
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _place(instance: Instance, state: State, trail: Ints, chosen: int) -> None:
     """Put `chosen` at its least offset; the buffers that overlap it lie above."""
     base = state.least[chosen]
@@ -187,7 +187,7 @@ def _place(instance: Instance, state: State, trail: Ints, chosen: int) -> None:
                     state.touched[section] = 1
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _lift(instance: Instance, state: State, trail: Ints, chosen: int) -> bool:
     """Lift `chosen` above its least offset, onto an unplaced buffer; False if there is none."""
     top = INFINITE
@@ -206,7 +206,7 @@ def _lift(instance: Instance, state: State, trail: Ints, chosen: int) -> bool:
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _infer(
     instance: Instance, state: State, trail: Ints, section: int, capacity: int, room: bool
 ) -> int:
@@ -247,7 +247,7 @@ def _infer(
     return rose
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _propagate(
     instance: Instance, state: State, trail: Ints, low: int, high: int, capacity: int
 ) -> bool:
@@ -269,7 +269,7 @@ def _propagate(
     return fits
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _split(state: State, low: int, high: int, owner: int) -> None:
     """Add the independent components of sections [low, high) to the pending list."""
     start = low
@@ -287,7 +287,7 @@ def _split(state: State, low: int, high: int, owner: int) -> None:
         start = section + 1
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _start(state: State, capacity: int) -> bool:
     """Set the search up; False when some section exceeds the capacity by itself."""
     for section in range(state.remaining.shape[0]):
@@ -298,7 +298,7 @@ def _start(state: State, capacity: int) -> bool:
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _descend(state: State) -> None:
     """Open the next pending component as a new level."""
     state.counters[PENDING_COUNT] -= 1
@@ -311,7 +311,7 @@ def _descend(state: State) -> None:
     state.counters[DEPTH] = depth
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def _backtrack(instance: Instance, state: State, trail: Ints, depth: int, capacity: int) -> bool:
     """Answer "above" at the deepest level that can; False when none can."""
     while depth >= 0:
@@ -327,7 +327,7 @@ def _backtrack(instance: Instance, state: State, trail: Ints, depth: int, capaci
     return False
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_as_numpy
 def search(
     instance: Instance,
     state: State,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memopt.models.device import Device
@@ -18,6 +18,8 @@ STEPS = 500
 LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
 """Seconds: a search that may take less is not begun; one without a plan may take at least so many;
 the most for all members together."""
+LEADING, BEFORE = 10.0, 0.1
+"""The leader's weight where there is no plan; the share of a member before it, of the time left."""
 NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
 
@@ -40,7 +42,8 @@ class Portfolio:
         impossible: whether it is proved that no plan is within the budget.
         gap: to the bound, at which the search ends.
         limit_s: seconds for all members; None: as long as it is worth to the plan found so far.
-        weights: member → its weight when the time left is shared out; 1 where it is not named.
+        leader: the member that gets all the time left as soon as there is a plan, so that it plans
+            as it would alone; before, its weight is LEADING times another's. "": none.
     """
 
     budget_bytes: int | None
@@ -51,7 +54,7 @@ class Portfolio:
     impossible: bool = False
     gap: float = NOTHING_FASTER
     limit_s: float | None = None
-    weights: Mapping[str, float] = field(default_factory=dict)
+    leader: str = ""
     bounding: frozenset[str] = frozenset()
     """Members whose bound holds for the plans of all members."""
     outcomes: list[MemberOutcome] = field(default_factory=list)
@@ -104,10 +107,7 @@ class Portfolio:
             if over and (self.best is not None or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
-            weights = [self.weights.get(one.strategy.name, 1.0) for one in members[index:]]
-            # Machine code, which the first plan on a machine waits for, is not a member's to save.
-            alone = member.quick and self.limit_s is None
-            share_s = deadline.left_s * (1.0 if alone else weights[0] / sum(weights))
+            share_s = deadline.left_s * self._share(members[index:])
             try:
                 known = self.programs
                 outcome = member.run(self.budget_bytes, self.device, share_s, report, known)
@@ -118,6 +118,35 @@ class Portfolio:
             bound_s = outcome.solution.lower_bound_s if name in self.bounding else None
             if bound_s is not None and math.isfinite(bound_s):
                 self.least_s = max(self.least_s, bound_s)
+
+    def _share(self, members: Sequence[Member]) -> float:
+        """Return the share of the time left that the first of the members may take."""
+        first, names = members[0], [member.strategy.name for member in members]
+        if first.quick and self.limit_s is None:
+            # Machine code, which the first plan on a machine waits for, is not its to save.
+            return 1.0
+        if self.leader not in names:
+            return 1 / len(members)
+        if names[0] == self.leader:
+            return 1.0 if self.best is not None else LEADING / (LEADING + len(members) - 1)
+        # What comes before the leader must leave it nearly all the time.
+        return BEFORE
+
+    @property
+    def ended(self) -> str:
+        """Say why no further member was asked."""
+        best = self.best
+        if self.interrupted:
+            return "interrupted"
+        if best is not None and best.time_s <= self.least_s * (1 + NOTHING_FASTER):
+            return "no plan is faster"
+        if best is not None and self.done:
+            return f"within {self.gap:.2%} of the bound"
+        if self.limit_s is not None and time.monotonic() >= self.began_s + self.limit_s:
+            return f"the limit of {self.limit_s:.3g} s"
+        if time.monotonic() >= self.end_s(quick=False):
+            return f"more time would not come back in {STEPS} steps"
+        return "all were asked"
 
 
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:

@@ -32,9 +32,9 @@ from memopt.strategies.shared.members import Member, MemberOutcome, fitting, for
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 ORDER = Olla(place=False)
-WEIGHTS = {"joint": 10.0, "rotor-menus": 4.0}
-"""Of the time left: a member's is its weight's share among those still to be asked; else 1."""
-GRAPH_MEMBERS = ("store-all", "sequential", "rotor", "rotor-menus", "joint", "monet")
+LEADER = "joint"
+"""Alone it is the fastest nearly everywhere, so that it gets the time of a search."""
+GRAPH_MEMBERS = ("store-all", "sequential", "rotor", LEADER, "rotor-menus", "monet")
 """Members for the graph of a step, in the order in which they are asked."""
 MOVING_MEMBERS = ("offload-graph",)
 """Those after them, over a known link."""
@@ -53,18 +53,19 @@ class Auto(Strategy):
     """The fastest plan of all strategies together, in a time that pays back; the default.
 
     A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
-    Then, for a step's graph, rotor-menus, joint (which starts from the plans so far and from
-    offload-graph's) and monet, and another order of operators; for a bare chain all strategies for
-    chains. It ends where the plan is within `gap` of a bound, or the time is up: without a limit
-    500 times the seconds that a step could still gain, at most a minute; where that is less than a
-    second the plan made at once is taken. Where there is no backward only those are asked whose
-    plans may lower its memory.
+    Then, for a step's graph, joint, which starts from the plans so far and gets all the time that
+    is left; where it ends early rotor-menus, monet, offload-graph and another order of operators.
+    For a bare chain all strategies for chains. It ends where the plan is within `gap` of a bound,
+    or the time is up: without a limit 500 times the seconds that a step could still gain, at most
+    a minute; where that is less than a second the plan made at once is taken. Where there is no
+    backward only those are asked whose plans may lower its memory.
 
     All plans are validated and replayed before they are compared. The solution's stats say what
-    each member did ("tried"), who won ("chosen") and why ("reason"). Of equally fast plans that of
-    the member asked first is taken. Where the time ends without a plan, members that have one at
-    once are asked for it ("at_once"). With a time limit that stops a member, another run may give
-    another plan. The bound is that of joint's class, which plans of another order are not in.
+    each member did ("tried"), who won ("chosen"), why ("reason"), and why no more were asked
+    ("ended"). Of equally fast plans that of the member asked first is taken. Where the time ends
+    without a plan, members that have one at once are asked for it ("at_once"). With a time limit
+    that stops a member, another run may give another plan. The bound is that of joint's class,
+    which plans of another order are not in.
 
     Attributes:
         members: what to ask instead, in this order: each an even share of the time that is left,
@@ -88,7 +89,6 @@ class Auto(Strategy):
         recompute=True, offload=True, order=True, place=True, implementations=True
     )
     decides_in_place: ClassVar[bool] = True
-    refines_smallest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.time_limit_s is not None and not self.time_limit_s > 0:
@@ -99,6 +99,9 @@ class Auto(Strategy):
             check_bytes("Auto", host_budget_bytes=self.host_budget_bytes)
         if any(isinstance(member, Auto) for member in self.members):
             raise ValueError("Auto: an auto cannot be a member of an auto")
+
+    def refines_smallest(self, cost_model: CostModel) -> bool:
+        return not isinstance(cost_model, Graph) or len(cost_model.operators) <= SMALL
 
     def only_exact_implementations(self) -> bool | None:
         return None if self.members else True
@@ -129,7 +132,7 @@ class Auto(Strategy):
         step = isinstance(cost_model, Graph) and not cost_model.is_forward
         if not step:
             forward = isinstance(cost_model, Graph)
-            own = [one for one in known.values() if one.name != "joint" or not forward]
+            own = [one for one in known.values() if one.name != LEADER or not forward]
             return tuple(one for one in own if linked or not one.features.offload)
         names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
         return *(known[name] for name in names), ORDER
@@ -179,8 +182,8 @@ class Auto(Strategy):
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
             gap=NOTHING_FASTER if self.members else self.gap,
             limit_s=MOST_S if limit_s is None and self.members else limit_s,
-            weights={} if self.members else WEIGHTS,
-            bounding=frozenset({"joint"} if step and not self.members else ()),
+            leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
+            bounding=frozenset({LEADER} if step and not self.members else ()),
         )
 
 
@@ -192,10 +195,10 @@ def _in_order(
     may suffice alone, it is looked for behind the members that plan at once."""
     impossible = budget_bytes is not None and memory_lower_bound(graph) > budget_bytes
     if impossible and len(graph.operators) > SMALL:
-        return tuple(one for one in members if one.quick or one.strategy.name == "joint")
+        return tuple(one for one in members if one.quick or one.strategy.name == LEADER)
     if budget_bytes is None:
-        # joint has the fastest program at once.
-        return tuple(sorted(members, key=lambda member: member.strategy.name != "joint"))
+        # It has the fastest program at once.
+        return tuple(sorted(members, key=lambda member: member.strategy.name != LEADER))
     peak_bytes = replay(graph, store_all(graph)).peak_bytes
     if budget_bytes < IN_REACH * peak_bytes:
         return tuple(members)
@@ -212,6 +215,7 @@ def _solution(search: Portfolio, members: Sequence[Member], refused: tuple[str, 
     stats: dict[str, object] = {"tried": tried, "not_tried": left, "refused": refused}
     if search.at_once:
         stats["at_once"] = tuple(outcome.line for outcome in search.at_once)
+    stats["ended"] = search.ended
     stats["solve_s"] = time.monotonic() - search.began_s
     best = search.best
     if best is None:

@@ -16,9 +16,9 @@ from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 
-LARGE = 1000
 CHANGES = 3000
-"""The most changes tried; a count, so that the budget named does not depend on the machine."""
+"""The most changes tried; a count, so that the budget named in time does not depend on the
+machine."""
 
 
 def least_memory(
@@ -29,15 +29,18 @@ def least_memory(
     Args:
         mover: says what may move; its own budget does not count.
         starts: runs to begin from, at least one.
-        deadline: of the search in a step of more than LARGE operators.
+        deadline: of the search.
     """
-    found = [(runs, mover.floor_bytes(runs)) for runs in starts]
+    until = deadline or Deadline()
+    found: list[tuple[Ints, int]] = []
+    for runs in starts:
+        if found and not until.left_s:
+            break
+        found.append((runs, mover.floor_bytes(runs)))
     runs, least_bytes = min(found, key=lambda pair: pair[1])
     rng, tried = Random(0), 0
     nothing = np.zeros(mover.arrays.size_bytes.size, dtype=np.bool_)
     going = True
-    large = len(mover.table.graph.operators) > LARGE
-    until = deadline if deadline is not None and large else Deadline()
     while going and tried < CHANGES and until.left_s:
         going = False
         at = Decisions(mover.used(runs), nothing, nothing)

@@ -8,12 +8,12 @@ there.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from memopt.solvers.compiled import compiled_unlocked
 from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArrays
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
     """Return (for each read of the runs in turn, whether it is the last one of its lifetime; for
     each write, whether it is kept; whether all reads find their tensors)."""
@@ -53,7 +53,7 @@ def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
     return last, stays, not needed.any()
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
     """Leave out runs whose results nothing reads, but for first runs of operators that must run."""
     points = runs.size
@@ -89,7 +89,7 @@ def used_runs(v: VariantArrays, runs: Ints, must: Flags) -> Ints:
     return runs[keep]
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def memory_of(
     v: VariantArrays, runs: Ints, last: Flags, stays: Flags, least_bytes: int
 ) -> tuple[Ints, Ints]:
@@ -149,7 +149,7 @@ def memory_of(
     return need, gaps[:count]
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _read_later(v: VariantArrays, runs: Ints, after: int, tensor: int) -> bool:
     for p in range(after + 1, runs.size):
         if runs[p] >= 0:
@@ -159,7 +159,7 @@ def _read_later(v: VariantArrays, runs: Ints, after: int, tensor: int) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def durations_of(v: VariantArrays, runs: Ints) -> Floats:
     """Return the seconds of each time point."""
     found = np.zeros(runs.size)

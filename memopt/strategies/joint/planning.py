@@ -41,6 +41,8 @@ from memopt.strategies.target import Target
 START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
 """Shares of the time left: for single strategies' plans, the relaxation, programs in larger
 budgets, and descents beyond the first."""
+CHECKS, MOST_CHECKS = 4.0, 0.3
+"""Time kept for the last checks, in times of storing everything, and its most of the time left."""
 SMALL = 1e-3
 """Tensors below this share of the bytes that the step adds to the resident ones never move."""
 DESCENTS, BUDGETS, SWEPT = 12, 10, 32
@@ -75,7 +77,7 @@ class JointPlanning:
         changes: the most changes that each annealing tries.
         seed: the local search's.
         least_bytes: tensors smaller than this never move; None: as SMALL says.
-        known: programs to start from, in place of those of strategies for chains.
+        known: programs to start from, too.
     """
 
     graph: Graph
@@ -133,8 +135,12 @@ class JointPlanning:
 
     def solution(self, members: Sequence[Member]) -> Solution:
         """Plan, and return the solution with its proof."""
+        begin_s = time.monotonic()
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
+        # What is found must be made a program, validated and replayed.
+        checks_s = min(CHECKS * (time.monotonic() - begin_s), MOST_CHECKS * self.deadline.left_s)
+        self.deadline.at_s -= checks_s
         for program in self.known:
             self.offer(program, "known")
             self._seed(program)
@@ -149,7 +155,7 @@ class JointPlanning:
             )
             if not self.done:
                 # First, since what it learns about stages also serves the larger budgets.
-                self._start([member for member in chains if not (self.near or self.known)])
+                self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
@@ -310,6 +316,8 @@ class JointPlanning:
         """Descend from the fastest of the runs known."""
         known = self._distinct()
         self.runs = []
+        if known and self.best is None:
+            self.offer(self.mover.program(known[0]), "starts")
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
         for number, moved in enumerate(known[:DESCENTS]):
             over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
@@ -320,7 +328,13 @@ class JointPlanning:
 
     def _distinct(self) -> list[Moved]:
         """Return the known runs that fit, each once, without unread runs; the fastest first."""
-        found = {moved.runs.tobytes(): moved for moved in map(self.mover.moved, self.runs)}
+        found: dict[bytes, Moved] = {}
+        fits = False
+        for runs in self.runs:
+            if fits and self.deadline.passed(0.6, "joint: starts"):
+                break
+            moved = self.mover.moved(runs)
+            found[moved.runs.tobytes()], fits = moved, fits or moved.fits
         return sorted((one for one in found.values() if one.fits), key=lambda one: one.time_s)
 
     def _anneal(self) -> None:

@@ -10,12 +10,11 @@ from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline, replay
-from memopt.solvers.running import Solver, SolverOptions
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.relaxation import LinkedModel
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.run_table import Flags, Ints
-from memopt.strategies.shared.time_point_search import ROUND_SHARE, TimePointSearch
+from memopt.strategies.shared.time_point_search import TimePointSearch
 from memopt.strategies.shared.timing import TIMINGS
 
 
@@ -51,15 +50,7 @@ class LinkedSearch(TimePointSearch):
             device=self.mover.device,
             least_bytes=self.least_bytes,
         )
-        left_s = self.deadline.left_s
-        options = SolverOptions(
-            Solver.HIGHS,
-            time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
-            progress=self.deadline.progress,
-            gap=self.gap,
-        )
-        answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
-        self.rounds += 1
+        answer = self._answer(built, self.gap)
         if not any(free):
             self.bound_s = max(self.bound_s, answer.bound)
             self.infeasible = self.infeasible or answer.status is Status.INFEASIBLE

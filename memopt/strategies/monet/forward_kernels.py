@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from memopt.solvers.compiled import compiled
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -62,7 +63,7 @@ class GraphArrays(NamedTuple):
     seconds: Floats
 
 
-@njit(cache=True)
+@compiled
 def memory(sequence: Ints, graph: GraphArrays) -> Ints:
     """Return the bytes at every run of a sequence."""
     length, tensors = sequence.size, graph.size.size
@@ -97,7 +98,7 @@ def memory(sequence: Ints, graph: GraphArrays) -> Ints:
     return found[:length]
 
 
-@njit(cache=True)
+@compiled
 def excess(need: Ints, budget: int) -> float:
     """Sum the bytes over the budget at every run."""
     total = 0.0
@@ -107,7 +108,7 @@ def excess(need: Ints, budget: int) -> float:
     return total
 
 
-@njit(cache=True)
+@compiled
 def time_of(sequence: Ints, graph: GraphArrays) -> float:
     """Return the seconds of a sequence."""
     total = 0.0
@@ -116,7 +117,7 @@ def time_of(sequence: Ints, graph: GraphArrays) -> float:
     return total
 
 
-@njit(cache=True)
+@compiled
 def without_useless(sequence: Ints, graph: GraphArrays) -> Ints:
     """Leave out repeated runs that nothing reads from."""
     needed = np.zeros(graph.size.size, np.bool_)
@@ -136,7 +137,7 @@ def without_useless(sequence: Ints, graph: GraphArrays) -> Ints:
     return sequence[stays]
 
 
-@njit(cache=True)
+@compiled
 def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
     """Tell for every position whether its operator ran before."""
     seen = np.zeros(graph.again.size, np.bool_)
@@ -147,7 +148,7 @@ def repeated(sequence: Ints, graph: GraphArrays) -> npt.NDArray[np.bool_]:
     return found
 
 
-@njit(cache=True)
+@compiled
 def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
     """Return, for every tensor that is in memory before position `at`, the position of its copy's
     next reader: the sequence's length for results, NOTHING without a reader or a copy."""
@@ -169,7 +170,7 @@ def next_reads(sequence: Ints, at: int, graph: GraphArrays) -> Ints:
     return found
 
 
-@njit(cache=True)
+@compiled
 def some_position(need: Ints, budget: int) -> int:
     """Draw a position, often one over the budget."""
     found = np.random.randint(0, need.size)
@@ -181,7 +182,7 @@ def some_position(need: Ints, budget: int) -> int:
     return found
 
 
-@njit(cache=True)
+@compiled
 def some_tensor(at: int, i: int, ahead: Ints, graph: GraphArrays) -> int:
     """Draw a tensor that need not be in memory at a position, large ones that are read late more
     often; NOTHING if there is none.
@@ -206,7 +207,7 @@ def some_tensor(at: int, i: int, ahead: Ints, graph: GraphArrays) -> int:
     return found
 
 
-@njit(cache=True)
+@compiled
 def with_runs(sequence: Ints, at: int, first: int, share: float, graph: GraphArrays) -> Ints:
     """Run operator `first` again at a position, and before it a random share of the operators that
     make its operands, and so on, if these are not in memory anyway."""
@@ -223,7 +224,7 @@ def with_runs(sequence: Ints, at: int, first: int, share: float, graph: GraphArr
     return np.concatenate((sequence[:at], more, sequence[at:]))
 
 
-@njit(cache=True)
+@compiled
 def with_more(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
     """Split the lifetime of a tensor: run an operator again before the tensor's next reader."""
     at = some_position(need, budget)
@@ -237,7 +238,7 @@ def with_more(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> In
     return with_runs(sequence, place, graph.made_by[t], np.random.random(), graph)
 
 
-@njit(cache=True)
+@compiled
 def with_less(sequence: Ints, again: npt.NDArray[np.bool_], at: int) -> Ints:
     """Remove the repeated run at a position, and sometimes some that follow it directly."""
     end = at + 1
@@ -248,7 +249,7 @@ def with_less(sequence: Ints, again: npt.NDArray[np.bool_], at: int) -> Ints:
     return np.concatenate((sequence[:at], sequence[end:]))
 
 
-@njit(cache=True)
+@compiled
 def with_moved(sequence: Ints, at: int) -> Ints:
     """Move the repeated run at a position, not before an earlier run of the same operator."""
     i, lowest = sequence[at], at
@@ -260,7 +261,7 @@ def with_moved(sequence: Ints, at: int) -> Ints:
     return np.concatenate((rest[:to], sequence[at : at + 1], rest[to:]))
 
 
-@njit(cache=True)
+@compiled
 def changed(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints:
     """Draw a neighbour of a sequence."""
     again = repeated(sequence, graph)
@@ -274,7 +275,7 @@ def changed(sequence: Ints, need: Ints, budget: int, graph: GraphArrays) -> Ints
     return without_useless(found, graph)
 
 
-@njit(cache=True)
+@compiled
 def annealed(
     sequence: Ints,
     graph: GraphArrays,

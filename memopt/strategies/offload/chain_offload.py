@@ -64,6 +64,11 @@ class OffloadChoice:
     stats: Mapping[str, object] = field(default_factory=dict)
 
 
+SCHEDULE_S, MOST_KEPT = 3e-4, 0.5
+"""Seconds per stage that a choice leaves for making its schedule, and their most of the time left.
+"""
+
+
 @dataclass(frozen=True)
 class ChainOffload(Strategy):
     """A strategy that moves saved activations ā^ℓ (and a^0) to the host and back.
@@ -118,15 +123,16 @@ class ChainOffload(Strategy):
             return Solution(
                 Status.INFEASIBLE,
                 smallest_budget_bytes=chain.resident_bytes + least.capacity_bytes,
-                smallest=_solution(least, self.least_choice(least), started),
+                smallest=_solution(least, self.least_choice(least), started, deadline),
             )
         if not self.within_host(problem.excess_bytes):
             self.refuse_host(problem, problem.excess_bytes)
         if problem.excess_bytes == 0:
             choice = OffloadChoice(Transfers((), ()))
         else:
-            choice = self.choose(problem, deadline)
-        return _solution(problem, choice, started)
+            kept_s = min(SCHEDULE_S * len(chain), MOST_KEPT * deadline.left_s)
+            choice = self.choose(problem, Deadline(deadline.at_s - kept_s, progress))
+        return _solution(problem, choice, started, deadline)
 
     def refuse_host(self, problem: OffloadProblem, wanted_bytes: int) -> NoReturn:
         """Raise the error that says that the host budget is too small.
@@ -161,8 +167,10 @@ class ChainOffload(Strategy):
         return self.host_budget_bytes is None or amounts_bytes <= self.host_budget_bytes
 
 
-def _solution(problem: OffloadProblem, choice: OffloadChoice, started: float) -> Solution:
-    built = best_schedule(problem, choice.transfers)
+def _solution(
+    problem: OffloadProblem, choice: OffloadChoice, started: float, deadline: Deadline
+) -> Solution:
+    built = best_schedule(problem, choice.transfers, deadline)
     if built is None:
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built

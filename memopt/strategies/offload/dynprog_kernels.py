@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from memopt.solvers.compiled import compiled, compiled_unlocked
 from memopt.strategies.offload.rounding import RecurrenceData
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ KEPT, OUT, BACK, IDLE = 0, 1, 2, 3
 NO_LAST = -1
 
 
-@njit(cache=True)
+@compiled
 def advance(data: RecurrenceData, state: Floats, i: int, offloaded: bool, new: Floats) -> None:
     """Advance label `state` of i to label `new` of i+1: (2)-(5), (7), (8).
 
@@ -51,7 +51,7 @@ def advance(data: RecurrenceData, state: Floats, i: int, offloaded: bool, new: F
         new[BACK] = state[BACK] - moved_b
 
 
-@njit(cache=True)
+@compiled
 def turning_idle(data: RecurrenceData, state: Floats, last: int) -> float:
     """Return ε_G, the idle time between F_L and B_L (9, 10)."""
     ratio = data.ratio
@@ -83,7 +83,7 @@ def turning_idle(data: RecurrenceData, state: Floats, last: int) -> float:
     return float(idle * ratio)
 
 
-@njit(cache=True)
+@compiled
 def remaining(state: Floats, i: int, excess: Floats, left: Floats, ratio: float) -> float:
     """Return a lower bound on the idle time still to come.
 
@@ -99,7 +99,7 @@ def remaining(state: Floats, i: int, excess: Floats, left: Floats, ratio: float)
     return float(max(0.0, out + back * ratio - left[i]))
 
 
-@njit(cache=True)
+@compiled
 def evaluate(data: RecurrenceData, offloaded: Bools) -> float:
     """Return the total idle time of one set of offloads; infinite if it does not fit."""
     state, new = np.zeros(4), np.zeros(4)
@@ -114,7 +114,7 @@ def evaluate(data: RecurrenceData, offloaded: Bools) -> float:
     return float(state[IDLE] + turning_idle(data, state, last))
 
 
-@njit(cache=True)
+@compiled
 def dominates(
     a: Floats, last_a: int, b: Floats, last_b: int, ratio: float, exact: bool, tolerance: float
 ) -> bool:
@@ -128,7 +128,7 @@ def dominates(
     return bool(follow <= lead + tolerance)
 
 
-@njit(cache=True)
+@compiled
 def thin(
     states: Floats, lasts: Ints, links: Links, start: int, begin: int, end: int,
     exact: bool, ratio: float, tolerance: float,
@@ -151,7 +151,7 @@ def thin(
     return left
 
 
-@njit(cache=True)
+@compiled
 def select(
     states: Floats, lasts: Ints, links: Links, count: int, width: int, exact: bool, ratio: float,
     free_kept: float,
@@ -187,7 +187,7 @@ def select(
     return left, cut
 
 
-@njit(cache=True)
+@compiled
 def expand(
     data: RecurrenceData,
     i: int,
@@ -231,7 +231,7 @@ def expand(
     return size
 
 
-@njit(cache=True)
+@compiled
 def future(data: RecurrenceData) -> tuple[Floats, Floats]:
     """Return `excess` and `left` of `remaining`, for every i."""
     n = len(data.sizes)
@@ -243,7 +243,7 @@ def future(data: RecurrenceData) -> tuple[Floats, Floats]:
     return excess, left
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def solve(
     data: RecurrenceData, limit: float, host: float, width: int, exact: bool, stop: Bools
 ) -> tuple[Bools, float, int, int]:

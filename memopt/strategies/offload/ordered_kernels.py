@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from memopt.solvers.compiled import compiled, compiled_unlocked
 from memopt.strategies.offload.problem import ProblemArrays
 
 Ints = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-@njit(cache=True)
+@compiled
 def fits(need: Ints, amounts: Ints) -> bool:
     """Tell whether every operation has room once all amounts that it does not touch are on the
     host."""
@@ -32,7 +32,7 @@ def fits(need: Ints, amounts: Ints) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
     """Return, for each operation, the most bytes that may be back once its predecessor has ended.
 
@@ -49,7 +49,7 @@ def allowances(need: Ints, amounts: Ints, last: int, total: int) -> Ints:
     return allowed
 
 
-@njit(cache=True)
+@compiled
 def prefetch_until(
     state: Ints,
     clock: Floats,
@@ -85,7 +85,7 @@ def prefetch_until(
             state[2] = 0
 
 
-@njit(cache=True)
+@compiled
 def room_time(
     need: int,
     whole: bool,
@@ -110,7 +110,7 @@ def room_time(
     return float(offloads[j, 0] + latency_s + left / to_host)
 
 
-@njit(cache=True)
+@compiled
 def replay(data: ProblemArrays, amounts: Ints, whole: bool) -> tuple[Floats, Floats, Floats, float]:
     """Return the start of each operation, (start, end) of each copy out and back, and the makespan.
 
@@ -154,13 +154,13 @@ def replay(data: ProblemArrays, amounts: Ints, whole: bool) -> tuple[Floats, Flo
     return starts, offloads, prefetches, now
 
 
-@njit(cache=True)
+@compiled
 def makespan(data: ProblemArrays, amounts: Ints, whole: bool) -> float:
     """Return the makespan alone; infinite if the schedule does not fit."""
     return replay(data, amounts, whole)[3]
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def improve(
     data: ProblemArrays, chosen: Bools, host: float, evaluations: int, stop: Bools
 ) -> tuple[Bools, float]:
@@ -200,7 +200,7 @@ def improve(
     return best, best_time
 
 
-@njit(cache=True)
+@compiled
 def tflms_backward(
     data: ProblemArrays, chosen: Ints, distance: int, made: Floats, out_end: Floats
 ) -> tuple[Floats, Floats, float]:
@@ -229,7 +229,7 @@ def tflms_backward(
     return starts, prefetch_start, now
 
 
-@njit(cache=True)
+@compiled
 def tflms_peak_and_time(data: ProblemArrays, chosen: Ints, distance: int) -> tuple[int, float]:
     """Return peak memory and makespan with these activations offloaded."""
     durations, used, sizes = data.durations_s, data.used, data.sizes
@@ -253,7 +253,7 @@ def tflms_peak_and_time(data: ProblemArrays, chosen: Ints, distance: int) -> tup
     return peak, end
 
 
-@njit(cache=True)
+@compiled
 def tflms_table(data: ProblemArrays) -> tuple[Ints, Floats]:
     """Return (peak, time) for every number of tensors and every prefetch distance."""
     n = len(data.sizes) - 1

@@ -12,6 +12,7 @@ chooses.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from memopt.models.steps import ChainStep, Move
 from memopt.programs.link_clock import LinkClock
 from memopt.programs.replay import Timeline, replay
 from memopt.reductions.chain_to_graph import chain_to_graph
+from memopt.solvers.running import Deadline
 from memopt.strategies.offload.problem import OffloadProblem
 
 PATIENCE = (0.0, 0.5, 1.0, math.inf)
@@ -57,12 +59,17 @@ def ordered_transfers(
 
 
 def best_schedule(
-    problem: OffloadProblem, transfers: Transfers
+    problem: OffloadProblem, transfers: Transfers, deadline: Deadline | None = None
 ) -> tuple[tuple[ChainStep, ...], Timeline] | None:
-    """Return the fastest schedule over all `PATIENCE`; None if none keeps the budget."""
+    """Return the fastest schedule over all `PATIENCE`, or over those that there is time for; None
+    if none keeps the budget."""
     best: tuple[tuple[ChainStep, ...], Timeline] | None = None
-    view = chain_to_graph(problem.chain)
-    for patience in PATIENCE:
+    view, until = chain_to_graph(problem.chain), deadline or Deadline()
+    begin_s = time.monotonic()
+    for count, patience in enumerate(PATIENCE):
+        # One takes about as long as another.
+        if best is not None and until.left_s < (time.monotonic() - begin_s) / count:
+            break
         steps = build_schedule(problem, transfers, patience)
         if steps is None:
             continue
@@ -105,6 +112,7 @@ class _StepWriter:
         self.to_offload = list(transfers.out)
         self.to_release = list(transfers.out)
         self.to_prefetch = list(transfers.back)
+        self.waiting = set(transfers.back)
         self.away_bytes = self.back_bytes = 0
         self.total_bytes = sum(self.sizes[j] for j in transfers.out)
         self.allowed = self._allowances()
@@ -125,10 +133,11 @@ class _StepWriter:
         """Return, for each operation, the most bytes that may have come back when it starts, if
         everything else that moves is on the host."""
         allowed = [0] * (2 * self.stages)
-        bound = self.total_bytes
+        bound, kept = self.total_bytes, 0
+        moves = set(self.transfers.out)
         for k in reversed(range(2 * self.stages)):
             # F_k needs x_k and x_{k+1}: they are on the device, whatever has been copied.
-            kept = sum(self.sizes[j] for j in self.transfers.out if j >= k)
+            kept += self.sizes[k] if k in moves else 0
             bound = min(bound, self.total_bytes - kept - self.need[k])
             allowed[k] = bound
         return allowed
@@ -173,22 +182,28 @@ class _StepWriter:
         while self.to_prefetch:
             j = self.to_prefetch[0]
             # An activation that B_k reads, or that returns before such a one, cannot wait.
-            urgent = k >= self.stages and any(i in (reader, reader + 1) for i in self.to_prefetch)
+            urgent = k >= self.stages and not self.waiting.isdisjoint((reader, reader + 1))
             if not urgent and not self._worthwhile(k, j):
                 return True
             if j in self.to_release:
                 if not urgent:
                     return True
-                self.unreleased.add(self.to_prefetch.pop(0))
+                self.unreleased.add(self._next_prefetch())
                 self.to_release.remove(j)
                 continue
             if not self._make_room(k, self.sizes[j]):
                 return False
-            self.to_prefetch.pop(0)
+            self._next_prefetch()
             self.back_bytes += self.sizes[j]
             self.clock.copy_back(j, self.sizes[j])
             self.steps.append(ChainStep(Move.PREFETCH, j))
         return True
+
+    def _next_prefetch(self) -> int:
+        """Take the activation that comes back next."""
+        j = self.to_prefetch.pop(0)
+        self.waiting.discard(j)
+        return j
 
     def _worthwhile(self, k: int, j: int) -> bool:
         """Tell whether x_j may come back before operation k, and better now than after it."""

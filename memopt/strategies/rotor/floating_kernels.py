@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
+from memopt.solvers.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import ceil_div
 from memopt.strategies.rotor.steps_kernels import (

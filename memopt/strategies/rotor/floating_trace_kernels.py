@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
+from memopt.solvers.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.floating_kernels import gradient_need
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.schedules import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memopt.strategies.rotor.compiled import compiled, compiled_unlocked
+from memopt.solvers.compiled import compiled, compiled_unlocked
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.persistent_kernels import Rows, saving_need
 from memopt.strategies.rotor.schedules import (
@@ -95,7 +95,7 @@ def persistent_schedule(
     floor: Int64Array,
     memory: int,
     split_saving: bool,
-    split_on_tie: bool = False,
+    split_on_tie: bool,
 ) -> tuple[Int64Array, Int64Array]:
     """Return (the schedule for `memory` bytes (Algorithm 4), as codes; the option that saves each
     stage); without codes if none fits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memopt.strategies.rotor.compiled import compiled
+from memopt.solvers.compiled import compiled
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
 from memopt.strategies.rotor.schedules import (
     BACKWARD,

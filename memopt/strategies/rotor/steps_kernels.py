@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.strategies.rotor.compiled import compiled
+from memopt.solvers.compiled import compiled
 from memopt.strategies.rotor.model import Float64Array, Int64Array
 
 FAR = 2**61

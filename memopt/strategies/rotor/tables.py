@@ -13,8 +13,8 @@ import numpy as np
 
 from memopt.models.chain import Chain
 from memopt.models.quantize import SlotScale
+from memopt.solvers.compiled import thread_count
 from memopt.solvers.running import Stopped
-from memopt.strategies.rotor.compiled import thread_count
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
 from memopt.strategies.rotor.floating_trace_kernels import Whole, floating_schedule, least_memory
 from memopt.strategies.rotor.model import ChainArrays, Int64Array
@@ -71,7 +71,7 @@ def persistent_plans(
 
     def trace(arrays: ChainArrays, table: Rows, budgets: list[int]) -> None:
         def schedule(memory: int) -> Codes:
-            return persistent_schedule(arrays, table, floor, memory, split_saving)[0]
+            return persistent_schedule(arrays, table, floor, memory, split_saving, False)[0]
 
         candidates.extend(traced(chain, arrays, budgets, schedule))
 

@@ -73,6 +73,8 @@ def programs_of_chain(
     view = linearize(graph)
     known = set[tuple[ChainStep, ...]]()
     for budget_bytes in budgets:
+        if known and not deadline.left_s:
+            return
         found = Rotor().solve(
             view.chain,
             budget_bytes,

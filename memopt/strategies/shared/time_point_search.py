@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from memopt.models.bounds import time_lower_bound
@@ -10,6 +11,7 @@ from memopt.models.status import Status
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.replay import Timeline
+from memopt.solvers.binary_program import Answer
 from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.incumbent import Incumbent
@@ -25,6 +27,8 @@ CLOSE = 5e-3
 GAP = 1e-3
 ROUND_SHARE = 0.25
 """Share of the time left that one solve may take."""
+BUILD_S = 3e-4
+"""Seconds per operator in which a relaxation is built and its program judged, on a core of 2024."""
 BOUNDARY = -1
 
 
@@ -49,6 +53,10 @@ class TimePointSearch:
     bound_s: float = 0.0
     infeasible: bool = False
     rounds: int = 0
+    build_s: float = field(default=0.0, init=False)
+    """Seconds that a round takes beside the solver's: without them left, none is begun."""
+    solver_s: float = field(default=0.0, init=False)
+    """Seconds that the solver took in the last round."""
     slack: dict[int, int] = field(default_factory=lambda: {BOUNDARY: 0})
     """Time point → bytes left free there; the boundary's key is BOUNDARY."""
 
@@ -57,8 +65,9 @@ class TimePointSearch:
 
     def run(self) -> TimePointSearch:
         """Search until a program fits, or nothing more can be tried; return this search."""
+        self.build_s = BUILD_S * len(self.graph.operators)
         while self.rounds < MOST_ROUNDS and not self._stopped():
-            found = self._solved(self.slack)
+            found = self._round(self.slack)
             if found is None:
                 return self
             if found[1].peak_bytes <= self.budget_bytes:
@@ -67,20 +76,33 @@ class TimePointSearch:
         self._raise_bound()
         return self
 
+    def _round(self, slack: dict[int, int]) -> tuple[Program, Timeline] | None:
+        """Solve once, and learn how long that takes beside the solver."""
+        begin_s = time.monotonic()
+        found = self._solved(slack)
+        self.build_s = max(self.build_s, time.monotonic() - begin_s - self.solver_s)
+        return found
+
+    def _answer(self, built: TimePointModel, gap: float) -> Answer:
+        """Solve a relaxation that is built, in its share of the time that is left."""
+        begin_s, left_s = time.monotonic(), self.deadline.left_s
+        options = SolverOptions(
+            Solver.HIGHS,
+            time_limit_s=min(left_s, max(1.0, ROUND_SHARE * left_s)) if self.rounds else left_s,
+            progress=self.deadline.progress,
+            gap=gap,
+        )
+        answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
+        self.rounds += 1
+        self.solver_s = time.monotonic() - begin_s
+        return answer
+
     def _solved(self, slack: dict[int, int]) -> tuple[Program, Timeline] | None:
         """Solve the relaxation under time points and slack; keep its program and its bound."""
         keys = sorted(slack)
         free = tuple(slack[key] for key in keys)
         built = TimePointModel(self.graph, self.allowed, tuple(keys[1:]), free)
-        left_s = self.deadline.left_s
-        options = SolverOptions(
-            Solver.HIGHS,
-            time_limit_s=left_s if not self.rounds else max(1.0, ROUND_SHARE * left_s),
-            progress=self.deadline.progress,
-            gap=GAP,
-        )
-        answer = built.model.solve(self.budget_bytes - self.graph.resident_bytes, options)
-        self.rounds += 1
+        answer = self._answer(built, GAP)
         if not any(free):
             self.bound_s = max(self.bound_s, answer.bound, time_lower_bound(self.graph))
             self.infeasible = self.infeasible or answer.status is Status.INFEASIBLE
@@ -98,7 +120,7 @@ class TimePointSearch:
         points = dict.fromkeys(self.slack, 0)
         most = len(points) + MOST_MORE
         while len(points) < most and not self.best.near(self.bound_s, CLOSE):
-            found = None if self._stopped() else self._solved(points)
+            found = None if self._stopped() else self._round(points)
             if found is None or found[1].peak_bytes <= self.budget_bytes:
                 return
             key = self._worst(*found, set(points))
@@ -124,9 +146,8 @@ class TimePointSearch:
         return {position: run.op for position, run in program.computes if run.op >= first}
 
     def _stopped(self) -> bool:
-        return self.deadline.passed(
-            0.3, f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"
-        )
+        what = f"monet: relaxation {self.rounds}, bound {self.bound_s:.6g} s"
+        return self.deadline.passed(0.3, what) or self.deadline.left_s < self.build_s
 
     def _tighten(self, program: Program, timeline: Timeline) -> None:
         """Add a time point where the program needs most, or more slack at the time point before."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from memopt.solvers.compiled import compiled_unlocked
 from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArrays
 from memopt.strategies.shared.timing import Link, Timing
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def chosen_gaps(
     need: Ints, gaps: Ints, sizes: Ints, limit_bytes: int, never: Flags, order: Ints
 ) -> tuple[Flags, bool]:
@@ -64,7 +64,7 @@ def chosen_gaps(
     return chosen, True
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _up(heap: Ints, i: int, order: Ints) -> None:
     while i and order[heap[(i - 1) // 2]] < order[heap[i]]:
         parent = (i - 1) // 2
@@ -72,7 +72,7 @@ def _up(heap: Ints, i: int, order: Ints) -> None:
         i = parent
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _down(heap: Ints, held: int, order: Ints) -> None:
     i = 0
     while 2 * i + 1 < held:
@@ -134,7 +134,7 @@ class Pass(NamedTuple):
     figures: Ints
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def transfers(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags,
     limit_bytes: int, link: Link, timing: Timing, most_s: float,
@@ -167,7 +167,7 @@ def transfers(
         chosen, allowed_s = at.used, most_s
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _begun(
     v: VariantArrays, runs: Ints, need: Ints, gaps: Ints, chosen: Flags, at_once: bool
 ) -> Pass:
@@ -205,14 +205,14 @@ def _begun(
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
     row = at.events[at.figures[NOTED]]
     row[0], row[1], row[2] = point, kind, tensor
     at.figures[NOTED] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
     limit_bytes: int, link: Link, timing: Timing,
@@ -250,7 +250,7 @@ def _choose_fetches(
             count[AWAY] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
     """Reserve room for a tensor from p until its reader; tell whether there is enough."""
     for q in range(before - 1, p - 1, -1):
@@ -261,7 +261,7 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free enough room for this point; tell whether that succeeded."""
     count = at.figures
@@ -294,7 +294,7 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _stored_first(at: Pass, gaps: Ints) -> int:
     """Return the place in `open` of the gap whose copy ends first, then the longest; -1 if none."""
     pick = -1
@@ -306,7 +306,7 @@ def _stored_first(at: Pass, gaps: Ints) -> int:
     return pick
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
     clock = at.clock
     for n in range(at.figures[COMING]):
@@ -320,7 +320,7 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
         _note(at, p, FETCH, t)
 
 
-@njit(cache=True, nogil=True)
+@compiled_unlocked
 def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
     """Run the point, drop host copies that are no longer needed, begin copies and gaps."""
     clock, count, run = at.clock, at.figures, runs[p]

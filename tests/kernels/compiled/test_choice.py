@@ -15,6 +15,8 @@ from memopt.step.region_graph import Subgraph
 from tests.kernels.compiled.steps import inputs, network, step, store_all
 from tests.kernels.compiled.test_kernels import fused
 
+pytestmark = pytest.mark.xdist_group("compiled store-all")
+
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

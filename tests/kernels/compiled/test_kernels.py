@@ -26,6 +26,9 @@ from tests.kernels.compiled.steps import (
     store_all,
 )
 
+pytestmark = pytest.mark.xdist_group("compiled store-all")
+"""Compilers take seconds for the step that these files share."""
+
 
 def fused(plan: memopt.Plan) -> list[str]:
     return [one.target for one in plan.graph.operators if one.target.startswith(PREFIX)]

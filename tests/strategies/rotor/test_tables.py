@@ -171,10 +171,11 @@ def test_schedules_at_every_memory(slot: int | None, split_saving: bool) -> None
         table = slot_table(c, split_saving) if slot else exact_table(c, split_saving)
         floor, high = memory_bounds(c, 1, split_saving)
         fixed = chain.resident_bytes + chain.input_bytes
-        below = persistent_schedule(c, table, floor, int(floor[1, c.length]) - 1, split_saving)[0]
+        least = int(floor[1, c.length])
+        below = persistent_schedule(c, table, floor, least - 1, split_saving, False)[0]
         assert below.size == 0
         for memory in range(floor[1, c.length], high[1, c.length] + 2):
-            codes = persistent_schedule(c, table, floor, int(memory), split_saving)[0]
+            codes = persistent_schedule(c, table, floor, int(memory), split_saving, False)[0]
             timeline = replay_chain(chain, steps_of(codes))
             assert timeline.peak_bytes - fixed <= memory
             assert peak_and_time(c, codes) == (
@@ -200,7 +201,7 @@ def test_a_long_schedule() -> None:
     c = arrays(chain, 1)
     floor, _ = memory_bounds(c, 1, True)
     least = int(floor[1, 60])
-    codes = persistent_schedule(c, _nothing_known(floor), floor, least, True)[0]
+    codes = persistent_schedule(c, _nothing_known(floor), floor, least, True, False)[0]
     timeline = replay_chain(chain, steps_of(codes))
     assert len(codes) > 16 * 60 + 64
     assert timeline.peak_bytes == least + chain.input_bytes

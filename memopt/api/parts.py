@@ -1,0 +1,102 @@
+"""Wrapping a model that runs in parts: each part's plans come from one profile of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memopt.api.plan import Plan
+from memopt.api.request import PlanRequest
+from memopt.api.solving import make_plan
+from memopt.models.budget import WrittenBudget, split_reserved
+from memopt.models.options import Mismatch, PlanLimits, StepOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memopt.plan_record import PlanRecord
+    from memopt.step.inputs import Call
+
+
+@dataclass(frozen=True)
+class PartPlans:
+    """Makes the plans of parts (a `PartSolver`).
+
+    Attributes:
+        request: what is asked for of the whole.
+    """
+
+    request: PlanRequest
+
+    def first(self, model: nn.Module, call: Call, holding: bool) -> PlanRecord:
+        """Capture and profile a part; return the plan that keeps everything."""
+        request = replace(
+            self.request,
+            strategy="store-all",
+            limits=PlanLimits(),
+            step=StepOptions(accumulate=holding, whole_step=False),
+        )
+        return Plan.of(make_plan(model, call, request))
+
+    def solved(self, first: PlanRecord, budget: WrittenBudget) -> PlanRecord:
+        """Plan a profiled part within a budget of its own."""
+        request = replace(
+            self.request,
+            limits=replace(self.request.limits, budget=budget),
+            step=StepOptions(whole_step=False),
+            progress=False,
+        )
+        return Plan.of(make_plan(first.profiled, None, request))
+
+
+def planned_in_parts(
+    planner: Any,
+    model: nn.Module,
+    on_mismatch: Mismatch,
+    shapes: Iterable[object],
+    most_plans: int,
+    request: PlanRequest,
+    parts: str | Iterable[str],
+) -> None:
+    """Let a planner plan a model's calls, or those of its parts as requested; arguments and errors
+    as of `wrap`.
+
+    Raises:
+        ValueError: a part that the model does not have, or options that only a whole model takes.
+    """
+    from memopt.capture.remedies import inside_fabric
+    from memopt.executor.parts import InParts
+    from memopt.step.optimizer_state import optimizer_state
+    from memopt.step.ranks import ranks_of
+
+    inner = inside_fabric(model) or model
+    names = None if parts == "auto" else _names(inner, parts)
+    if request.passes.order or request.passes.place or list(shapes):
+        raise ValueError("parts= goes with neither order=True nor place=True nor shapes=")
+    if split_reserved(request.limits.budget)[1]:
+        raise ValueError('parts= takes a budget of allocated bytes: leave out "reserved"')
+    if ranks_of(inner) is not None:
+        raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
+    optimizer_state(request.step.optimizer, inner.parameters())
+    solver = PartPlans(request)
+    # The loss is the whole model's: it is metered.
+    planner = replace(planner, loss_fn=None, targets=(), labelled=False)
+    InParts(inner, planner, most_plans, on_mismatch, request.limits.budget, solver, names)
+
+
+def _names(model: nn.Module, parts: str | Iterable[str]) -> list[str]:
+    """Return the names of parts, checked."""
+    names = [parts] if isinstance(parts, str) else list(parts)
+    known = dict(model.named_modules())
+    unknown = [name for name in names if not name or name not in known]
+    if not names or unknown:
+        shown = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(
+            f'parts= is "auto" or names of sub-modules, as named_modules() has them, got {shown}'
+        )
+    inside = [(outer, name) for outer in names for name in names if name.startswith(f"{outer}.")]
+    if inside:
+        outer, name = inside[0]
+        raise ValueError(f"{name!r} is inside of {outer!r}: name one of them in parts=")
+    return names

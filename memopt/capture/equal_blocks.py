@@ -1,0 +1,182 @@
+"""Traces the joint graph of a deep model with a few of its equal blocks, and writes out the others.
+
+AOTAutograd's work grows with the number of operators. Where Dynamo's graph has a run of equal
+blocks (the same operators in the same order, each reading its own parameters, what the block before
+it made, and what all blocks share), autograd's backward of it has such a run, too, in the opposite
+direction. So all but `KEPT` blocks are left out while the joint graph is traced; then the blocks
+between are copies of their neighbours. That a joint graph is periodic is not assumed: each operator
+of two kept blocks is compared, with its inputs and its results' layouts. Where anything differs,
+the whole graph is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from memopt.capture.periods import Period, is_plain, longest_period, plain
+from memopt.step.memory_layout import storage_of
+from memopt.torch_private.aot import called_alike
+
+_LEAST = 8
+"""Fewer equal blocks are all traced."""
+KEPT = 6
+CUT = 2
+"""The kept block after which others are left out, and which they are copied from."""
+
+
+@dataclass(frozen=True)
+class EqualBlocks:
+    """A run of equal blocks in Dynamo's graph.
+
+    Attributes:
+        blocks: the run's place.
+        targets: for each block, its parameters and buffers by name, in the same order.
+        stacks: for each block, its operators' module stacks, in the same order.
+    """
+
+    blocks: Period
+    targets: tuple[tuple[str, ...], ...]
+    stacks: tuple[tuple[Any, ...], ...]
+
+    @property
+    def left_out(self) -> int:
+        """The number of blocks that are not traced."""
+        return self.blocks.count - KEPT
+
+    def first_left_out(self) -> int:
+        """Return the position in Dynamo's graph of the first operator that is left out."""
+        return self.blocks.start + (CUT + 1) * self.blocks.length
+
+    def place(self, kept: int) -> int:
+        """Return which block of the whole model a kept block is."""
+        return kept if kept <= CUT else kept + self.left_out
+
+
+def equal_blocks(traced: GraphModule) -> EqualBlocks | None:
+    """Return the longest run of equal blocks in Dynamo's graph that can be traced in part.
+
+    None: there is none, or its blocks share or update tensors of their own, or other operators read
+    what is made in a block that would be left out.
+    """
+    nodes = list(traced.graph.nodes)
+    if len(nodes) < 2 * _LEAST:
+        return None
+    position = {node: place for place, node in enumerate(nodes)}
+    keys = [_key(traced, node) for node in nodes]
+    read = [tuple(position[one] for one in _read_by(node)) for node in nodes]
+
+    def equal(first: int, second: int) -> bool:
+        step = second - first
+        return all(b in (a, a + step) for a, b in zip(read[first], read[second], strict=True))
+
+    run = longest_period(keys, equal, _LEAST)
+    if run is None:
+        return None
+    offsets = [o for o in range(run.length) if nodes[run.start + o].op == "get_attr"]
+    targets = tuple(
+        tuple(str(nodes[run.at(block, o)].target) for o in offsets) for block in range(run.count)
+    )
+    stacks = tuple(
+        tuple(nodes[run.at(b, o)].meta.get("nn_module_stack") for o in range(run.length))
+        for b in range(run.count)
+    )
+    found = EqualBlocks(run, targets, stacks)
+    alone = _of_one_block_each(traced, targets) and not _updated(nodes, run)
+    return found if alone and _closed(found, read, len(nodes)) else None
+
+
+def _closed(found: EqualBlocks, read: list[tuple[int, ...]], count: int) -> bool:
+    """Whether shared values are made before the run, and blocks that are left out are read by the
+    block after them alone."""
+    run, first = found.blocks, found.first_left_out()
+    after = first + found.left_out * run.length
+    for position in range(count):
+        in_run = run.start <= position < run.end
+        for one in read[position]:
+            if in_run and one >= run.start and position - one > 2 * run.length:
+                return False
+            if first <= one < after <= position and position >= after + run.length:
+                return False
+    return True
+
+
+def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether each parameter and buffer of the blocks is of one block alone, its memory, too."""
+    mine = [name for block in targets for name in block]
+    storages = Counter(
+        storage_of(tensor)
+        for name in {str(n.target) for n in traced.graph.find_nodes(op="get_attr")}
+        if is_plain(tensor := _attribute(traced, name))
+    )
+    used = Counter(str(n.target) for n in traced.graph.find_nodes(op="get_attr"))
+    return all(
+        used[name] == 1 and storages[storage_of(_attribute(traced, name))] == 1 for name in mine
+    )
+
+
+def _updated(nodes: list[Node], run: Period) -> bool:
+    """Whether an operator of the first block updates a parameter or buffer in place."""
+    for node in nodes[run.start : run.start + run.length]:
+        name = getattr(node.target, "__name__", str(node.target))
+        in_place = name.endswith("_") and not name.endswith("__")
+        held = [one for one in node.all_input_nodes if one.op == "get_attr"]
+        if held and (in_place or ("norm" in name and len(held) > 2)):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
+    """Leave blocks of Dynamo's graph out; afterwards the graph is as it was."""
+    whole, run = traced.graph, found.blocks
+    nodes, first = list(whole.nodes), found.first_left_out()
+    skipped = found.left_out * run.length
+    part = called_alike(whole)
+    copies: dict[Node, Node] = {}
+    position = {node: place for place, node in enumerate(nodes)}
+
+    def copied(node: Node) -> Node:
+        place = position[node]
+        return copies[nodes[place - skipped] if first <= place < first + skipped else node]
+
+    for place, node in enumerate(nodes):
+        if not first <= place < first + skipped:
+            copies[node] = part.node_copy(node, copied)
+    traced.graph = part
+    try:
+        yield
+    finally:
+        traced.graph = whole
+
+
+def _read_by(node: Node) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)  # type: ignore[assignment]
+    return module
+
+
+def _key(traced: GraphModule, node: Node) -> Any:
+    """What must be equal of two operators besides which values they read."""
+    if node.op == "get_attr":
+        value = _attribute(traced, str(node.target))
+        if not is_plain(value):
+            return id(node)
+        return "get_attr", type(value), plain(value)
+    if node.op not in ("call_function", "call_method"):
+        return id(node)
+    given = plain((node.args, node.kwargs))
+    return node.op, node.target, given, plain(node.meta.get("example_value"))

@@ -1,0 +1,67 @@
+"""Which sub-modules of a module that cannot be captured may be planned by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from memopt.errors import CaptureError, NothingToTrainError
+
+_SHOWN = 4
+
+
+def called_below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's sub-modules that code may call, with their names in the whole model: its
+    children, and of a container (a ModuleList) those inside."""
+    for inner, child in module.named_children():
+        full = f"{name}.{inner}" if name else inner
+        if type(child).forward is nn.Module.forward:
+            yield from called_below(full, child)
+        else:
+            yield full, child
+
+
+def is_worthwhile(module: nn.Module) -> bool:
+    """Return whether a plan may have something to decide in a module: it is neither a layer of
+    torch's nor one with as few parameters."""
+    if isinstance(module, nn.RNNBase) or any(True for _ in module.children()):
+        return True
+    own = sum(1 for _ in module.parameters(recurse=False))
+    return own > 2 and not type(module).__module__.startswith("torch.nn.")
+
+
+def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
+    """Return the names of the largest sub-modules around those in which a capture failed."""
+    inside = {"", *failing}
+    return [
+        name
+        for one in sorted(inside)
+        for name, child in called_below(one, model.get_submodule(one))
+        if name not in inside and is_worthwhile(child)
+    ]
+
+
+@contextmanager
+def naming_parts(model: nn.Module | None) -> Iterator[None]:
+    """Plan a model inside; if it cannot be captured, the error names its parts that may be.
+
+    Args:
+        model: the model; None: it is in parts already.
+    """
+    try:
+        yield
+    except NothingToTrainError:
+        raise
+    except CaptureError as error:
+        names = [] if model is None else names_of_parts(model, error.modules)
+        if not names:
+            raise
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        refused = CaptureError(
+            f'{error}. memopt.wrap(model, ..., parts="auto") plans the largest sub-modules around '
+            f"it within the budget ({shown})"
+        )
+        refused.modules = error.modules
+        raise refused from error

@@ -1,0 +1,333 @@
+"""A model that cannot be captured whole runs its largest sub-modules that can under plans.
+
+A module that cannot be captured is *open*: its own code runs as the user wrote it, and its
+sub-modules are tried at their first calls. So are those of the modules on the way to the line where
+the capture failed, without a trace of their own. All parts share one budget
+(`memopt.executor.shared_budget`).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memopt.errors import CaptureError
+from memopt.executor.calls import Calls
+from memopt.executor.module import when_arrived
+from memopt.executor.part_names import called_below, is_worthwhile
+from memopt.executor.plan_maker import Made, PlanMaker, Planner
+from memopt.executor.self_planning import SelfPlanning, planning_of
+from memopt.executor.shared_budget import PartSolver, PlannedPart, SharedBudget
+from memopt.executor.unplanned import runs_unplanned, unplanned
+from memopt.models.budget import WrittenBudget, format_bytes
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.step.inputs import Call
+from memopt.torch_private.modules import call_goes_elsewhere, plain_call
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+_LOG = logging.getLogger(__name__)
+
+MOST_KINDS = 8
+"""Kinds of a part's calls that are planned; a part with more gets sizes that depend on data."""
+
+
+@dataclass(eq=False)
+class MadePart(Made):
+    """A part's plan that is ready to run."""
+
+    part: PlannedPart | None = None
+
+
+class PartMaker(PlanMaker):
+    """Makes the plans of one part, within the budget that it shares."""
+
+    def __init__(self, planning: PartPlanning, shared: SharedBudget) -> None:
+        self._planning, self._shared = planning, shared
+        self._modules: dict[int, MadePart] = {}
+
+    def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
+        """Plan a kind of the part's calls."""
+        own = self._planning
+        first = self._shared.solver.first(own.model, call, holding)
+        waiting: list[Any] = []
+        part = self._shared.part(own.name, first, lambda: sum(map(len, waiting)))
+        made = self._applied(part, part.floor, call)
+        waiting.append(made.module.__dict__["_memopt"][2])
+        return made
+
+    def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
+        """Return the part under the plan that its share of the budget allows by now."""
+        part = made.part if isinstance(made, MadePart) else None
+        plan = None if part is None else self._shared.plan_of(part)
+        if part is None or plan is None or plan is made.plan:
+            return None
+        return self._applied(part, plan, call)
+
+    def _applied(self, part: PlannedPart, plan: PlanRecord, call: Call) -> MadePart:
+        known = self._modules.get(id(plan))
+        if known is None:
+            own = self._planning
+            module = own.planner.apply(plan, own.model, call, own.instead, own.family)
+            when_arrived(module, partial(self._shared.arrived, part))
+            known = self._modules[id(plan)] = MadePart(module, plan, NO_CHARGES, NO_CHARGES)
+            known.part = part
+        return known
+
+    def keeps(self, made: Made, kind: Any) -> bool:
+        """Return that a plan stays."""
+        return True
+
+    def met(self, kind: Any, made: Made) -> None:
+        """Leave it to the whole model to look at its budget."""
+
+
+class PartPlanning(SelfPlanning):
+    """A sub-module that plans its own calls, as a part of a model.
+
+    Args:
+        name: of the sub-module.
+        module: the sub-module.
+        parts: the model's.
+        most_plans, on_mismatch: as of the model.
+
+    Attributes:
+        refused: why it cannot be captured; "": it can, as far as is known.
+        looked_into: whether its sub-modules are tried, too.
+    """
+
+    _in_parts = True
+
+    def __init__(
+        self, name: str, module: nn.Module, parts: Parts, most_plans: int, on_mismatch: str
+    ) -> None:
+        self.name, self.parts, self.refused, self.looked_into = name, parts, "", False
+        self.planner = parts.planner
+        self._kinds: set[Any] = set()
+        super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
+        self.count_in(parts.calls)
+
+    def _makes_plans(self) -> PlanMaker:
+        return PartMaker(self, self.parts.shared)
+
+    @property
+    def called(self) -> bool:
+        """Whether it was called in training."""
+        return bool(self._kinds or self._untrained or self.refused)
+
+    def _running(self, *args: Any, **kwargs: Any) -> Any:
+        if self.refused and not runs_unplanned():
+            return plain_call(self.model, *args, **kwargs)
+        try:
+            return super()._running(*args, **kwargs)
+        except CaptureError as error:
+            self.parts.open(self.name, self.model, error)
+            if not self.refused:
+                raise  # named by the user
+        return plain_call(self.model, *args, **kwargs)
+
+    def _planned(self, kind: Any, call: Call) -> Made | None:
+        if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
+            self.parts.left(self.name, "its inputs have other shapes in every step")
+            return None
+        made = super()._planned(kind, call)
+        self._kinds.add(kind)
+        return made
+
+    def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        part = made.part if isinstance(made, MadePart) else None
+        if part is None:
+            return super()._ran(made, args, kwargs)
+        with self.parts.shared.forward(part):
+            return super()._ran(made, args, kwargs)
+
+    def _metered_on(self, call: Call) -> torch.device | None:
+        return None
+
+
+class Parts:
+    """The parts of a model.
+
+    Args:
+        whole: plans the model as a whole.
+        budget: of all parts and what lies between them.
+        solver, planner: make and apply plans.
+        names: the parts that the user named; None: those that can be captured are found.
+    """
+
+    def __init__(
+        self,
+        whole: InParts,
+        budget: WrittenBudget,
+        solver: PartSolver,
+        planner: Planner,
+        names: Iterable[str] | None,
+        most_plans: int,
+        on_mismatch: str,
+    ) -> None:
+        self.shared = SharedBudget(whole.model, budget, solver, whole.around)
+        self.planner, self._whole = planner, whole
+        self._most, self._on_mismatch = most_plans, on_mismatch
+        self._found: dict[str, PartPlanning] = {}
+        self._open: dict[str, str] = {}
+        self._left: dict[str, str] = {}
+        self.named = names is not None
+        for name in names or ():
+            self._add(name, whole.model.get_submodule(name))
+
+    @property
+    def calls(self) -> Calls:
+        """The counts of the model's calls."""
+        return self._whole.calls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model runs in parts."""
+        return self.named or "" in self._open
+
+    @property
+    def plans(self) -> tuple[PlanRecord, ...]:
+        """The parts' plans that are ready to run."""
+        return tuple(plan for part in self._found.values() for plan in part.plans)
+
+    def open(self, name: str, module: nn.Module, error: CaptureError) -> None:
+        """Run a module that cannot be captured as it is, and try its sub-modules."""
+        if self.named:
+            return
+        # The modules on the way to the line that failed cannot be captured either.
+        below = [".".join(filter(None, (name, one))) for one in error.modules if one]
+        for one in (name, *(x for x in below if x not in self._open)):
+            self._open[one] = str(error)
+            part = self._found.get(one)
+            if part is not None:
+                part.refused = str(error)
+        for one in (name, *below):
+            self._add_below(one, self._whole.model.get_submodule(one))
+        if name == "":
+            warnings.warn(
+                f"{error}. Its sub-modules are planned instead where they can be, within one "
+                "budget, and what lies between them runs as it is: memopt.running(model).report() "
+                "lists both",
+                stacklevel=2,
+            )
+        else:
+            _LOG.info("%s is planned in parts: %s", name, error)
+
+    def look_further(self) -> None:
+        """Try the sub-modules of parts that were not called: other code may call these."""
+        for name, part in list(self._found.items()):
+            if not part.called and not part.looked_into and not self.named:
+                part.looked_into = True
+                self._add_below(name, part.model)
+
+    def left(self, name: str, why: str) -> None:
+        """Leave a part's call unplanned, with one notice."""
+        self.calls.fall_back(self._found[name].model, f"{name} is not planned: {why}")
+        self._left[name] = why
+
+    def remove(self) -> None:
+        """Undo the plans of all parts."""
+        self.shared.remove()
+        for part in self._found.values():
+            part.remove()
+
+    def _add_below(self, name: str, module: nn.Module) -> None:
+        for full, child in called_below(name, module):
+            if full not in self._open and full not in self._found:
+                self._add(full, child)
+
+    def _add(self, name: str, module: nn.Module) -> None:
+        if call_goes_elsewhere(module):
+            if not self.named and planning_of(module) not in self._found.values():
+                self._left[name] = "its calls are taken already (wrapped or compiled by itself)"
+            elif self.named:
+                raise ValueError(f"the calls of {name!r} are taken already: name it once")
+        elif self.named or is_worthwhile(module):
+            self._found[name] = PartPlanning(name, module, self, self._most, self._on_mismatch)
+
+    def report(self) -> str:
+        """Write a line for each part: its plan, or why it has none; then what runs as it is."""
+        lines, others = [], []
+        for name, part in self._found.items():
+            for plan in part.plans:
+                how = f"{plan.strategy.name}, peak {format_bytes(plan.peak_bytes)}"
+                lines.append(f"planned: {name}: {how}")
+            if name in self._left:
+                continue
+            if not part.refused and not part.plans:
+                why = "nothing to train" if part.called else "not called in training"
+                others.append(f"not planned: {name}: {why}")
+        others += [f"not planned: {name}: {why}" for name, why in self._left.items()]
+        peak_bytes = self.shared.peak_bytes()
+        head = f"{len(lines)} plans of parts"
+        if peak_bytes is not None:
+            head += f", a step of {format_bytes(peak_bytes)} with what lies between them"
+        opened = [f"runs as it is: {n or 'the model'}: {why}" for n, why in self._open.items()]
+        return "\n".join([head, *lines, *others, *opened])
+
+
+class InParts(SelfPlanning):
+    """A model that plans its own calls, in parts if it cannot be captured whole.
+
+    Args:
+        model, planner, most_plans, on_mismatch: as of `SelfPlanning`.
+        budget: as the user wrote it.
+        solver: makes the parts' plans.
+        names: the parts that the user named; None: found.
+    """
+
+    _in_parts = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Planner,
+        most_plans: int,
+        on_mismatch: str,
+        budget: WrittenBudget,
+        solver: PartSolver,
+        names: Iterable[str] | None,
+    ) -> None:
+        super().__init__(model, planner, most_plans, on_mismatch, with_state=True)
+        self.parts = Parts(self, budget, solver, planner, names, most_plans, on_mismatch)
+
+    def report(self) -> str:
+        """Write a line for each part of the model: its plan, or why it has none."""
+        return self.parts.report()
+
+    def remove(self) -> None:
+        """Undo the wrap."""
+        self.parts.remove()
+        super().remove()
+
+    def _running(self, *args: Any, **kwargs: Any) -> Any:
+        if runs_unplanned() or not (self.model.training and torch.is_grad_enabled()):
+            return super()._running(*args, **kwargs)
+        if not self.parts.is_open:
+            try:
+                return super()._running(*args, **kwargs)
+            except CaptureError as error:
+                self.parts.open("", self.model, error)
+        return self._run_in_parts(args, kwargs)
+
+    def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with unplanned():
+            call, kind = self._call_and_kind(args, kwargs)
+            self.around.calling(kind)
+            self.parts.look_further()
+            self.parts.shared.calling(kind, call)
+        output = plain_call(self.model, *args, **kwargs)
+        self.around.called(kind, call, output, None, _nothing)
+        return output
+
+
+def _nothing() -> None:
+    pass

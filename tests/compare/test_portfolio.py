@@ -1,0 +1,197 @@
+"""auto's portfolio by a clock of the test's own: who gets how much time, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memopt.api.planning import solve
+from memopt.models.device import Device
+from memopt.models.generate import random_graph
+from memopt.models.graph import Graph
+from memopt.models.status import Status
+from memopt.programs.instructions import Program
+from memopt.programs.solution import Solution
+from memopt.report.searched import searched
+from memopt.strategies import Auto
+from memopt.strategies.auto.portfolio import BEFORE, Portfolio
+from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
+from memopt.strategies.shared.members import MemberOutcome
+
+LEAST_S, ROUND = 1.0, 1e-9
+LINK = Device(to_host_bytes_per_s=2.0)
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only where a member works."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Curve:
+    """A member whose plan is the better the longer it may work.
+
+    Attributes:
+        least_s: seconds that it takes at least.
+        most_s: seconds after which it ends.
+        plan_s: working seconds → the time of its plan's step; None: it has none.
+        spent_s: what it took when it was last asked.
+    """
+
+    clock: Clock
+    name: str
+    quick: bool
+    least_s: float
+    most_s: float
+    plan_s: Callable[[float], float | None]
+    spent_s: float = field(default=-1.0)
+
+    @property
+    def strategy(self) -> Any:
+        return SimpleNamespace(name=self.name)
+
+    def run(self, *given: Any) -> MemberOutcome:
+        _, _, share_s, _, _ = given
+        self.spent_s = max(self.least_s, min(share_s, self.most_s))
+        self.clock.now_s += self.spent_s
+        plan_s = self.plan_s(self.spent_s)
+        if plan_s is None:
+            return MemberOutcome(self.name, self.spent_s, Solution(Status.UNKNOWN))
+        solution = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=1, time_s=plan_s)
+        return MemberOutcome(self.name, self.spent_s, solution)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic", made)
+    return made
+
+
+def improving(scale: float) -> Callable[[float], float]:
+    """A plan that comes closer and closer to the bound."""
+    return lambda seconds: LEAST_S * (1.1 + scale / (1 + seconds))
+
+
+def portfolio(clock: Clock, limit_s: float | None, members: Sequence[Curve]) -> Portfolio:
+    search = Portfolio(1, LINK, None, LEAST_S, 10.0, gap=0.01, limit_s=limit_s, leader=LEADER)
+    search.run(members)  # type: ignore[arg-type]  # what a portfolio asks of members
+    return search
+
+
+@pytest.mark.parametrize("limit_s", [1.0, 2.0, 5.0, 60.0])
+@pytest.mark.parametrize("quick_share", [0.0, 0.02, 1.0])
+def test_the_leader_works_as_long_as_it_would_alone(
+    clock: Clock, limit_s: float, quick_share: float
+) -> None:
+    """As soon as anything stands, and nearly so whatever the members before it would take."""
+    quick = [
+        Curve(clock, name, True, 0.0, quick_share * limit_s, lambda _: 3.0)
+        for name in ("store-all", "sequential", "rotor")
+    ]
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, improving(0.4))
+    others = [Curve(clock, n, False, 0.0, 1e9, improving(0.5)) for n in ("rotor-menus", "monet")]
+    search = portfolio(clock, limit_s, [*quick, leader, *others])
+    spent_s = sum(min(quick_share, BEFORE) * limit_s for _ in quick)
+    assert leader.spent_s >= limit_s - spent_s - ROUND
+    assert search.best is not None
+    alone_s = leader.plan_s(limit_s - spent_s - ROUND)
+    assert alone_s is not None
+    assert search.best.time_s <= alone_s
+    assert [one.spent_s for one in others] == [-1.0, -1.0]
+    assert clock.now_s <= 100.0 + limit_s + ROUND
+    assert search.ended == f"the limit of {limit_s:.3g} s"
+
+
+def test_what_the_leader_leaves_is_for_the_others(clock: Clock) -> None:
+    first = Curve(clock, "sequential", True, 0.0, 0.0, lambda _: 3.0)
+    leader = Curve(clock, LEADER, False, 0.0, 1.0, lambda _: 2.0)
+    others = [Curve(clock, n, False, 0.0, 1e9, improving(s)) for n, s in (("a", 9.0), ("b", 0.1))]
+    search = portfolio(clock, 9.0, [first, leader, *others])
+    assert [one.spent_s for one in others] == pytest.approx([4.0, 4.0])
+    assert search.best is not None
+    assert search.best.name == "b"
+
+
+def test_without_a_plan_everybody_is_asked(clock: Clock) -> None:
+    none = [Curve(clock, n, False, 0.0, 1e9, lambda _: None) for n in (LEADER, "a", "b")]
+    last = Curve(clock, "c", False, 0.0, 1e9, lambda _: 2.0)
+    search = portfolio(clock, 13.0, [*none, last])
+    assert [one.spent_s for one in (*none, last)] == pytest.approx([10.0, 1.0, 1.0, 1.0])
+    assert search.best is not None
+    assert search.best.name == "c"
+
+
+@pytest.mark.parametrize(
+    ("plan_s", "ended"),
+    [
+        (1.0, "no plan is faster"),
+        (1.005, "within 1.00% of the bound"),
+        (1.5, "all were asked"),
+    ],
+)
+def test_says_why_it_ended(clock: Clock, plan_s: float, ended: str) -> None:
+    one = Curve(clock, "sequential", True, 0.0, 0.1, lambda _: plan_s)
+    assert portfolio(clock, 5.0, [one]).ended == ended
+
+
+def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock) -> None:
+    first = Curve(clock, "sequential", True, 0.0, 0.1, lambda _: 1.02)
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: 1.015)
+    search = portfolio(clock, None, [first, leader])
+    # 500 steps gain 10 s at most.
+    assert leader.spent_s == pytest.approx(10.0 - 0.1)
+    assert "would not come back in 500 steps" in search.ended
+
+
+def steps() -> list[Graph]:
+    return [random_graph(Random(seed), 30) for seed in range(3)]
+
+
+@pytest.mark.parametrize("graph", steps())
+def test_before_the_leader_come_only_members_that_plan_at_once(graph: Graph) -> None:
+    """Another order, too, where it alone may suffice."""
+    names = [one.name for one in Auto().candidates(LINK, graph)]
+    assert names[: len(GRAPH_MEMBERS)] == list(GRAPH_MEMBERS)
+    peak = solve(graph, None, Auto(at_once=True), device=LINK).peak_bytes
+    for share in (0.5, 0.9):
+        found = Auto().solve(graph, int(share * peak), device=LINK, time_limit_s=0.0)
+        order = found.stats["not_tried"]
+        assert isinstance(order, tuple)
+        before = order[: order.index(LEADER)]
+        assert set(before) <= {"store-all", "sequential", "rotor", ORDER.name}
+
+
+def test_the_summary_says_what_was_tried_and_why_no_more() -> None:
+    graph = steps()[0]
+    peak = solve(graph, None, Auto(), device=LINK).peak_bytes
+    plan = solve(graph, int(0.6 * peak), Auto(), device=LINK, time_limit_s=5.0)
+    text = " ".join(plan.summary().split())
+    tried = plan.stats["tried"]
+    assert isinstance(tried, tuple)
+    for line in tried:
+        assert str(line[0]) in text
+    assert f"tried: {len(tried)} of auto's strategies" in text
+    assert f"ended: {plan.stats['ended']}" in text
+    assert str(plan.stats["reason"]) in text
+
+
+def test_stats_of_others_are_no_rows() -> None:
+    for stats in ({}, {"tried": 3}, {"tried": "a"}, {"tried": [1, ("a", "b")]}):
+        assert searched(stats, 1.0)[1] == ()
+    lines = [["rotor", "unknown", None, 0.25, "too large"], ["joint", "optimal", 2.0, 1.0, ""]]
+    rows = searched({"tried": lines, "ended": "interrupted", "not_tried": ["monet"]}, 1.6)
+    assert rows[1] == (("rotor", "250.00 ms", "too large"), ("joint", "1.00 s", "+25.0%"))
+    assert "interrupted" in rows[0]
+    assert "not tried: monet" in rows[0]

@@ -1,0 +1,324 @@
+"""A model that cannot be captured whole trains in parts, within one budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.errors import CaptureError
+from memopt.executor.parts import MOST_KINDS
+from memopt.executor.self_planning import planning_of
+from memopt.pricing.memory import metered
+
+CPU = torch.device("cpu")
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Its sub-modules are planned instead")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def layers(width: int = 64) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 16)
+    )
+
+
+class Routed(nn.Module):
+    """Two experts, of which a number that is read in Python chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.one, self.other = nn.Linear(16, 2), layers(), layers(48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.one if self.gate(x).mean().item() > 0 else self.other
+        return x + chosen(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, middle: Callable[[], nn.Module] = Routed) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.blocks = layers(), nn.ModuleList([middle()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Spoken(nn.Module):
+    """Looks at a number, and computes around that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y * (1.0 + float(y.detach().mean() > 0))
+
+
+class Twice(nn.Module):
+    """Calls one sub-module twice, with other shapes, and never another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.idle = layers(), layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.inner(x)
+        if first.sum().item() > 1e9:
+            return self.idle(x)
+        return first + torch.cat([self.inner(first[:32]), first[32:]])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            return x
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            return x
+        return self.inner(x)
+
+
+class ByMethod(nn.Module):
+    """Is never called itself: others call what is inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class UsesMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = ByMethod()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            return x
+        return self.tower.features(x)
+
+
+def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *given: Any) -> int:
+    held = [*model.parameters(), *model.buffers(), *given]
+    held += [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+    return sum({t.untyped_storage().data_ptr(): t.nbytes for t in held}.values())
+
+
+def mean_square(model: nn.Module) -> torch.Tensor:
+    return model(X).square().mean()
+
+
+def training(
+    model: nn.Module,
+    steps: int,
+    metered_from: int = 99,
+    loss_of: Callable[[nn.Module], torch.Tensor] = mean_square,
+    given: tuple[torch.Tensor, ...] = (X,),
+) -> tuple[list[torch.Tensor], int]:
+    """The losses of a training, and the peak of its later steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses, most = [], 0
+    for step in range(steps):
+        if step < metered_from:
+            loss = loss_of(model)
+            loss.backward()
+        else:
+            with metered(CPU) as used:
+                loss = loss_of(model)
+                loss.backward()
+            most = max(most, resident_bytes(model, optimizer, *given) + used.peak_bytes)
+        losses.append(loss.detach().clone())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, most
+
+
+def in_parts(model: nn.Module, budget: Any = "min", **options: Any) -> nn.Module:
+    options = {"strategy": "rotor", "parts": "auto", "progress": False, **options}
+    return memopt.wrap(model, budget, **options)
+
+
+MIDDLES = (Routed, Spoken, Twice, Checkpointed, Drawing, UsesMethod)
+
+
+@pytest.mark.parametrize("middle", MIDDLES, ids=lambda one: one.__name__)
+def test_the_same_losses_bit_for_bit_within_the_budget(middle: Callable[[], nn.Module]) -> None:
+    expected, unplanned_bytes = training(Blocks(middle), 7, 5)
+    model = in_parts(Blocks(middle))
+    losses, most = training(model, 7, 5)
+    assert all(map(torch.equal, losses, expected))
+    assert most <= model.memopt.parts.shared.peak_bytes()
+    assert most <= unplanned_bytes
+    assert model.calls.original == 0
+    report = model.memopt.report()
+    assert "planned: head: rotor" in report
+    assert "runs as it is: blocks.0: the model " in report
+    assert ("not planned: blocks.0.idle: not called" in report) == (middle is Twice)
+    if middle is UsesMethod:
+        assert "planned: blocks.0.tower.inner: rotor" in report
+
+
+def test_a_budget_in_between_is_used() -> None:
+    bounds = []
+    for budget in ("min", None):
+        model = in_parts(Blocks(Spoken), budget)
+        training(model, 4)
+        bounds.append(model.memopt.parts.shared.peak_bytes())
+    least, most = bounds
+    expected, _ = training(Blocks(Spoken), 7)
+    model = in_parts(Blocks(Spoken), least + (most - least) // 2)
+    losses, found = training(model, 7, 5)
+    assert all(map(torch.equal, losses, expected))
+    assert found == model.memopt.parts.shared.peak_bytes()
+    assert least <= found <= (least + most) // 2
+    model = in_parts(Blocks(Spoken), least - 1000)
+    with pytest.warns(UserWarning, match=rf"give at least budget={least}"):
+        training(model, 4)
+
+
+def test_copies_evaluation_and_unwrapping() -> None:
+    plain, model = Blocks(), in_parts(Blocks())
+    training(plain, 3)
+    training(model, 3)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    count = model.calls.planned
+    assert torch.equal(model.eval()(X), plain.eval()(X))
+    with torch.no_grad():
+        model.train()(X)
+    assert (model.calls.planned, model.calls.original) == (count, 2)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(planning_of(one) for one in twin.modules())
+    memopt.unwrap(model)
+    for one in model.modules():
+        assert one._compiled_call_impl is None
+        assert not {"memopt", "calls", "__getstate__"} & one.__dict__.keys()
+        assert not one._forward_pre_hooks
+
+
+def test_the_parts_that_are_named_and_those_that_are_wrapped_already() -> None:
+    expected, _ = training(Blocks(), 4)
+    model = in_parts(Blocks(), parts=["head"])
+    losses, _ = training(model, 4)
+    assert all(map(torch.equal, losses, expected))
+    assert model.calls.planned == 4
+    assert model.memopt.report().count("planned: ") == 1
+    for parts, text in (
+        ("nowhere", "got 'nowhere'"),
+        ([], "got none"),
+        (["head", "head.0"], "'head.0' is inside of 'head'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            in_parts(Blocks(), parts=parts)
+    refused = in_parts(Blocks(), parts=["blocks.0"])
+    with pytest.raises(CaptureError, match=r"item\(\)"):
+        refused(X)
+    nested = Blocks()
+    memopt.wrap(nested.head, "min", "rotor", progress=False)
+    model = in_parts(nested)
+    losses, _ = training(model, 4)
+    assert all(map(torch.equal, losses, expected))
+    assert nested.head.memopt.calls.planned == 4
+    assert "not planned: head: its calls are taken already" in model.memopt.report()
+
+
+def test_gradients_are_accumulated() -> None:
+    def twice(model: nn.Module) -> torch.Tensor:
+        mean_square(model).backward()
+        return mean_square(model)
+
+    expected, _ = training(Blocks(), 6, loss_of=twice)
+    model = in_parts(Blocks())
+    losses, _ = training(model, 6, loss_of=twice)
+    assert all(map(torch.equal, losses, expected))
+    assert model.calls.original == 0
+
+
+class Ragged(nn.Module):
+    """As many rows as a number says: another shape in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(x[: rows.item()])
+
+
+def test_sizes_that_depend_on_data_are_left_unplanned_with_a_notice() -> None:
+    plain, model = Ragged(), in_parts(Ragged())
+    model.load_state_dict(plain.state_dict())
+
+    def both(rows: int) -> None:
+        expected = plain(X, torch.tensor(rows)).square().mean()
+        found = model(X, torch.tensor(rows)).square().mean()
+        assert torch.equal(found, expected)
+        found.backward()
+
+    for rows in range(1, MOST_KINDS + 1):
+        both(rows)
+    with pytest.warns(UserWarning, match="inner is not planned: its inputs have other shapes"):
+        both(MOST_KINDS + 1)
+    both(MOST_KINDS + 2)
+    assert (model.calls.planned, model.calls.original) == (MOST_KINDS, 2)
+
+
+def test_a_refusal_names_the_parts_to_plan() -> None:
+    model = memopt.wrap(Blocks(), "min", "rotor", progress=False)
+    with pytest.raises(CaptureError) as raised:
+        model(X)
+    named = 'memopt.wrap(model, ..., parts="auto") plans the largest sub-modules'
+    assert named in str(raised.value)
+    assert "(head, blocks.0.one, blocks.0.other)" in str(raised.value)
+    assert raised.value.modules == ("blocks.0",)
+    with pytest.raises(CaptureError) as raised:
+        memopt.wrap(Ragged().inner, "min", "rotor", progress=False)(X.to_sparse())
+    assert "parts=" not in str(raised.value)
+
+
+def test_one_notice_says_what_happens() -> None:
+    model = in_parts(Blocks())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        training(model, 3)
+    (text,) = [str(one.message) for one in told if "as one graph" in str(one.message)]
+    assert "Its sub-modules are planned instead" in text
+    del model
+    gc.collect()

@@ -1,0 +1,187 @@
+"""TRL's trainers at their defaults, with memopt's callback: every loss and weight bit for bit,
+every step planned, every peak within the budget."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from memopt.integrations.hugging_face import MemoptCallback
+from tests.users.metering import StepMeter
+
+trl = pytest.importorskip("trl", reason="`make test-trl` installs it")
+datasets: Any = pytest.importorskip("datasets")
+
+from examples.train_trl import llama, main, texts, tokenizer  # noqa: E402
+
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def completions(**columns: list[str]) -> Any:
+    return datasets.Dataset.from_dict({"prompt": [f"{one} " for one in texts(8)], **columns})
+
+
+def sft(common: dict[str, Any], prompts: bool = False, **settings: Any) -> Any:
+    data = datasets.Dataset.from_dict({"text": texts(24)})
+    return trl.SFTTrainer(
+        model=llama(),
+        args=trl.SFTConfig(**common.pop("settings"), **settings),
+        train_dataset=completions(completion=texts(16, 1)) if prompts else data,
+        **common,
+    )
+
+
+def dpo(common: dict[str, Any], **settings: Any) -> Any:
+    return trl.DPOTrainer(
+        model=llama(),
+        ref_model=None if "peft_config" in common else llama(),
+        args=trl.DPOConfig(**common.pop("settings"), **settings),
+        train_dataset=completions(chosen=texts(16, 1), rejected=texts(16, 2)),
+        **common,
+    )
+
+
+def adapted_dpo(common: dict[str, Any]) -> Any:
+    return dpo({**common, "peft_config": lora()})
+
+
+def reward(common: dict[str, Any]) -> Any:
+    data = datasets.Dataset.from_dict({"chosen": texts(24, 1), "rejected": texts(24, 2)})
+    return trl.RewardTrainer(
+        model=llama(transformers.LlamaForSequenceClassification),
+        args=trl.RewardConfig(**common.pop("settings")),
+        train_dataset=data,
+        **common,
+    )
+
+
+def grpo(common: dict[str, Any]) -> Any:
+    def distinct(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(one))) for one in completions]
+
+    settings = {"num_generations": 4, "max_completion_length": 8}
+    return trl.GRPOTrainer(
+        model=llama(),
+        reward_funcs=distinct,
+        args=trl.GRPOConfig(**common.pop("settings"), **settings),
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts(16)}),
+        **common,
+    )
+
+
+class Watch(transformers.TrainerCallback):
+    """Losses and gradient norms of a training, and each step's peak less its budget. Planning in
+    the first step's backward cannot be told from the step: its peak is not taken."""
+
+    def __init__(self, meter: StepMeter | None, callback: MemoptCallback | None) -> None:
+        self.meter, self.callback = meter, callback
+        self.logged: list[tuple[float, float]] = []
+        self.over_bytes: list[int] = []
+        self._running = False
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" in logs:
+            self.logged.append((logs["loss"], logs["grad_norm"]))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.meter is not None and state.global_step:
+            self.meter.begin()
+            self._running = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.meter is not None and self.callback is not None and self._running:
+            self.over_bytes.append(self.meter.end(self.callback.plans[-1]))
+
+
+def trained(
+    make: Callable[..., Any],
+    folder: Path,
+    steps: int,
+    callback: MemoptCallback | None = None,
+    meter: StepMeter | None = None,
+    **how: Any,
+) -> tuple[Watch, Any]:
+    transformers.set_seed(0)
+    watch = Watch(meter, callback)
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "report_to": "none",
+        "logging_steps": 1,
+        "use_cpu": True,
+        "seed": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    callbacks = [watch, *([] if callback is None else [callback])]
+    trainer = make(
+        {"settings": settings, "processing_class": tokenizer(), "callbacks": callbacks}, **how
+    )
+    trainer.train()
+    return watch, trainer.model
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sft": (sft, {}),
+    "sft-packed": (sft, {"packing": True, "max_length": 32}),
+    "sft-completions": (sft, {"prompts": True}),
+    "dpo": (dpo, {}),
+    "dpo-adapters": (adapted_dpo, {}),
+    "reward": (reward, {}),
+    "grpo": (grpo, {}),
+}
+
+
+def check(name: str, folder: Path, steps: int, meter: StepMeter | None) -> None:
+    make, how = CASES[name]
+    plain, reference = trained(make, folder, steps, **how)
+    callback = MemoptCallback("8MiB", improve=False)
+    watch, model = trained(make, folder, steps, callback, meter, **how)
+    assert watch.logged == plain.logged
+    assert len(watch.logged) == steps
+    pairs = itertools.zip_longest(model.parameters(), reference.parameters())
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert callback.calls.planned == steps
+    assert max(watch.over_bytes, default=0) <= 0
+    assert len(watch.over_bytes) == (0 if meter is None else steps - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_trainers_at_their_defaults(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(name, tmp_path, STEPS, StepMeter(monkeypatch))
+
+
+def test_supervised_fine_tuning_with_its_default_loss(tmp_path: Path) -> None:
+    check("sft", tmp_path, 3, None)
+
+
+def test_the_script_that_the_page_names() -> None:
+    assert main(steps=2).calls.planned == 2
