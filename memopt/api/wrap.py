@@ -377,24 +377,21 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
 
-    text = ""
+    text: str | None = ""
     if request.step.loss_fn is not None:
-        known = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if known is None:
+        text = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if text is None:
             return None
-        text = known
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:
         return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
-    asked.append(repr(optimizer_state(request.step.optimizer, model.parameters())))
+    state = optimizer_state(request.step.optimizer, model.parameters())
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    asked.append(repr(call.whole_masks))
-    return digest([code_digest(), record, asked, held_bytes, text])
+    return digest([code_digest(), record, asked, repr(state), call.whole_masks, held_bytes, text])
 
 
 _NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
-"""Options left out of keys: plans do not depend on `cache`, and only on an optimizer's state; the
-loss has a text of its own."""
+"""Left out of keys: plans do not depend on `cache`; loss and optimizer's state have own texts."""
