@@ -3,10 +3,6 @@
 A step's time is the processor time of its thread, the median of rounds in which every way runs
 once, in turn. Calls are those of Python's functions, and from Python of functions written in C, in
 one step, by `sys.setprofile`; what autograd calls in its own thread is that thread's.
-
-Python and the C library are kept from returning memory to the system after every step, as they do
-where a step happens to need a little more than is mapped: the page faults of the next step, 100 to
-350 of them, were up to a third of the whole step's time in some processes, and absent in others.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from torch import nn
 
 import memopt
 from benchmarks.runner import Benchmark
-from memopt.pricing.device_measure import settle_allocator
 from memopt.torch_private.modes import TorchDispatchMode
 from tests.executor.tiny_gpt import TinyGPT, batch, calls_of, loss_of
 
@@ -108,16 +103,8 @@ def _whole(step: Any, ids: torch.Tensor, targets: torch.Tensor) -> Step:
     return lambda: step(ids, targets=(targets,))
 
 
-def _spread_objects() -> list[object]:
-    """Return small objects, a few in each of many arenas of Python's allocator: as long as they
-    live, the arenas stay mapped, with room for what steps need."""
-    return [object() for _ in range(10**6)][::1000]
-
-
 def measure(given: Any) -> list[Row]:
     """Run all ways in turn, and count their calls."""
-    settle_allocator()
-    kept = _spread_objects()
     torch.manual_seed(0)
     steps = _steps(TinyGPT(given.layers))
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -134,7 +121,6 @@ def measure(given: Any) -> list[Row]:
                 times[name].append(time.thread_time() - begin)
     finally:
         gc.enable()
-    del kept
     medians = {name: statistics.median(each) for name, each in times.items()}
     with _Operators() as counted:
         steps["eager"][1]()

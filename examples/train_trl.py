@@ -1,6 +1,6 @@
 """TRL's SFTTrainer, as it is, under a budget: a small Llama learns to complete prompts.
 
-pip install 'memopt[trl]'
+pip install trl
 python -m examples.train_trl
 """
 

@@ -103,9 +103,8 @@ def wrap(
             own, and take it over between two steps, which changes no bit; for "auto" without
             `order` and `place`, where a better plan may pay back. False: search first, then train.
         parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
-            be, within the one budget; `model.memopt.report()` lists them, and `calls` counts their
-            calls. What lies between them runs as it is, metered in the second step of a kind.
-            Names of sub-modules: plan these. None: plan the whole, or raise.
+            be, within the one budget; `model.memopt.report()` lists them. Names of sub-modules:
+            plan these. None: plan the whole, or raise.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -130,8 +129,7 @@ def wrap(
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
-    by = planned_by if parts is None else in_parts
-    by(planner, model, on_mismatch, shapes, most_plans)
+    (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model
 
 
@@ -194,8 +192,7 @@ def running(model: nn.Module) -> SelfPlanning | Running:
 
 @dataclass
 class OwnCallsPlanner:
-    """Makes the plans of a wrapped model: of `request`, with `loss_fn` and `targets` as of `wrap`;
-    `made` is called with each."""
+    """Makes the plans of a wrapped model as requested, and calls `made` with each."""
 
     request: PlanRequest
     loss_fn: Callable[..., Any] | None
@@ -380,24 +377,21 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
 
-    text = ""
+    text: str | None = ""
     if request.step.loss_fn is not None:
-        known = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if known is None:
+        text = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if text is None:
             return None
-        text = known
     try:
         record = codec.encode(record_of(model, call, device_of(model, call)))
     except PlanFileError:
         return None  # an argument that a file cannot hold
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
-    asked.append(repr(optimizer_state(request.step.optimizer, model.parameters())))
+    state = optimizer_state(request.step.optimizer, model.parameters())
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    asked.append(repr(call.whole_masks))
-    return digest([code_digest(), record, asked, held_bytes, text])
+    return digest([code_digest(), record, asked, repr(state), call.whole_masks, held_bytes, text])
 
 
 _NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
-"""Options left out of keys: plans do not depend on `cache`, and only on an optimizer's state; the
-loss has a text of its own."""
+"""Left out of keys: plans do not depend on `cache`; loss and optimizer's state have own texts."""

@@ -58,7 +58,7 @@ def install(
     """
     halves = Halves(captured, lowering, program, together=together or {})
     device = _device(captured)
-    mover = _mover(halves, device, recorder, interpreted) if swap is None else swap
+    mover = _mover(halves, device, recorder) if swap is None else swap
     if homes is not None:
         homes.swap = mover
     random = RandomStates(device)
@@ -106,12 +106,11 @@ def install(
 
 
 def _mover(
-    halves: Halves, device: torch.device, recorder: Recorder | None, interpreted: bool
+    halves: Halves, device: torch.device, recorder: Recorder | None
 ) -> ThreadSwap | StreamSwap:
     pool_bytes = halves.host_placement.extent_bytes
     if not backend_of(device).on_host and (pool_bytes or halves.moved):
-        # Each copy of an interpreted step has memory of its own, which does not last.
-        streams = DeviceStreams(device, recorder, exact=not interpreted)
+        streams = DeviceStreams(device, recorder, exact=True)
         return StreamSwap(streams, pool_bytes, recorder, device)
     return ThreadSwap(recorder)
 

@@ -28,6 +28,7 @@ class _Machine:
         self.homes = homes
         self.values: dict[Node, Any] = {}
         self.host: dict[int, Any] = {}
+        self.lease: Any = None
         self.states: dict[int, bytearray] = {}
         pairs = zip(halves.lowering.nodes, halves.lowering.graph.operators, strict=True)
         self.collectives = {node for node, operator in pairs if operator.collective is not None}
@@ -90,7 +91,8 @@ class _Machine:
                 if brought is not None:
                     self.values[bases[tensor]] = brought
             case SwapOut(tensor):
-                self.host[tensor] = self.swap.out(self.values[bases[tensor]])
+                address = self.halves.host_placement.offsets[tensor]
+                self.host[tensor] = self.swap.out(self.values[bases[tensor]], address, self.lease)
             case SwapIn(tensor):
                 self.values[bases[tensor]] = self.swap.bring(self.host[tensor])
                 self.swap.wait(self.host[tensor])
@@ -133,19 +135,23 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
         machine = _Machine(halves, swap, random, homes)
         machine.given(primals)
         machine.resume()
+        if halves.host_placement.offsets:
+            machine.lease = swap.lease()
         for instruction in halves.forward:
             machine.step(instruction)
         outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]
         carried = {halves.lowering.bases.get(t) for t in halves.carried}
         machine.values = {n: v for n, v in machine.values.items() if n in carried}
-        return outputs, [machine]
+        return outputs, [machine, machine.lease, *machine.host.values()]
 
     def backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> tuple[Any, ...]:
         machine = _Machine(halves, swap, random, homes)
-        before = saved.pop()
+        before, machine.lease, *copies = saved
+        saved.clear()
         machine.values = dict(before.values)
-        machine.host, machine.states = dict(before.host), dict(before.states)
-        del before
+        machine.host = dict(zip(before.host, copies, strict=True))
+        machine.states = dict(before.states)
+        del before, copies
         machine.given(primals)
         machine.values.update(zip(captured.tangents, arguments[1:], strict=True))
         arguments.clear()

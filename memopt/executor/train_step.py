@@ -22,6 +22,7 @@ from memopt.executor.install import install
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
+from memopt.executor.stack_room import with_stack_room
 from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.step_updates import StepUpdates
 from memopt.executor.undo import Changes, Undo
@@ -245,7 +246,7 @@ class TrainStep:
             with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off(), token_as_it_is():
                 there = partial(update_there, self._optimizer, self._parameters, changes, undo)
                 self._homes.begin(begin, there)
-                return self._attempt(call, changes)
+                return with_stack_room(partial(self._attempt, call, changes))
         except Exception as error:
             if not changes:
                 raise

@@ -34,7 +34,7 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     place = torch.device(device or accelerator_kind() or "cpu")
     with torch.no_grad(), random_state_kept([place]):
         if backend_of(place).on_host:
-            settle_allocator()
+            _settle_allocator()
         to_host, from_host, duplex = _link(place)
         return Device(
             name=environment(place),
@@ -68,7 +68,7 @@ def host_update_rate() -> float:
     return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
 
 
-def settle_allocator() -> None:
+def _settle_allocator() -> None:
     """Let the C allocator see a large block come and go, as any training process does: glibc then
     keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
     cost ten times a small operator."""

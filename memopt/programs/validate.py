@@ -132,8 +132,7 @@ def memory_use(graph: Graph, program: Program) -> Use:
 
 
 class _Covering:
-    """Sums the sizes of the lifetimes that began before a position and end at or after it: of all
-    that began before it, less those that ended before it."""
+    """Sums the sizes of the lifetimes that began before a position and end at or after it."""
 
     def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int], length: int) -> None:
         change = np.zeros(length + 2, dtype=np.int64)

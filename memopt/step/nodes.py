@@ -56,13 +56,15 @@ def tensors_of(*nodes: Node) -> list[torch.Tensor]:
 
 
 _ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")
+# A class with a `__getattr__` of its own (PEFT's) is read by its dictionary.
+_REGISTRY = re.compile(r"__dict__\[['\"]_modules['\"]\]|_modules")
 _SUM = torch.ops.aten.add.Tensor
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def _clean(path: str) -> str:
     """Clean a path: `L['self']._modules['layers'][3]` and its like → `layers.3`."""
-    path = path.replace("_modules", "")
+    path = _REGISTRY.sub("", path)
     path = _ROOT.sub("", path)
     path = _ITEM.sub(r".\1", path)
     return re.sub(r"\.{2,}", ".", path).strip(".")

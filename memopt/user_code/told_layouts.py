@@ -29,7 +29,9 @@ def operator_without_fake(error: BaseException | None) -> str | None:
     """Return the name, "mine::scale", of the operator for whose lack of a fake kernel a trace
     failed; None: it failed for something else."""
     unsupported = private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
-    while error is not None:
+    seen: set[int] = set()  # a refusal inside of a trace is a cause of its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, unsupported):
             name = str(error.func.name()).partition(".")[0]
             return None if name.startswith(("aten::", "prims::")) else name

@@ -20,7 +20,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.report.searched import searched
 from memopt.strategies import Auto
-from memopt.strategies.auto.portfolio import BEFORE, Portfolio
+from memopt.strategies.auto.portfolio import BESIDE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
 from memopt.strategies.shared.members import MemberOutcome
 
@@ -103,7 +103,7 @@ def test_the_leader_works_as_long_as_it_would_alone(
     leader = Curve(clock, LEADER, False, 0.0, 1e9, improving(0.4))
     others = [Curve(clock, n, False, 0.0, 1e9, improving(0.5)) for n in ("rotor-menus", "monet")]
     search = portfolio(clock, limit_s, [*quick, leader, *others])
-    spent_s = sum(min(quick_share, BEFORE) * limit_s for _ in quick)
+    spent_s = sum(min(quick_share, BESIDE) * limit_s for _ in quick)
     assert leader.spent_s >= limit_s - spent_s - ROUND
     assert search.best is not None
     alone_s = leader.plan_s(limit_s - spent_s - ROUND)
@@ -127,8 +127,9 @@ def test_what_the_leader_leaves_is_for_the_others(clock: Clock) -> None:
 def test_without_a_plan_everybody_is_asked(clock: Clock) -> None:
     none = [Curve(clock, n, False, 0.0, 1e9, lambda _: None) for n in (LEADER, "a", "b")]
     last = Curve(clock, "c", False, 0.0, 1e9, lambda _: 2.0)
-    search = portfolio(clock, 13.0, [*none, last])
-    assert [one.spent_s for one in (*none, last)] == pytest.approx([10.0, 1.0, 1.0, 1.0])
+    search = portfolio(clock, 10.0, [*none, last])
+    rest = [10.0 * BESIDE / 3] * 3
+    assert [one.spent_s for one in (*none, last)] == pytest.approx([10.0 * (1 - BESIDE), *rest])
     assert search.best is not None
     assert search.best.name == "c"
 

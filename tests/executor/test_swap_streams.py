@@ -174,15 +174,16 @@ def test_host_copies_never_overlap_in_a_pool_of_the_most_bytes_at_once() -> None
         assert placement.extent_bytes == most, seed
 
 
-def test_a_retained_graph_has_a_pool_for_each_backward() -> None:
+@pytest.mark.parametrize("interpreted", [False, True], ids=["generated", "interpreted"])
+def test_a_retained_graph_has_a_pool_for_each_backward(interpreted: bool) -> None:
     prepared = prepared_block(random=False)
     start = {name: value.clone() for name, value in prepared.model.state_dict().items()}
     written = 0
-    for seed in range(6):
+    for seed in range(4):
         program = random_program(Random(seed), prepared.graph, swaps=8, recomputations=4)
         written += placed_over(prepared, program)
         streams = LateStreams()
-        planned, swap = planned_with(prepared, program, streams)
+        planned, swap = planned_with(prepared, program, streams, interpreted)
         torch.manual_seed(seed)
         given = rows()
         runs: list[list[torch.Tensor]] = []

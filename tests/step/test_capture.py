@@ -117,6 +117,32 @@ def test_operators_know_their_module() -> None:
     assert products == ["first", "layers.0", "layers.1"]
 
 
+class Adapted(nn.Module):
+    """Looks up what it lacks in the module inside, as PEFT's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_model":
+                raise
+            return getattr(self.base_model, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base_model(x)
+        return y
+
+
+def test_modules_with_a_lookup_of_their_own_keep_their_names() -> None:
+    _, lowering = captured(Adapted(), torch.randn(4, 6))
+    found = {o.module for o in lowering.graph.operators if o.phase is Phase.FORWARD}
+    assert found == {"base_model.0", "base_model.1"}
+
+
 def test_resident_bytes_count_everything_once() -> None:
     model, x = Block(), torch.randn(4, 6)
     _, lowering = captured(model, x)

@@ -114,6 +114,24 @@ def test_a_restart_does_not_solve_again(monkeypatch: pytest.MonkeyPatch) -> None
         trained(memopt.wrap(network(), "min", progress=False), (12,))
 
 
+def test_plans_on_disk_depend_on_an_optimizers_state_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved = []
+    make = wrap_module.make_plan
+    monkeypatch.setattr(wrap_module, "make_plan", lambda *args: solved.append(1) or make(*args))
+    for kind, options in (
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1}),
+        (torch.optim.SGD, {"lr": 1e-4}),
+    ):
+        model = network()
+        optimizer = kind(model.parameters(), **options)
+        memopt.wrap(model, "min", optimizer=optimizer, improve=False, progress=False)
+        model(torch.randn(8, 32)).square().mean().backward()
+    assert len(solved) == 2
+
+
 def test_plans_that_go_come_back_from_disk_without_being_solved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,8 +18,9 @@ STEPS = 500
 LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
 """Seconds: a search that may take less is not begun; one without a plan may take at least so many;
 the most for all members together."""
-LEADING, BEFORE = 10.0, 0.1
-"""The leader's weight where there is no plan; the share of a member before it, of the time left."""
+BESIDE = 0.1
+"""Share of the time left: a member's before the leader, and that of all others together where the
+leader begins without a plan."""
 NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
 
@@ -42,8 +43,8 @@ class Portfolio:
         impossible: whether it is proved that no plan is within the budget.
         gap: to the bound, at which the search ends.
         limit_s: seconds for all members; None: as long as it is worth to the plan found so far.
-        leader: the member that gets all the time left as soon as there is a plan, so that it plans
-            as it would alone; before, its weight is LEADING times another's. "": none.
+        leader: the member that gets all the time left, so that it plans as it would alone; nearly
+            all where there is no plan yet, which others may find. "": none.
     """
 
     budget_bytes: int | None
@@ -128,9 +129,9 @@ class Portfolio:
         if self.leader not in names:
             return 1 / len(members)
         if names[0] == self.leader:
-            return 1.0 if self.best is not None else LEADING / (LEADING + len(members) - 1)
+            return 1.0 if self.best is not None or len(members) == 1 else 1 - BESIDE
         # What comes before the leader must leave it nearly all the time.
-        return BEFORE
+        return BESIDE
 
     @property
     def ended(self) -> str:

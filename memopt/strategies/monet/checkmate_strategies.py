@@ -21,6 +21,16 @@ from memopt.strategies.shared.time_point_search import TimePointSearch
 CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 
 
+STAGE_S = 5e-6
+"""Seconds in which a turn of `CheckmateModel` is built, for each tensor that may be in memory."""
+
+
+def _building_s(graph: Graph) -> float:
+    """Return about how long it takes to build Checkmate's program, s: in every stage every operator
+    has a turn, with all tensors."""
+    return STAGE_S * len(graph.operators) ** 3
+
+
 def _bound(graph: Graph, budget_bytes: int, deadline: Deadline) -> float:
     """Bound the plans of the whole graph whose operators run as they are, in s."""
     search = TimePointSearch(graph, lambda operator, name: False, budget_bytes, deadline)
@@ -47,6 +57,9 @@ class Checkmate(SolvedExactly):
     def model(self, graph: Graph) -> CheckmateModel:
         """Build Checkmate's program of a graph."""
         return CheckmateModel(graph)
+
+    def building_s(self, graph: Graph) -> float:
+        return _building_s(graph)
 
     def as_they_are(self, graph: Graph) -> bool:
         return not self.fastest or super().as_they_are(graph)
@@ -84,6 +97,9 @@ class CheckmateRounding(GraphStrategy):
     name: ClassVar[str] = "checkmate-rounding"
     features: ClassVar[Features] = Features(recompute=True)
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def building_s(self, graph: Graph) -> float:
+        return _building_s(graph)
 
     def search(
         self, graph: Graph, budget_bytes: int, deadline: Deadline

@@ -105,6 +105,10 @@ class GraphStrategy(Strategy):
         only."""
         return not any(operator.implementations for operator in graph.operators)
 
+    def building_s(self, graph: Graph) -> float:
+        """Return about how long it takes to build the solver's program of a graph, s."""
+        return PAIR_S * len(graph.operators) ** 2
+
     def whole(
         self, best: Incumbent, budget_bytes: int, deadline: Deadline, stats: dict[str, object]
     ) -> float | None:
@@ -151,7 +155,7 @@ class GraphStrategy(Strategy):
         proves = exact and counted_exactly(graph)
         # Operators with implementations are not merged: a stage for each may be too many.
         too_large = len(coarse.graph.operators) > 2 * self.max_operators
-        too_slow = _building_s(coarse.graph) > SEARCH_SHARE * deadline.left_s
+        too_slow = self.building_s(coarse.graph) > SEARCH_SHARE * deadline.left_s
         # Without a start, the search leaves time for a plan of the smallest peak.
         search_s = limit_s if best.program is not None else limit_s * (1 - LEAST_SHARE)
         search_s = 0.0 if too_slow else search_s
@@ -258,11 +262,6 @@ class GraphStrategy(Strategy):
         if found is None:
             return smallest
         return smaller(coarse.fine, smallest, _expanded(coarse, found))
-
-
-def _building_s(graph: Graph) -> float:
-    """Return about how long it takes to build a program with a stage for every operator, s."""
-    return PAIR_S * len(graph.operators) ** 2
 
 
 def _expanded(coarse: Coarsening, program: Program) -> Program:

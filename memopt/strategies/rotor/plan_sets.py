@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt.models.chain import Chain
@@ -52,11 +52,6 @@ class PlanSet:
         complete = self.complete if complete is None else complete
         optimal = self.optimal and complete
         return replace(self, optimal=optimal, complete=complete, stats={**self.stats, **stats})
-
-    def remade(self, chain: Chain, remake: Callable[[Codes], Codes]) -> PlanSet:
-        """Make other schedules from these, replayed on `chain`; no longer known to be optimal."""
-        candidates = replayed(chain, map(remake, self.codes))
-        return plan_set(candidates, optimal=False, complete=self.complete, stats=self.stats)
 
 
 def replayed(chain: Chain, schedules: Iterable[Codes]) -> list[tuple[int, float, Codes]]:

@@ -246,16 +246,17 @@ class FloatingStrategy(TableStrategy):
                 return plans
             # Rotor may be exact where this table is in slots.
             return merged(plans, rotor.plan_set(chain, deadline))
-        from memopt.strategies.rotor.grouping import expand, group_ends, grouped
+        from memopt.strategies.rotor.grouping import group_ends, grouped
+        from memopt.strategies.rotor.long_chains import ungrouped
 
         persistent = rotor.plan_set(chain, deadline)
         if deadline is not None and deadline.over:
             return persistent
         ends = group_ends(chain, self.most_stages)
         coarse = super().plan_set(grouped(chain, ends), deadline)
-        fine = coarse.remade(chain, lambda codes: expand(codes, ends))
+        fine = ungrouped(chain, coarse, ends)
         return merged(persistent, fine).with_stats(
-            coarse.complete and persistent.complete, **coarse.stats, groups=len(ends)
+            coarse.complete and persistent.complete, **fine.stats
         )
 
     def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
