@@ -1,7 +1,8 @@
 """Every strategy ends in its time: limit x 1.1 + 0.3 s, by a clock that counts work.
 
 The clock counts the calls of this thread, a microsecond each, which is about what they take, so
-that nothing depends on the machine or on what else it does. Compiled kernels count as one call:
+that nothing depends on the machine or on what else it does, nor on which kernels are compiled
+already: their compilation is not counted. Compiled kernels count as one call:
 the table of `python -m benchmarks limits` has them in seconds.
 """
 
@@ -39,12 +40,16 @@ class WorkClock:
     """Seconds of work: calls of Python's and of compiled functions."""
 
     calls: int = 0
+    compiling: int = 0
 
     def __call__(self) -> float:
         return self.calls * CALL_S
 
-    def count(self, _frame: FrameType, event: str, _argument: Any) -> None:
-        self.calls += event in ("call", "c_call")
+    def count(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if frame.f_code.co_name == "_compile_for_args" and event in ("call", "return"):
+            self.compiling += 1 if event == "call" else -1
+        elif not self.compiling:
+            self.calls += event in ("call", "c_call")
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from memopt.step.signature import Arguments, signature, values_of
 from memopt.step.trial import poisoned, same_bits
 from memopt.step.updates import in_place_twin, written_into
 from memopt.torch_private.operators import OpOverload, aten, has_kernel, schema_of
+from memopt.user_code.aside import aside
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def _plain(value: torch.Tensor) -> bool:
     return strided and fills_storage(value)
 
 
+@aside
 def out_variants_of(lowering: Lowering) -> dict[Node, OutVariant]:
     """Return the variants of all kernel calls that have one, operators' alternatives included."""
     variants = {}

@@ -40,7 +40,7 @@ def test_a_module_with_compiled_kernels(seed: int) -> None:
 def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
-    def line(seed: int) -> str:
+    def line(seed: int, _only: tuple[str, ...]) -> str:
         ran.append(seed)
         wrong = [("case", "differs")] if seed == 2 else []
         counts = {"store-all": 3}

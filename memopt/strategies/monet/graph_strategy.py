@@ -177,7 +177,7 @@ class GraphStrategy(Strategy):
             expanded = self.polish(graph, _expanded(coarse, found), budget_bytes)
             stats["solver_s"] = best.offer(expanded, self.name).time_s
         if best.program is None:
-            if not too_slow:
+            if not too_slow and self.building_s(coarse.graph) <= deadline.left_s:
                 smallest = self._smallest(coarse, smallest, limit_s, progress)
             best.offer(smallest, "least memory")
         if best.program is None:
