@@ -15,10 +15,12 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from memopt.capture.block_runs import BlockRun, CopiedNames
+from memopt.capture.block_runs import BlockRun, CopiedNames, run_of
 from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
-from memopt.capture.periods import Period, longest_period, plain
+from memopt.capture.periods import Period, longest_period, plain, read_by
 from memopt.step.memory_layout import storage_of
+from memopt.step.nodes import tensors_of
+from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import dispatch_modes_off
 
@@ -57,11 +59,10 @@ class _WholeJoint:
             for slot in range(len(self._inputs[block]))
         }
         self._check_not_updated()
-        self._read = [tuple(self._position[one] for one in _read_by(n)) for n in self._nodes]
+        self._read = [tuple(self._position[one] for one in read_by(n)) for n in self._nodes]
         self._runs = self._both_runs()
         self._made: dict[tuple[int, int, int], Node] = {}
         self._new: dict[Node, Node] = {}
-        self._storages: dict[tuple[int, int, int], dict[int, Any]] = {}
         self._homes = self._homes_of_storages()
         self._stacks = {
             _of_stack(stack): (kept, offset)
@@ -163,7 +164,7 @@ class _WholeJoint:
 
     def _write(self, graph: FxGraph, place: int, names: CopiedNames) -> None:
         node = self._nodes[place]
-        run = next((run for run in self._runs if run.holds(place)), None)
+        run = run_of(self._runs, place)
         shift = self._found.left_out if run is not None and run.number(place) > CUT else 0
         if run is None:
             args, kwargs = map_arg((node.args, node.kwargs), self._written)
@@ -172,11 +173,8 @@ class _WholeJoint:
         made = graph.create_node(node.op, node.target, args, kwargs, names.of(place), node.type)
         made.meta = dict(node.meta)
         if run is not None:
-            made.meta = self._with_stacks(node, shift)
-            if any(self._moves(value, node, shift) for value in tensors_in(node.meta.get("val"))):
-                made.meta["val"] = _mapped(
-                    node.meta["val"], lambda value: self._value(value, node, shift, {})
-                )
+            moves = any(self._moves(value, node, shift) for value in tensors_of(node))
+            made.meta = (self._with_values if moves else self._with_stacks)(node, shift)
         if "seq_nr" in made.meta:
             made.meta["seq_nr"] = names.sequence(place)
         self._new[node] = made
@@ -193,7 +191,7 @@ class _WholeJoint:
                 name = names.of(place, number)
                 made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
                 self._made[which, offset, number] = made
-                made.meta = self._meta(node, which, offset, number)
+                made.meta = self._with_values(node, number - CUT)
                 if "seq_nr" in made.meta:
                     made.meta["seq_nr"] = names.sequence(place, number)
 
@@ -232,7 +230,7 @@ class _WholeJoint:
         that are copied, and their neighbours, read the same of what is outside of both."""
         forward, backward = self._runs
         for place in range(len(self._nodes) - 1):
-            run = next((run for run in self._runs if run.holds(place)), None)
+            run = run_of(self._runs, place)
             if run is None:
                 top = forward.parts.end <= place < backward.parts.start
                 for one in self._read[place]:
@@ -251,7 +249,8 @@ class _WholeJoint:
         slot = self._slot.get(self._nodes[place])
         if slot is not None:
             return slot[0]
-        return next((run.number(place) for run in runs if run.holds(place)), None)
+        run = run_of(runs, place)
+        return None if run is None else run.number(place)
 
     def _results(self, results: Any) -> list[Any]:
         """Return the outputs, with the gradients of all blocks' parameters."""
@@ -266,8 +265,9 @@ class _WholeJoint:
         for slot, given in enumerate(self._inputs[CUT]):
             if given.meta["desc"] not in places:
                 continue
+            beside = (CUT, CUT + 1 + self._found.left_out)
             gradients = [
-                results[places[self._inputs[block][slot].meta["desc"]]] for block in self._near()
+                results[places[self._inputs[block][slot].meta["desc"]]] for block in beside
             ]
             if all(one is None for one in gradients):
                 continue
@@ -280,33 +280,27 @@ class _WholeJoint:
             offset = backward.offset(spots[0])
             if numbers[1] != numbers[0] + 1 or backward.offset(spots[1]) != offset:
                 raise _NotPeriodicError("gradients")
-            for number in range(CUT + 1, CUT + 1 + self._found.left_out):
-                place = places[self._inputs[number][slot].meta["desc"]]
-                found[place] = self._part(1, offset, numbers[0] + number - CUT)
-            # A gradient may be of a part with another number than its block's.
-            for block in self._near():
+            # Also of the blocks beside: a gradient may be of a part with another number.
+            for block in range(CUT, CUT + 2 + self._found.left_out):
                 place = places[self._inputs[block][slot].meta["desc"]]
                 found[place] = self._part(1, offset, numbers[0] + block - CUT)
         return found
-
-    def _near(self) -> tuple[int, int]:
-        """Return the blocks before and after those that are left out."""
-        return CUT, CUT + 1 + self._found.left_out
 
     # What is known of values
 
     def _homes_of_storages(self) -> dict[int, Node]:
         homes: dict[int, Node] = {}
         for node in self._nodes:
-            for value in tensors_in(node.meta.get("val")):
+            for value in tensors_of(node):
                 homes.setdefault(storage_of(value), node)
         return homes
 
-    def _meta(self, node: Node, which: int, offset: int, number: int) -> dict[str, Any]:
-        meta, shift = self._with_stacks(node, number - CUT), number - CUT
-        own: dict[int, Any] = self._storages.setdefault((which, offset, number), {})
-        meta["val"] = _mapped(
-            node.meta.get("val"), lambda value: self._value(value, node, shift, own)
+    def _with_values(self, node: Node, shift: int) -> dict[str, Any]:
+        """Return what is known of an operator in another block, whose results have memory of their
+        own."""
+        meta, own = self._with_stacks(node, shift), dict[int, Any]()
+        meta["val"] = pytree.tree_map_only(
+            torch.Tensor, lambda value: self._value(value, node, shift, own), node.meta.get("val")
         )
         return meta
 
@@ -340,7 +334,7 @@ class _WholeJoint:
 
     def _storage(self, home: Node, name: int, shift: int) -> Any:
         there = self._corresponding(home, shift)
-        values = zip(tensors_in(home.meta["val"]), tensors_in(there.meta["val"]), strict=True)
+        values = zip(tensors_of(home), tensors_of(there), strict=True)
         return next(b.untyped_storage() for a, b in values if storage_of(a) == name)
 
 
@@ -348,26 +342,7 @@ def _of_stack(stack: Any) -> Any:
     return tuple(str(path) for path, _ in stack.values())
 
 
-def _read_by(node: Node) -> list[Node]:
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
 def _key(node: Node) -> Any:
     if node.op != "call_function":
         return id(node)
     return node.target, plain((node.args, node.kwargs)), plain(node.meta.get("val"))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's result."""
-    if isinstance(value, (tuple, list)):
-        return [one for part in value for one in tensors_in(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def _mapped(value: Any, way: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(one, way) for one in value)
-    return way(value) if isinstance(value, torch.Tensor) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,11 @@ class BlockRun:
         return 0 <= (number - self.first) * self.way < self.parts.count
 
 
+def run_of(runs: Iterable[BlockRun], position: int) -> BlockRun | None:
+    """Return the run that a position is in."""
+    return next((run for run in runs if run.holds(position)), None)
+
+
 class CopiedNames:
     """The names and sequence numbers that the whole graph's trace gives."""
 
@@ -91,7 +97,7 @@ class CopiedNames:
         found = self._sequence[place]
         if found is None:
             return None
-        run = next((run for run in self._runs if run.holds(place)), None)
+        run = run_of(self._runs, place)
         if run is None:
             up = found > self._latest
         elif self._sequence_step(run, run.offset(place)) == 0:

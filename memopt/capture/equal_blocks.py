@@ -15,13 +15,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.periods import Period, is_plain, longest_period, plain
+from memopt.capture.periods import Period, is_plain, longest_period, plain, read_by
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.aot import called_alike
 
@@ -71,7 +70,7 @@ def equal_blocks(traced: GraphModule) -> EqualBlocks | None:
         return None
     position = {node: place for place, node in enumerate(nodes)}
     keys = [_key(traced, node) for node in nodes]
-    read = [tuple(position[one] for one in _read_by(node)) for node in nodes]
+    read = [tuple(position[one] for one in read_by(node)) for node in nodes]
 
     def equal(first: int, second: int) -> bool:
         step = second - first
@@ -110,20 +109,18 @@ def _closed(found: EqualBlocks, read: list[tuple[int, ...]], count: int) -> bool
 
 def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]) -> bool:
     """Whether each parameter and buffer of the blocks is of one block alone, its memory, too."""
-    mine = [name for block in targets for name in block]
-    storages = Counter(
-        storage_of(tensor)
-        for name in {str(n.target) for n in traced.graph.find_nodes(op="get_attr")}
-        if is_plain(tensor := _attribute(traced, name))
-    )
-    used = Counter(str(n.target) for n in traced.graph.find_nodes(op="get_attr"))
+    used = Counter(str(node.target) for node in traced.graph.find_nodes(op="get_attr"))
+    tensors = {name: attrgetter(name)(traced) for name in used}
+    storages = {name: storage_of(one) for name, one in tensors.items() if is_plain(one)}
+    sharing = Counter(storages.values())
     return all(
-        used[name] == 1 and storages[storage_of(_attribute(traced, name))] == 1 for name in mine
+        used[name] == 1 and sharing[storages[name]] == 1 for block in targets for name in block
     )
 
 
 def _updated(nodes: list[Node], run: Period) -> bool:
-    """Whether an operator of the first block updates a parameter or buffer in place."""
+    """Whether an operator of the first block looks as if it updated a parameter or buffer. What is
+    missed here is found in the joint graph, after a part has been traced in vain."""
     for node in nodes[run.start : run.start + run.length]:
         name = getattr(node.target, "__name__", str(node.target))
         in_place = name.endswith("_") and not name.endswith("__")
@@ -157,22 +154,10 @@ def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
         traced.graph = whole
 
 
-def _read_by(node: Node) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    for part in name.split("."):
-        module = getattr(module, part, None)  # type: ignore[assignment]
-    return module
-
-
 def _key(traced: GraphModule, node: Node) -> Any:
     """What must be equal of two operators besides which values they read."""
     if node.op == "get_attr":
-        value = _attribute(traced, str(node.target))
+        value = attrgetter(str(node.target))(traced)
         if not is_plain(value):
             return id(node)
         return "get_attr", type(value), plain(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from memopt.torch_private.aot import FakeTensor
 
@@ -93,6 +94,13 @@ def _longest(keys: Sequence[Hashable], equal: Callable[[int, int], bool], length
             best = Period(start, length, count)
         start = position + 1
     return best
+
+
+def read_by(node: Node) -> list[Node]:
+    """Return what an operator reads, each as often as it is there."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def is_plain(value: Any) -> bool:

@@ -268,6 +268,12 @@ def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
     planned.__dict__["_memopt_other_loss"] = met
 
 
+def waiting_calls(planned: nn.Module) -> int:
+    """Return how many calls of a planned module await their backward."""
+    runtime: Runtime = planned.__dict__["_memopt"][2]
+    return len(runtime)
+
+
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     """Return whether all leaves of the output at these positions have a planned backward."""
     captured: Captured = planned.__dict__["_memopt"][1]

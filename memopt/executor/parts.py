@@ -20,7 +20,7 @@ from torch import nn
 
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
-from memopt.executor.module import when_arrived
+from memopt.executor.module import waiting_calls, when_arrived
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
@@ -58,10 +58,10 @@ class PartMaker(PlanMaker):
         """Plan a kind of the part's calls."""
         own = self._planning
         first = self._shared.solver.first(own.model, call, holding)
-        waiting: list[Any] = []
-        part = self._shared.part(own.name, first, lambda: sum(map(len, waiting)))
+        waiting: list[nn.Module] = []
+        part = self._shared.part(own.name, first, lambda: sum(map(waiting_calls, waiting)))
         made = self._applied(part, part.floor, call)
-        waiting.append(made.module.__dict__["_memopt"][2])
+        waiting.append(made.module)
         return made
 
     def improved(self, made: Made, kind: Any, call: Call) -> Made | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 T = TypeVar("T")
+P = TypeVar("P", bound="PlanRecord")
 _SHARES = 16
 
 
@@ -52,14 +53,13 @@ class PartSolver(Protocol):
 def equal_share(
     together: Iterable[T],
     budget_bytes: int | None,
-    floors: Mapping[T, PlanRecord],
-    stored: Mapping[T, PlanRecord],
-    solved: Callable[[T, int], PlanRecord],
-    needed: Callable[[Mapping[T, PlanRecord]], int],
-) -> Mapping[T, PlanRecord] | None:
+    floors: Mapping[T, P],
+    stored: Mapping[T, P],
+    solved: Callable[[T, int], P],
+    needed: Callable[[Mapping[T, P]], int],
+) -> Mapping[T, P] | None:
     """Plan each of several graphs that run in one step the same share of the way from its smallest
     peak to its store-all's: the largest, to a sixteenth, with which the step is within the budget.
-    Then those keep everything that still can.
 
     Args:
         together: the graphs.
@@ -84,7 +84,7 @@ def equal_share(
         fits = needed(made) <= budget_bytes
         best = made if fits else best
         low, high = (middle, high) if fits else (low, middle)
-    return _filled(best, stored, lambda plans: needed(plans) <= budget_bytes)
+    return best
 
 
 def _filled(
@@ -337,14 +337,17 @@ class SharedBudget:
         most_bytes = self._needed(kind, stored)
         least = self._written == MINIMUM
         kind.budget_bytes = None if least else parse_budget(self._written, most_bytes)
+        budget_bytes = kind.budget_bytes
         made = equal_share(
             together,
-            kind.budget_bytes,
+            budget_bytes,
             floors,
             stored,
             lambda part, budget: self.solver.solved(part.first, budget),
             lambda plans: self._needed(kind, plans),
         )
+        if made is not None and budget_bytes is not None:
+            made = _filled(made, stored, lambda plans: self._needed(kind, plans) <= budget_bytes)
         kind.plans = dict(floors if made is None else made)
         if made is None and not self._told:
             self._told = True

@@ -28,6 +28,8 @@ from torch import nn
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
+from memopt.executor.module import waiting_calls
+from memopt.executor.shared_budget import equal_share
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
@@ -38,7 +40,6 @@ from memopt.torch_private.modes import function_modes_off
 
 _LOG = logging.getLogger(__name__)
 _SOLVING = ("strategy", "host_budget", "device", "order", "place", "time_limit_s")
-_PARTS = 16
 _OPTIONS = ("budget", *_SOLVING, "kernels", "optimizer", "cache", "progress", "strict")
 
 
@@ -84,7 +85,7 @@ class CompiledStep:
     without_gradients: int = 0
     _now: dict[PlannedGraph, int] = field(default_factory=dict)
     _divided: dict[PlannedGraph, int] = field(default_factory=dict)
-    _known: dict[frozenset[tuple[PlannedGraph, int]], dict[PlannedGraph, Plan]] = field(
+    _known: dict[frozenset[tuple[PlannedGraph, int]], Mapping[PlannedGraph, Plan]] = field(
         default_factory=dict
     )
 
@@ -103,7 +104,7 @@ class CompiledStep:
     def call(self, one: PlannedGraph, args: Sequence[Any]) -> Any:
         """Run a graph. The first call of a step divides the budget among the graphs that the step
         before has run."""
-        if not any(map(_waiting, self._now)):
+        if not any(waiting_calls(one.run) for one in self._now):
             self.graphs, self._now = self._now or self.graphs, {}
             if self.graphs != self._divided:
                 self._divide(self.graphs, self.graphs)
@@ -111,7 +112,7 @@ class CompiledStep:
         if one.runs is not one.plan:
             # A plan is applied in a call of its kind, with the planned parameters and autocast.
             one.run, one.runs = one.plan.apply(one.module, tuple(args)), one.plan
-        self._now[one] = max(self._now.get(one, 0), _waiting(one) + 1)
+        self._now[one] = max(self._now.get(one, 0), waiting_calls(one.run) + 1)
         return one.run(*args)
 
     def skip(self, found: SkippedFrame) -> None:
@@ -141,7 +142,7 @@ class CompiledStep:
         run = first.apply(module, tuple(args))
         made = PlannedGraph(name, module, first, floor, storages, first, first, run)
         others = {**self.graphs, **self._now}
-        waiting = {one: times for one, times in others.items() if _waiting(one)}
+        waiting = {one: times for one, times in others.items() if waiting_calls(one.run)}
         self._divide({**waiting, made: 1}, [made])
         return made
 
@@ -159,9 +160,8 @@ class CompiledStep:
         if len(together) > 1:
             _LOG.info("the compiled step has %s", self.report())
 
-    def _plans(self, together: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Plan]:
-        """Plan each graph the same share of the way from its smallest peak to its store-all's: the
-        largest share, to a sixteenth, with which the step is within the budget."""
+    def _plans(self, together: Mapping[PlannedGraph, int]) -> Mapping[PlannedGraph, Plan]:
+        """Plan each graph the same share of the way from its smallest peak to its store-all's."""
         written: WrittenBudget = self.options.get("budget")
         if written is None:
             return {one: one.first for one in together}
@@ -171,32 +171,24 @@ class CompiledStep:
         stored = {one: one.first for one in together}
         most = _peak_bytes(together, stored)
         budget = None if written == MINIMUM else parse_budget(written, most)
-        smallest = _peak_bytes(together, floors)
-        if budget is None:
-            return floors
-        if budget >= most:
-            return stored
-        if budget < smallest:
+        made = equal_share(
+            together,
+            budget,
+            floors,
+            stored,
+            lambda one, share: self._solved(one.first, share),
+            lambda plans: _peak_bytes(together, plans),
+        )
+        if made is None:
+            assert budget is not None
+            smallest = _peak_bytes(together, floors)
             raise InfeasibleBudgetError(
                 f"the {len(together)} graphs of the compiled step need {format_bytes(smallest)} "
                 f"together, the budget is {format_bytes(budget)}; fewer graph breaks need less",
                 budget,
                 smallest,
             )
-        best = floors
-        low, high = 0, _PARTS
-        while high - low > 1:
-            middle = (low + high) // 2
-            made = {one: self._solved(one.first, _between(one, middle)) for one in together}
-            fits = _peak_bytes(together, made) <= budget
-            best = made if fits else best
-            low, high = (middle, high) if fits else (low, middle)
-        return best
-
-
-def _between(one: PlannedGraph, part: int) -> int:
-    least = one.floor.peak_bytes
-    return least + (one.first.peak_bytes - least) * part // _PARTS
+        return made
 
 
 def _peak_bytes(together: Mapping[PlannedGraph, int], plans: Mapping[PlannedGraph, Plan]) -> int:
@@ -222,11 +214,6 @@ def _held_bytes(made: Plan) -> int:
         for tensors in (live - set(graph.outputs) - set(graph.tangents), graph.gradients)
     )
     return max(sizes)
-
-
-def _waiting(one: PlannedGraph) -> int:
-    """Count the calls of a graph whose backwards have not run yet."""
-    return len(one.run.__dict__["_memopt"][2])
 
 
 _STEPS: dict[int, CompiledStep] = {}

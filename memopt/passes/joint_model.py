@@ -144,16 +144,9 @@ class JointModel(LifetimeModel):
             base += self.extents[value]
 
 
-def lasting(windows: Windows, value: int) -> range:
-    """Return the steps at which a value may be in memory: while it is made, or kept (MUL)."""
-    edge = windows.edges[value]
-    made = windows.span(edge.producer)
-    return range(made.start, max(made.stop, windows.useful(edge).stop))
-
-
 def shared_steps(windows: Windows, one: int, other: int) -> range:
     """Return the steps at which two values may be in memory together."""
-    first, second = lasting(windows, one), lasting(windows, other)
+    first, second = (windows.lasting(windows.edges[value]) for value in (one, other))
     return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
@@ -162,14 +155,15 @@ def meeting_pairs(windows: Windows, values: Collection[int]) -> list[tuple[int, 
     return [
         (one, other)
         for one, other in combinations(values, 2)
-        if shared_steps(windows, one, other)
-        and not windows.never_meet(windows.edges[one], windows.edges[other])
+        if not windows.never_meet(windows.edges[one], windows.edges[other])
     ]
 
 
 def nested(windows: Windows, extents: Mapping[int, int]) -> list[int]:
     """Return the values that OLLA's Function 5 stacks from address 0, by their windows."""
-    listed = [(value, lasting(windows, value), size) for value, size in extents.items()]
+    listed = [
+        (value, windows.lasting(windows.edges[value]), size) for value, size in extents.items()
+    ]
     layout = Layout([Buffer(str(i), x.start, x.stop, size) for i, x, size in listed])
     return [listed[index][0] for index in pyramid(layout).tolist()]
 

@@ -74,15 +74,10 @@ _ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
 class _Running(threading.local):
     """Keeps, per thread, the meter of the loss that runs there."""
 
-    meter: weakref.ref[Any] | None = None
+    meter: weakref.ref[MeterUntilBackward] | None = None
 
 
 _RUNNING = _Running()
-
-
-def running_meter(meter: weakref.ref[Any]) -> None:
-    """Remember the meter that profiles this thread, which its `close()` ends."""
-    _RUNNING.meter = meter
 
 
 @atexit.register
@@ -93,7 +88,50 @@ def _end_running() -> None:
         running.close()
 
 
-class LossMeter:
+class MeterUntilBackward:
+    """Meters device memory from now on, for subclasses. On the CPU a profile does, which torch
+    cannot stop inside autograd: it ends with the backward.
+
+    Args:
+        device: the device to meter; `LossMeter.possible` says whether it can be metered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime, self._device = backend_of(device).runtime, device
+        self._thread = threading.get_ident()
+        self._profile: contextlib.ExitStack | None = None
+        if self._runtime is not None:
+            self._start = int(self._runtime.memory_allocated(device))
+            self._runtime.reset_peak_memory_stats(device)
+            return
+        self._profile = contextlib.ExitStack()
+        self._profiler = self._profile.enter_context(cpu_profile())
+        self._profile.enter_context(before_other_profiles(self.close))
+        _RUNNING.meter = weakref.ref(self)
+
+    def close(self) -> None:
+        """Stop metering, in the thread that began it."""
+        raise NotImplementedError
+
+    def _profile_ended(self) -> bool:
+        """End the profile, if this thread began it, once no backward runs; return whether it has
+        ended now."""
+        if self._profile is None or threading.get_ident() != self._thread:
+            return False
+        if backward_number() != -1:
+            when_backward_is_over(self.close)
+            return False
+        self._profile.close()
+        self._profile = None
+        return True
+
+    def _marks(self, prefix: str) -> dict[str, int]:
+        """Return the beginnings, in ns, of the profile's records whose names begin so."""
+        events = self._profiler.profiler.kineto_results.events()
+        return {one.name(): one.start_ns() for one in events if one.name().startswith(prefix)}
+
+
+class LossMeter(MeterUntilBackward):
     """Meters device memory from the return of a forward until its backward begins, that is, the
     memory of the loss that a training loop computes.
 
@@ -108,18 +146,9 @@ class LossMeter:
     """
 
     def __init__(self, device: torch.device, found: Callable[[MemoryUse], None]) -> None:
-        self._runtime, self._device = backend_of(device).runtime, device
-        self._found, self._thread = found, threading.get_ident()
-        self._profile: contextlib.ExitStack | None = None
+        self._found = found
         self._gone: dict[int, int] | None = None
-        if self._runtime is not None:
-            self._start = int(self._runtime.memory_allocated(device))
-            self._runtime.reset_peak_memory_stats(device)
-            return
-        self._profile = contextlib.ExitStack()
-        self._profiler = self._profile.enter_context(cpu_profile())
-        self._profile.enter_context(before_other_profiles(self.close))
-        running_meter(weakref.ref(self))
+        super().__init__(device)
 
     @staticmethod
     def possible(device: torch.device) -> bool:
@@ -166,17 +195,9 @@ class LossMeter:
 
     def close(self) -> None:
         """Stop, in the thread that called the forward. Without a backward nothing is reported."""
-        if self._profile is None or threading.get_ident() != self._thread:
+        if not self._profile_ended() or self._gone is None:
             return
-        if backward_number() != -1:
-            when_backward_is_over(self.close)
-            return
-        self._profile.close()
-        self._profile = None
-        if self._gone is None:
-            return
-        results = self._profiler.profiler.kineto_results.events()
-        marks = {one.name(): one.start_ns() for one in results if one.name().startswith(_MARK)}
+        marks = self._marks(_MARK)
         until_ns = marks.get(_ARRIVED)
         if until_ns is None:
             return

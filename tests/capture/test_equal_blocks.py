@@ -18,7 +18,7 @@ from memopt.capture.periods import Period, longest_period
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.step.memory_layout import storage_of
-from memopt.step.nodes import module_paths
+from memopt.step.nodes import module_paths, tensors_of
 
 WIDTH = 8
 DEPTH = 11
@@ -232,7 +232,7 @@ def described(module: GraphModule) -> list[Any]:
     paths, found = module_paths(module), []
     for number, node in enumerate(module.graph.nodes):
         place[node] = number
-        values = block_copies.tensors_in(node.meta.get("val"))
+        values = tensors_of(node)
         memory = [storages.setdefault(storage_of(value), number) for value in values]
         given = map_arg((node.args, node.kwargs), lambda one: f"node {place[one]}")
         about = (paths.get(node), sorted(node.meta), layouts(node.meta.get("val")), memory)

@@ -55,14 +55,16 @@ class Windows:
         spans = map(self.span, edge.consumers)
         return max((x.stop if latest else x.start + 1 for x in spans), default=0)
 
+    def lasting(self, edge: Value) -> range:
+        """Return the steps at which an edge may be in memory: while it is made, or kept."""
+        made = self.span(edge.producer)
+        return range(made.start, max(made.stop, self.useful(edge).stop))
+
     def never_meet(self, one: Value, other: Value) -> bool:
         """Tell whether two values are in memory together in no order (§4.2): all readers of one run
         before the other's producer (Function 2, whose answers `Tasks.ancestors` holds), or their
         windows are apart."""
-        first, second = (
-            range(self.span(x.producer).start, max(self.useful(x).stop, self.span(x.producer).stop))
-            for x in (one, other)
-        )
+        first, second = self.lasting(one), self.lasting(other)
         if first.stop <= second.start or second.stop <= first.start:
             return True
         return self._precedes(one, other) or self._precedes(other, one)
