@@ -1,12 +1,6 @@
 """How good the estimates are: every published step that memopt can express, beside its estimate.
 
-Rows are those of `benchmarks.published`. Nothing is computed: one rank's decoder is captured on
-`meta` with fake tensors (`benchmarks.published.decoder`), priced for the GPU on which others have
-measured, at two depths, and its peak and time are continued to the published depth: layers are
-alike, so that both are linear in their number. A pipeline's last stage stands for it, whose memory
-Megatron reports. Parameters, gradients that stay between micro-batches, and the optimizer's state
-are counted from the shape; activations, temporaries and times are memopt's estimate.
-
+Rows are those of `benchmarks.published`, estimates those of `benchmarks.published.estimate`.
 Sources are in two halves: those of FIT were looked at while the model of costs was mended, the
 others are held out. Nothing is fitted to a row.
 """
@@ -15,337 +9,23 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-import memopt
-from benchmarks.cluster import GRAND_TETON
-from benchmarks.cluster_llama import published_step
-from benchmarks.published import measurements, tokens
-from benchmarks.published.decoder import Decoder, Style
+from benchmarks.published import measurements
+from benchmarks.published.estimate import Row, estimated, row_of, why_not
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, joined, table
-from memopt.api.cluster import on_mesh
-from memopt.models.collective import Collective, CollectiveKind
-from memopt.models.device import Device
-from memopt.models.graph import Graph, TensorKind
-from memopt.models.presets import find_device
-from memopt.pricing.measure import with_costs
-from memopt.pricing.roofline import estimate_costs
-from memopt.pricing.workspace import cublas_workspace_bytes
-from memopt.profiler.estimate import estimate_model
-from memopt.programs.allocator_requests import reserved_by
-from memopt.programs.instructions import Program
-from memopt.programs.lifetimes import bytes_during, lifetimes
-from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
 
 FIT = ("megatron", "torchtune", "torchtitan-2024", "raschka", "torchtitan-996", "llm.c")
-_A100 = find_device("A100")
-DEVICES: dict[str, Device] = {
-    **{name: find_device(name) for name in ("H100", "H200", "GB200")},
-    "A100-80GB": _A100,
-    "A100-40GB": replace(_A100, name="A100-SXM-40GB", memory_bytes_per_s=1555e9),
-    "A100-40GB-PCIe": replace(_A100, name="A100-PCIe-40GB", memory_bytes_per_s=1555e9),
-    "H100-96GB-500W": GRAND_TETON,
-}
-MEMORY_ONLY = {"A10G": replace(_A100, name="A10G")}
-"""GPUs of whose rates nothing is known here: no times."""
-ALL_DEVICES = DEVICES | MEMORY_ONLY
-_MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNKNOWN = {
-    "quantized": "weights in 4 bits", "offload": "offloaded tensors", "adapter": "other adapters",
-    "ep": "experts", "uneven_stages": "stages of unlike depth", "cuda_graphs": "CUDA graphs",
-    "schedule": "pipelines' other schedules", "sequence_parallel": "sequence parallelism",
-}  # fmt: skip
-_PLAIN = ("gpt2", "mpt", None)
-_TIMES = ("products", "attention", "other", "network", "launches")
-
-
-def why_not(row: Mapping[str, Any]) -> str:
-    """Say why a row has no estimate; "": it has one."""
-    shape = measurements().models.get(row.get("model", ""), {})
-    if not {"sequence", "batch", "parameters"} <= row.keys() or not shape:
-        return "shape, sequence or batch not published"
-    for field, why in _UNKNOWN.items():
-        if row.get(field):
-            return why
-    if shape.get("experts") or shape.get("kind") not in _PLAIN or shape.get("attention"):
-        return "experts, latent attention, encoders"
-    if row.get("kernels") == "written":
-        return "operators written out by hand"
-    if shape.get("qk_norm") or shape.get("norms"):
-        return "more norms than two"
-    if row.get("dtype") == "float8" or row.get("attention") == "flex":
-        return "float8 or flex attention"
-    if row.get("optimizer") not in ("adam", "adamw", "adamw-8bit") or "state_bytes" not in row:
-        return "the optimizer's state"
-    if row.get("sharding") == "other" or row.get("gradients") == "none":
-        return "other shardings, updates in the backward"
-    if row["gpu"] not in ALL_DEVICES:
-        return "the GPU's rates"
-    return "" if _memory_of(row) or _time_of(row) else "nothing measured that is estimated"
-
-
-def _memory_of(row: Mapping[str, Any]) -> str:
-    return next((field for field in _MEMORIES if field in row), "")
-
-
-def _time_of(row: Mapping[str, Any]) -> float:
-    """Return the published seconds of a step, if its estimate is one; else 0. A rank of a context
-    has longer keys than its own; tensor parallelism's overlap is not modelled; functional tests of
-    narrow models take the host's time."""
-    if row["gpu"] in MEMORY_ONLY or row.get("cp", 1) > 1 or row.get("overlapped_tensor_parallel"):
-        return 0.0
-    if row["source"] == "megatron" and measurements().models[row["model"]]["hidden"] < 1024:
-        return 0.0
-    if "step_s" in row:
-        return float(row["step_s"])
-    return tokens(row) / row["tokens_per_s"] if "tokens_per_s" in row else 0.0
-
-
-def style_of(row: Mapping[str, Any]) -> Style:
-    """Return how the row's framework computes a layer."""
-    source, megatron = row["source"], row["source"] == "megatron"
-    fused = megatron or source in ("llm-foundry", "llm.c")
-    own = source in ("raschka", "litgpt", "litgpt-hub")
-    # TorchScript's fusion overwrites nothing.
-    in_place = fused and not (megatron and row.get("loss") == "fused")
-    loss = "in place" if in_place else "own" if own else "float"
-    lora = tuple(row.get("lora_layers", "").split())
-    return Style(
-        eager=not fused,
-        scores=row.get("attention") == "scores",
-        packed=source.startswith("litgpt"),
-        loss="chunks" if row.get("loss") == "chunked" or source.startswith("litgpt") else loss,
-        lora=lora,
-        rank=row.get("lora_rank", 0),
-        tensor=row.get("tp", 1),
-        lora_dropout=row.get("lora_dropout", 0.0),
-    )
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """One depth of a rank's decoder, captured: of what only pricing depends on the GPU."""
-
-    profiled: Any
-    parameter_bytes: int
-    trained: int
-    device: Device
-
-
-@lru_cache(maxsize=8)
-def _captured(key: str, name: str, layers: int) -> _Captured:
-    row = _row(name)
-    shape, style, first = _shape_of(row), style_of(row), row.get("pp", 1) == 1
-    sequence, sharded = row["sequence"] // row.get("cp", 1), row.get("sharding") == "parameters"
-    dtype, sizes = _DTYPES[row["parameters"]], Counter[str]()
-
-    def build(mesh: Any = None) -> nn.Module:
-        with torch.device("meta"):
-            model = Decoder(shape, style, layers, sequence, first).to(dtype)
-        if mesh is not None:
-            sums = torch.float32
-            model = memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=sums)
-        for parameter in model.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            sizes["bytes"] += local.nbytes
-            sizes["trained"] += local.numel() * parameter.requires_grad
-        return model.train()
-
-    with ExitStack() as ranks, torch.device("meta"):
-        width = () if first else (shape["hidden"],)
-        kind = torch.int64 if first else dtype
-        given = torch.zeros(row["batch"], sequence, *width, dtype=kind, requires_grad=not first)
-        targets = torch.zeros(row["batch"], sequence, dtype=torch.int64)
-        mesh = memopt.Mesh(data=row.get("dp", 1)) if sharded else None
-        model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
-        kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
-        device = ALL_DEVICES[row["gpu"]]
-        found = estimate_model(model, (given, targets), device, kernels=kernels)
-    return _Captured(found, sizes["bytes"], sizes["trained"], device)
-
-
-def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's shape, with the vocabulary as Megatron pads it."""
-    shape = dict(measurements().models[row["model"]])
-    if row["source"] == "megatron":
-        unit = 128 * row.get("tp", 1)
-        shape["vocabulary"] = -(-shape["vocabulary"] // unit) * unit
-    return shape
-
-
-def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Device]:
-    """Capture a depth, or take the same graph from a row before, and price it for this GPU."""
-    shape = {k: v for k, v in _shape_of(row).items() if k != "layers"}
-    ranks = row.get("dp", 1) if row.get("sharding") == "parameters" else 1
-    compiled = row.get("kernels") == "compiled"
-    sizes = [row["sequence"], row["batch"], row.get("cp", 1), row.get("pp", 1) == 1, ranks]
-    key = repr((shape, style_of(row), sizes, row["parameters"], compiled and row["gpu"]))
-    one = _captured(key, _NAMES.setdefault(key, row["name"]), layers)
-    device = ALL_DEVICES[row["gpu"]]
-    graph: Graph = one.profiled.graph
-    if not compiled:
-        costs = with_costs(one.profiled.lowering, estimate_costs(one.profiled.lowering, device))
-        graph = replace(graph, operators=costs.operators)
-    return one, graph, device
-
-
-_NAMES: dict[str, str] = {}
-"""Graph → the first row that has it."""
-
-
-def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
-    """Return what a depth takes: bytes and seconds of one micro-batch."""
-    one, graph, device = _priced(row, layers)
-    program = store_all(graph)
-    if row.get("recompute") or row.get("sharding") == "parameters":
-        program = published_step(graph, device, row.get("recompute", "none"))
-    time = replay(graph, program, device)
-    stays = _gradients_stay(row)
-    held = _made_gradients(graph, program) if stays else [0] * len(program)
-    peak = max(all_of - made for all_of, made in zip(time.step_bytes, held, strict=True))
-    resident = graph.resident_bytes
-    library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
-    library -= cublas_workspace_bytes(one.device.name)
-    reserved = 0
-    if _memory_of(row) == "peak_reserved_bytes":
-        reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes
-    return {
-        "activations": peak - resident,
-        "library": resident - one.parameter_bytes + library,
-        "parameters": one.parameter_bytes,
-        "trained": one.trained,
-        "fragments": max(0, reserved),
-        "time": time.time_s,
-        **_times(graph, program),
-    }
-
-
-def _times(graph: Graph, program: Program) -> dict[str, float]:
-    """Return the seconds of a program by what computes, its launches, and the network's."""
-    found = dict.fromkeys(_TIMES, 0.0)
-    for _, run in program.computes:
-        operator = graph.operators[run.op]
-        product = any(word in operator.target for word in ("mm", "convolution"))
-        kind = "attention" if "attention" in operator.target else "other"
-        kind = "network" if operator.collective else "products" if product else kind
-        found[kind] += operator.time_s
-        found["launches"] += not operator.collective
-    return found
-
-
-def _gradients_stay(row: Mapping[str, Any]) -> bool:
-    """Whether gradients stay between micro-batches: they are there when a backward begins."""
-    return row["source"] == "megatron" or row.get("micro_batches", 1) > 1
-
-
-def _made_gradients(graph: Graph, program: Program) -> list[int]:
-    """Return the bytes of finished gradients while each instruction runs: they are added to those
-    that are there already."""
-    made = [
-        replace(one, begin=one.begin + 1)
-        for one in lifetimes(graph, program).device
-        if graph.tensors[one.tensor].kind is TensorKind.GRADIENT and one.stays
-    ]
-    return bytes_during(graph, made, len(program)) if made else [0] * len(program)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published step and its estimate; 0 is what was not published.
-
-    Attributes:
-        name: of the row.
-        memory: bytes, published and estimated.
-        step: seconds, published and estimated.
-        parts: what the estimated bytes are.
-        times: what one micro-batch's seconds are, and its number of launches.
-    """
-
-    name: str
-    memory: tuple[float, float]
-    step: tuple[float, float]
-    parts: dict[str, float]
-    times: dict[str, float]
-
-
-def _measured(_: Any, name: str) -> list[Row]:
-    row = _row(name)
-    shape = measurements().models[row["model"]]
-    stages, sharded = row.get("pp", 1), row.get("sharding") == "parameters"
-    low, high = (3, 4) if sharded else (1, 2)
-    if row.get("recompute") and not sharded and not _gradients_stay(row):
-        low, high = shape["layers"] - 1, shape["layers"]
-    a, b = _depth(row, low), _depth(row, high)
-
-    def at(what: str, layers: float) -> float:
-        return a[what] + (b[what] - a[what]) * (layers - low) / (high - low)
-
-    own = shape["layers"] / stages
-    kept = own / row.get("virtual_stages", 1) * _in_flight(row, stages)
-    trained = at("trained", own)
-    states = row.get("dp", 1) * row.get("cp", 1) if row.get("sharding") == "optimizer" else 1
-    parts = {
-        "parameters": at("parameters", own),
-        "gradients": 0.0,
-        "state": trained * row["state_bytes"] / states,
-        "activations": at("activations", kept),
-        "library": at("library", own),
-    }
-    if _gradients_stay(row) and not sharded:
-        parts["gradients"] = trained * _DTYPES[row["gradients"]].itemsize
-    if _memory_of(row) == "peak_reserved_bytes":
-        parts["fragments"] = at("fragments", kept)
-    memory = float(row.get(_memory_of(row), 0)), sum(parts.values())
-    times = {what: at(what, own) for what in _TIMES}
-    step = _time_of(row), _step_s(row, at("time", own), trained)
-    return [Row(name, memory, step, parts, times)]
-
-
-def _in_flight(row: Mapping[str, Any], stages: int) -> int:
-    """Return the micro-batches whose activations the last stage holds, in parts of its layers:
-    with interleaved stages those of earlier rounds, too (Megatron-LM, arXiv:2104.04473, 2.2)."""
-    parts = row.get("virtual_stages", 1)
-    rounds = (parts - 1) * stages + 1
-    return int(min(rounds, parts * row.get("micro_batches", 1)))
-
-
-def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
-    """Return the seconds of a step: micro-batches, the pipeline's fill, what tensor parallelism
-    and data parallelism send, and the update."""
-    device = ALL_DEVICES[row["gpu"]]
-    shape, tensor = measurements().models[row["model"]], row.get("tp", 1)
-    stages, batches = row.get("pp", 1), row.get("micro_batches", 1)
-    if tensor > 1:
-        size = row["sequence"] * row["batch"] * shape["hidden"] * 2
-        sent = Collective(CollectiveKind.ALL_REDUCE, tensor, size)
-        batch_s += 4 * shape["layers"] / stages * device.collective_time_s(sent)
-    fill = (stages - 1) / row.get("virtual_stages", 1)
-    ranks = row.get("dp", 1) if row.get("sharding") != "parameters" else 1
-    total = (batches + fill) * batch_s
-    if ranks > 1:
-        size = int(trained * _DTYPES[row["gradients"]].itemsize)
-        sent = Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor)
-        total += device.collective_time_s(sent)
-    moved = trained * (2 * row["state_bytes"] + 8) / (ranks if row.get("sharding") else 1)
-    return total + moved / (device.memory_bytes_per_s * device.memory_fraction)
-
 
 Fit = tuple[float, float]
 """Seconds as a multiple of the estimated ones, and the host's seconds for each launch."""
 
 
 def _launches(row: Row) -> float:
-    one = _row(row.name)
+    one = row_of(row.name)
     return row.times["launches"] * (one.get("micro_batches", 1) + one.get("pp", 1) - 1)
 
 
@@ -382,7 +62,7 @@ def _quality(errors: Sequence[float]) -> list[str]:
 
 
 def _line(row: Row) -> list[str]:
-    one = _row(row.name)
+    one = row_of(row.name)
     mesh = " ".join(f"{k} {one[k]}" for k in ("dp", "tp", "pp", "cp") if one.get(k, 1) > 1)
     how = [one.get("recompute", "") and f"{one['recompute']} recompute", one.get("sharding", "")]
     how += [f"LoRA {one['lora_rank']}"] if "lora_rank" in one else []
@@ -397,15 +77,15 @@ def _line(row: Row) -> list[str]:
 
 def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     known = measurements().rows
-    half = {row.name: _row(row.name)["source"] in FIT for row in rows}
+    half = {row.name: row_of(row.name)["source"] in FIT for row in rows}
     fit = _fitted([row for row in rows if half[row.name]])
     halves = {
         "all": rows,
         "looked at": [row for row in rows if half[row.name]],
         "held out": [row for row in rows if not half[row.name]],
     }
-    for name in dict.fromkeys(_row(row.name)["source"] for row in rows):
-        halves[name] = [row for row in rows if _row(row.name)["source"] == name]
+    for name in dict.fromkeys(row_of(row.name)["source"] for row in rows):
+        halves[name] = [row for row in rows if row_of(row.name)["source"] == name]
     lines = [
         [
             label,
@@ -443,15 +123,6 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     }
 
 
-@cache
-def _by_name() -> dict[str, Mapping[str, Any]]:
-    return {row["name"]: row for row in measurements().rows}
-
-
-def _row(name: str) -> Mapping[str, Any]:
-    return _by_name()[name]
-
-
 def _cases() -> dict[str, tuple[str]]:
     return {row["name"]: (row["name"],) for row in measurements().rows if not why_not(row)}
 
@@ -459,7 +130,7 @@ def _cases() -> dict[str, tuple[str]]:
 BENCHMARK = Benchmark(
     row=Row,
     cases=lambda _: _cases(),
-    measure=_measured,
+    measure=estimated,
     blocks=_blocks,
     page="docs/results/published.md",
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import published_steps as steps
-from benchmarks.published import Measurements, measurements
+from benchmarks.published import Measurements, estimate, measurements
 from benchmarks.published.decoder import Decoder, Style
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocabulary": 256}
@@ -44,23 +44,24 @@ def test_decoders_train(name: str) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
     source = {"title": "t", "url": "https://x", "date": "2026-01-01", "licence": "MIT"}
     found = Measurements({"megatron": source, "y": source}, {"m": SHAPE}, rows)
-    monkeypatch.setattr(steps, "measurements", lambda: found)
-    for kept in (steps._by_name, steps._captured):
+    for module in (estimate, steps):
+        monkeypatch.setattr(module, "measurements", lambda: found)
+    for kept in (estimate._by_name, estimate._captured):
         kept.cache_clear()
-    steps._NAMES.clear()
+    estimate._NAMES.clear()
 
 
 def test_two_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {k: v for k, v in ROW.items() if k != "dp"} | {"name": "b", "gpus": 2}
     use(monkeypatch, ROW, alone)
-    (row,) = steps._measured(None, "a")
-    low, deep = steps._depth(ROW, 1), steps._depth(ROW, 4)
+    (row,) = estimate.estimated(None, "a")
+    low, deep = estimate._depth(ROW, 1), estimate._depth(ROW, 4)
     assert row.parts["activations"] == pytest.approx(deep["activations"], rel=1e-6)
     assert row.parts["parameters"] == deep["parameters"] > low["parameters"]
     # Gradients stay, in float32; half of the optimizer's state is another rank's.
     assert row.parts["gradients"] == 4 * deep["trained"]
     assert row.parts["state"] == 12 * deep["trained"] / 2
-    (other,) = steps._measured(None, "b")
+    (other,) = estimate.estimated(None, "b")
     assert other.parts["state"] == 2 * row.parts["state"]
     assert row.step[1] > 3 * deep["time"]
     use(monkeypatch)
@@ -72,12 +73,12 @@ def test_two_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_parts_in_flight(stages: int, parts: int, batches: int, held: int) -> None:
     row = {"virtual_stages": parts, "micro_batches": batches}
-    assert steps._in_flight(row, stages) == held
+    assert estimate._in_flight(row, stages) == held
 
 
 def test_what_is_not_estimated_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
-    assert steps.why_not(ROW) == ""
+    assert estimate.why_not(ROW) == ""
     for changes, why in (
         ({"quantized": "nf4"}, "4 bits"),
         ({"gpu": "abacus"}, "the GPU's rates"),
@@ -86,7 +87,7 @@ def test_what_is_not_estimated_says_why(monkeypatch: pytest.MonkeyPatch) -> None
         ({"peak_allocated_bytes": 0, "cp": 2}, "nothing measured"),
     ):
         changed = {k: v for k, v in {**ROW, **changes}.items() if v}
-        assert why in steps.why_not(changed)
+        assert why in estimate.why_not(changed)
 
 
 def test_every_case_is_a_row_with_a_reason_to_be_there() -> None:
@@ -97,11 +98,11 @@ def test_every_case_is_a_row_with_a_reason_to_be_there() -> None:
 
 def test_constants_are_fitted_and_the_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ROW, {**ROW, "name": "b", "source": "y"})
-    times = dict.fromkeys(steps._TIMES, 0.0) | {"launches": 100.0}
+    times = dict.fromkeys(estimate.TIMES, 0.0) | {"launches": 100.0}
     parts = {"parameters": 2.0**30}
-    rows = [steps.Row(n, (2**30, 2**30), (1.0, 0.8), parts, times) for n in ("a", "b")]
+    rows = [estimate.Row(n, (2**30, 2**30), (1.0, 0.8), parts, times) for n in ("a", "b")]
     assert steps._fitted(rows)[0] == pytest.approx(1.25)
-    host = [steps.Row("a", (0, 1), (0.03, 1e-6), parts, times)]
+    host = [estimate.Row("a", (0, 1), (0.03, 1e-6), parts, times)]
     assert steps._fitted(host)[1] == pytest.approx(1e-4)
     blocks = steps._blocks(rows, None)
     assert (
