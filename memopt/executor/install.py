@@ -18,7 +18,7 @@ from memopt.executor.interpret import interpret
 from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed
+from memopt.executor.runtime import Installed, Origin
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
@@ -86,6 +86,7 @@ def install(
         return partial_backward(captured, lowering, program, missing, without)
 
     mutated = set(captured.mutated)
+    alone = not interpreted and arenas is None and homes is None and recorder is None
     return Installed(
         forward=random.settling(forward),
         backward=random.settling(backward),
@@ -102,6 +103,7 @@ def install(
         handover=order,
         partial=partial,
         transfers=mover if isinstance(mover, StreamSwap) else None,
+        origin=Origin(halves, mover, random) if alone else None,
     )
 
 

@@ -59,6 +59,7 @@ class PlannedModule(nn.Module):
         on_mismatch: OnMismatch | None = None,
         dependencies: Dependencies | None = None,
         spare_bytes: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
@@ -70,7 +71,8 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_other_loss"] = None
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
+        own = guard or Guard.of(model, captured.call, captured, dependencies)
+        self.__dict__["_memopt_guard"] = own
 
     @property
     def training(self) -> bool:
@@ -255,6 +257,21 @@ def original_of(planned: PlannedModule) -> nn.Module:
     """Return the unplanned model of a planned module."""
     model: nn.Module = planned.__dict__["_memopt"][0]
     return model
+
+
+def program_of(planned: PlannedModule) -> Installed:
+    """Return the program that a planned module runs."""
+    program: Installed = planned.__dict__["_memopt"][3]
+    return program
+
+
+def with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
+    """Return a module for another call, of other sizes, in the same capture."""
+    own, guard = planned.__dict__, planned.__dict__["_memopt_guard"].of_sizes(call)
+    more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
+    made = PlannedModule(*own["_memopt"][:3], program, *more)
+    when_arrived(made, own["_memopt_arrived"])
+    return made
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:
