@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memopt.api.finish import FinishedProgram, finish
-from memopt.api.ranks import planned_by_first, planning_ranks, profiling_together
+from memopt.api.ranks import find_ranks, planned_by_first, planning_ranks, profiling_together
 from memopt.api.recalled import noting_stops, recalled
 from memopt.api.refusal import infeasible
 from memopt.api.request import PlanRequest
@@ -55,9 +55,21 @@ _NO_OPERATORS = (
 )
 
 
-@full_collections_deferred()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
+    if isinstance(model, (Chain, Graph)) or not hasattr(model, "named_modules"):
+        return _made(model, inputs, wanted)
+    from memopt.torch_private.engine_hooks import as_in_forward
+
+    with as_in_forward(model):
+        found = find_ranks(model, inputs, wanted.pricing.mode)
+        made = _made(model, inputs, wanted)
+        del found  # held until here, to be used again
+        return made
+
+
+@full_collections_deferred()
+def _made(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     limits, pricing = wanted.limits, wanted.pricing
     host_bytes = parse_host_budget(limits.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)

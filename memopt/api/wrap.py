@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memopt.api.improving import Improving
 from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
-from memopt.api.ranks import planning_ranks
+from memopt.api.ranks import find_ranks, planning_ranks
 from memopt.api.recalled import is_within
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
@@ -114,6 +114,8 @@ def wrap(
     """
     from torch import nn
 
+    from memopt.torch_private.engine_hooks import sharded_parts
+
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     on_mismatch = parse_mismatch(on_mismatch)
@@ -127,6 +129,7 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
+    parts = parts or sharded_parts(model) or None
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
     (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model
@@ -289,6 +292,7 @@ class OwnCallsPlanner:
         self, model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
         """Return a plan and, if it was read from disk, the function that makes it anew."""
+        searched = find_ranks(model, call, request.pricing.mode)
         # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
         first = resolve(request.strategy).at_first() if self.improve and alone else None
@@ -309,6 +313,7 @@ class OwnCallsPlanner:
             return searched and is_within(request.limits, plan)
 
         record, kept = store.get(key, make, answers)
+        del searched  # held until here, to be used again
 
         def again() -> Plan:
             return Plan.of(store.renew(key, make))

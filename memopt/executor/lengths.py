@@ -54,7 +54,8 @@ def where_different(one: Any, other: Any) -> Where | None:
     """Return where two kinds of calls differ, if that is in one length of tensors alone."""
     if (one[0], *one[2:]) != (other[0], *other[2:]) or len(one[1]) != len(other[1]):
         return None
-    found, lengths = [], set()
+    found: list[tuple[int, tuple[int, ...]]] = []
+    lengths: set[tuple[int, int]] = set()
     for position, (was, now) in enumerate(zip(one[1], other[1], strict=True)):
         if was == now:
             continue
@@ -69,7 +70,8 @@ def where_different(one: Any, other: Any) -> Where | None:
 
 def split(kind: Any, where: Where) -> tuple[Any, int] | None:
     """Return a kind of call without its length, and the length; None: it is not of that form."""
-    leaves, lengths = list(kind[1]), set()
+    leaves = list(kind[1])
+    lengths: set[int] = set()
     for position, dims in where:
         if position >= len(leaves) or leaves[position][0] != "tensor":
             return None
@@ -260,6 +262,7 @@ class Lengths:
                 if size == length:
                     raise
                 _LOG.info("no plan for length %d: %s", size, error)
+        assert made is not None
         grid.add(size, kind, made)
         return size, grid.cells.setdefault(size, _Cell(kind, longer, made))
 

@@ -26,6 +26,7 @@ from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
@@ -174,6 +175,9 @@ class PlannedModule(nn.Module):
         """
         if captured_around():
             return original_of(self)(*args, **kwargs)
+        return with_engine_around(original_of(self), self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         model, captured, runtime, program = self.__dict__["_memopt"]
         guard: Guard = self.__dict__["_memopt_guard"]
         calls: Calls = self.__dict__["_memopt_calls"]
@@ -268,8 +272,9 @@ def program_of(planned: PlannedModule) -> Installed:
 def with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
     """Return a module for another call, of other sizes, in the same capture."""
     own, guard = planned.__dict__, planned.__dict__["_memopt_guard"].of_sizes(call)
+    model, captured, runtime, _ = own["_memopt"]
     more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
-    made = PlannedModule(*own["_memopt"][:3], program, *more)
+    made = PlannedModule(model, captured, runtime, program, *more)
     when_arrived(made, own["_memopt_arrived"])
     return made
 

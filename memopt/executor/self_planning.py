@@ -39,6 +39,7 @@ from memopt.step.ranks import ranks_of
 from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.engine_hooks import engine_off, with_engine_around
 from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
 
 _NO_PLAN = (
@@ -120,10 +121,10 @@ class SelfPlanning:
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
         # Ranks that plan together would have to meet the same memory.
-        self._alone = ranks_of(model) is None
-        self.around = Surroundings(model, with_state and self._alone)
+        alone = ranks_of(model) is None
+        self.around = Surroundings(model, with_state and alone)
         self._planner = planner
-        self._maker = self._makes_plans()
+        self._maker = self._makes_plans(alone)
         self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
@@ -136,11 +137,9 @@ class SelfPlanning:
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
 
-    def _makes_plans(self) -> PlanMaker:
+    def _makes_plans(self, alone: bool) -> PlanMaker:
         """Return what makes this model's plans."""
-        return PlanMaker(
-            self.model, self._planner, self.around, self._alone, self.instead, self.family
-        )
+        return PlanMaker(self.model, self._planner, self.around, alone, self.instead, self.family)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None, in a copy of the model that its class makes in its own way."""
@@ -201,13 +200,20 @@ class SelfPlanning:
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        plain = partial(plain_call, model)
         if runs_unplanned():
-            return plain(*args, **kwargs)
-        with unplanned():
-            if not (model.training and torch.is_grad_enabled()):
+            # Planning, or a backward that runs the forward again, inside of an engine's hooks.
+            with engine_off(model):
+                return plain_call(model, *args, **kwargs)
+        if not (model.training and torch.is_grad_enabled()):
+            with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return self.calls.evaluated(plain(*args, **kwargs))
+                return self.calls.evaluated(plain_call(model, *args, **kwargs))
+        return with_engine_around(model, self._training_call, args, kwargs)
+
+    def _training_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model in training, without an engine's hooks."""
+        model, plain = self.model, partial(plain_call, self.model)
+        with unplanned():
             looked_at = why_not_inside()
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
@@ -236,7 +242,7 @@ class SelfPlanning:
 
     def _metered_on(self, call: Call) -> torch.device | None:
         """Return the device on which a call's loss is to be metered; None: it is charged."""
-        known = not self._alone or self._planner.charges_loss(call)
+        known = not self._maker.alone or self._planner.charges_loss(call)
         return None if known else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
@@ -299,7 +305,7 @@ class SelfPlanning:
     @property
     def _has_lengths(self) -> bool:
         """Whether one plan may serve calls of several lengths."""
-        return self._alone and self._on_mismatch == "plan" and not self._in_parts
+        return self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
 
     def _ready(self, kind: Any, call: Call) -> Made | None:
         """Return the plan of a kind of call, a better one or one that charges more if need be."""
@@ -330,7 +336,7 @@ class SelfPlanning:
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
         """Prepare a module under a new plan to be called."""
         count_in(made.module, self.calls)
-        if self._alone and self._planner.guesses_loss(call):
+        if self._maker.alone and self._planner.guesses_loss(call):
             when_other_loss(made.module, partial(self._for_other_loss, kind))
 
     def _for_other_loss(

@@ -27,6 +27,7 @@ from memopt.pricing.memory import LossMeter, MemoryUse
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
+from memopt.step.shards import local_part
 from memopt.torch_private import pytree
 
 METERED = 4
@@ -48,7 +49,7 @@ def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 def _memory_of(tensors: Iterable[Any]) -> _Memory:
     storages = [
-        tensor.untyped_storage()
+        local_part(tensor).untyped_storage()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     ]
