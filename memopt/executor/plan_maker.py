@@ -23,6 +23,7 @@ from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.programs.charged import backward_bytes, needed_bytes
 from memopt.step.inputs import Call
+from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class PlanMaker:
         model: the model.
         planner: makes plans.
         around: the memory met around its steps.
-        alone: whether this process plans without others.
+        alone: whether this process plans without others, as far as is known.
         instead, family: see `Planner`.
     """
 
@@ -166,7 +167,7 @@ class PlanMaker:
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> None:
-        self._model, self._planner, self._around, self._alone = model, planner, around, alone
+        self._model, self._planner, self._around, self.alone = model, planner, around, alone
         self._instead, self._family = instead, family
         self._again: dict[Any, int] = {}
         self._told: set[str] = set()
@@ -277,7 +278,7 @@ class PlanMaker:
         try:
             made = self._planned(call, Asked(holding, charges, budget_bytes))
         except InfeasibleBudgetError as error:
-            if not holding or not self._alone:
+            if not holding or not self.alone:
                 raise
             held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
             until_backward = replace(charges, held_bytes=held_bytes)
@@ -294,8 +295,12 @@ class PlanMaker:
 
     def _planned(self, call: Call, asked: Asked) -> Made:
         module, plan = self._planner(self._model, call, asked, self._instead, self._family)
+        if self.alone and ranks_of(self._model) is not None:
+            # Its graph has shown that other ranks run it, too: what is met around it is not theirs.
+            self.alone = False
+            self._around.remove()
         made = Made(module, plan, asked.charges, asked.charges)
-        if self._alone:
+        if self.alone:
             # The other charges are in the plan's graph.
             outside = replace(asked.charges, boundary_bytes=0, kept_bytes=0, state_bytes=0)
             needs_bytes = needed_bytes(plan.graph, plan.program, outside)
