@@ -266,11 +266,11 @@ def program_of(planned: PlannedModule) -> Installed:
 
 
 def with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
-    """Return a module for another call, of other sizes, in the same capture."""
+    """Return a module for a call of other sizes, in the same capture."""
     own, guard = planned.__dict__, planned.__dict__["_memopt_guard"].of_sizes(call)
-    values: list[Any] = [*own["_memopt"][:-1], program, own["_memopt_on_mismatch"], None]
-    made = PlannedModule(*values, own["_memopt_spare"], guard)
-    when_arrived(made, own["_memopt_arrived"])
+    more = (program, own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard)
+    made = PlannedModule(*(*own["_memopt"][:-1], *more))
+    made.__dict__["_memopt_arrived"] = own["_memopt_arrived"]
     return made
 
 
