@@ -40,7 +40,12 @@ from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, with_engine_around
-from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
+from memopt.torch_private.modules import (
+    COMPILED_CALL,
+    FORWARD_PRE_HOOKS,
+    plain_call,
+    reducing_later,
+)
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -269,7 +274,8 @@ class SelfPlanning:
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
         check_leaves(call)
-        trained, holding = [], False
+        # What accumulates has a plan with room for gradients from its first micro-batch on.
+        trained, holding = [], reducing_later()
         for parameter in self.model.parameters():
             trained.append(parameter.requires_grad)
             holding = holding or parameter.grad is not None
