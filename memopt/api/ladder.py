@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -308,8 +308,8 @@ def _unfit(way: _Way, more: str, needed: int | None) -> Rung:
 def _examples(inputs: Any) -> int:
     from memopt.torch_private import pytree
 
-    sizes: Iterable[Any] = (getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(inputs))
-    return max((size[0] for size in sizes if len(size)), default=1)
+    sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
+    return next((int(size[0]) for size in sizes if len(size)), 1)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.periods import Period, longest_period
 
-_LEAST = 4
-"""A neighbour on each side of two compared blocks: the outer ones read what is not repeated."""
+_LEAST = 3
+"""Two blocks to compare, and a neighbour: the first of a run reads what is not repeated."""
 
 
 class UnequalBlocksError(Exception):
@@ -63,7 +63,7 @@ def with_more_blocks(graph: Graph, path: str, kept: int, more: int) -> Graph:
     Raises:
         UnequalBlocksError: the operators of its blocks differ.
     """
-    return _Deepened(graph, _runs(graph, path), kept, more).graph() if more else graph
+    return _Deepened(graph, path, kept, more).graph() if more else graph
 
 
 def _key(graph: Graph, operator: Operator) -> Hashable:
@@ -73,8 +73,9 @@ def _key(graph: Graph, operator: Operator) -> Hashable:
     return operator.target, len(operator.writes), sizes, kinds, costs, operator.collective
 
 
-def _longest(graph: Graph, places: Iterable[int]) -> Period:
-    """Return the longest run of equal parts among the operators from the first to the last place.
+def _longest(graph: Graph, places: Iterable[int], parts: int = 0) -> Period:
+    """Return the longest run of equal parts among the operators from the first to the last place,
+    and as many behind as one of so many parts has.
 
     Raises:
         UnequalBlocksError: there is none.
@@ -83,6 +84,7 @@ def _longest(graph: Graph, places: Iterable[int]) -> Period:
     if not listed:
         raise UnequalBlocksError
     start, end = listed[0], listed[-1] + 1
+    end += (end - start) // parts if parts else 0
     keys = [_key(graph, operator) for operator in graph.operators[start:end]]
     found = longest_period(keys, lambda _one, _other: True, _LEAST)
     if found is None:
@@ -108,7 +110,7 @@ def _runs(graph: Graph, path: str) -> tuple[_Run, ...]:
         reading = [i for i in phases[phase] if numbers.keys() & set(graph.operators[i].reads)]
         if not phases[phase]:
             continue
-        run = _Run(_longest(graph, reading), way, 0)
+        run = _Run(_longest(graph, reading, forward.parts.count), way, 0)
         found = []
         for part in range(1, run.parts.count - 1):
             places = range(run.parts.at(part, 0), run.parts.at(part + 1, 0))
@@ -131,17 +133,18 @@ class _Deepened:
     A family is a tensor of every block: its key leads to the tensor of each block's number.
     """
 
-    def __init__(self, graph: Graph, runs: tuple[_Run, ...], kept: int, more: int) -> None:
-        self._graph, self._runs = graph, runs
+    def __init__(self, graph: Graph, path: str, kept: int, more: int) -> None:
+        self._graph, self._inside, self._blocks = graph, f"{path}.", more
+        self._runs = runs = _runs(graph, path)
         # A part may be less than a block: two equal halves of it repeat themselves twice as often.
         self._more = more * max(1, round(runs[0].parts.count / kept))
-        forward, backward = runs[0].numbers, runs[1].numbers if len(runs) > 1 else runs[0].numbers
-        # The first block of the forward and the last of the backward read from outside.
-        low = max(forward[0], *(run.numbers[0] for run in runs)) + 1
-        high = min(forward[-1], backward[-1], *(run.numbers[-1] for run in runs)) - 1
+        # A run's first block reads from outside: the lowest of the forward, the highest of the
+        # backward. A higher cut than the lowest keeps what reads it within the run, too.
+        low = max(run.numbers[0] + (run.way > 0) for run in runs)
+        high = min(run.numbers[-1] - (run.way < 0) for run in runs)
         if high < low + 1:
             raise UnequalBlocksError
-        self._cut = low
+        self._cut = min(low + 1, high - 1)
         self._family: dict[int, tuple[Hashable, int]] = {}
         self._members: dict[Hashable, dict[int, int]] = {}
         for run in runs:
@@ -240,12 +243,14 @@ class _Deepened:
 
     def _operators(self) -> Iterator[Operator]:
         cut, more = self._cut, self._more
+        forward = self._runs[0]
+        names = (self._graph.operators[forward.at(cut, i)] for i in range(forward.parts.length))
+        copied = max((self._block_of(operator.module) for operator in names), default=0)
         for place, operator in enumerate(self._graph.operators):
             run = next((r for r in self._runs if r.parts.start <= place < r.parts.end), None)
             if run is None:
-                if any(self._family.get(t, ("", -1))[1] == cut for t in operator.reads):
-                    raise UnequalBlocksError  # it reads what every block makes
-                yield operator
+                self._check_outside(operator)
+                yield replace(operator, module=self._moved_on(operator.module, copied))
                 continue
             number, offset = run.number(place), (place - run.parts.start) % run.parts.length
             if number == cut and run.way < 0 and offset == 0:
@@ -253,6 +258,36 @@ class _Deepened:
             yield self._instance(run, number, offset, 0 if number <= cut else more)
             if number == cut and run.way > 0 and offset == run.parts.length - 1:
                 yield from self._copied(run, range(1, more + 1))
+
+    def _block_of(self, module: str) -> int:
+        """Return the number of the block that a module is in; -1: in none."""
+        number = module.removeprefix(self._inside).partition(".")[0]
+        return int(number) if module.startswith(self._inside) and number.isdecimal() else -1
+
+    def _moved_on(self, module: str, copied: int) -> str:
+        """Return the name of a module that is behind the copied block, if it is, in the deeper
+        model."""
+        number = self._block_of(module)
+        if number <= copied:
+            return module
+        rest = module.removeprefix(f"{self._inside}{number}")
+        return f"{self._inside}{number + self._blocks}{rest}"
+
+    def _check_outside(self, operator: Operator) -> None:
+        """Refuse an operator between the runs that may read something of every block.
+
+        Raises:
+            UnequalBlocksError: it reads several blocks' tensors, or those of the copied block where
+                that is not the edge of a run.
+        """
+        read = [self._family[t] for t in operator.reads if t in self._family]
+        numbers = [number for _, number in read]
+        if self._cut not in numbers:
+            return
+        lowest = max(run.numbers[0] for run in self._runs if run.way < 0 or len(self._runs) == 1)
+        at_edge = operator.phase is not Phase.FORWARD and self._cut == lowest
+        if not at_edge or len(dict(read)) < len(set(read)):
+            raise UnequalBlocksError
 
     def _copied(self, run: _Run, numbers: Iterable[int]) -> Iterator[Operator]:
         for number in numbers:

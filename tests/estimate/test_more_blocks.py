@@ -49,7 +49,7 @@ def graph_of(depth: int, **how: object) -> Graph:
 
 
 def test_more_blocks_are_those_of_a_whole_capture() -> None:
-    made, whole = with_more_blocks(graph_of(5), "inner.blocks", 5, 2), graph_of(7)
+    made, whole = with_more_blocks(graph_of(6), "inner.blocks", 6, 2), graph_of(8)
     assert [(x.target, x.module, x.phase) for x in made.operators] == [
         (x.target, x.module, x.phase) for x in whole.operators
     ]
@@ -63,4 +63,4 @@ def test_more_blocks_are_those_of_a_whole_capture() -> None:
 @pytest.mark.parametrize("how", [{"odd_width": 24}, {"all_read": True}], ids=str)
 def test_blocks_that_differ_are_refused(how: dict[str, object]) -> None:
     with pytest.raises(UnequalBlocksError):
-        with_more_blocks(graph_of(5, **how), "inner.blocks", 5, 2)
+        with_more_blocks(graph_of(6, **how), "inner.blocks", 6, 2)
