@@ -12,7 +12,6 @@ from torch import nn
 
 from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.deferred_interrupt import ctrl_c_deferred
 from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
@@ -26,6 +25,7 @@ from memopt.executor.stack_room import with_stack_room
 from memopt.executor.step_checks import other_parameters, plan_of_step
 from memopt.executor.step_updates import StepUpdates
 from memopt.executor.undo import Changes, Undo
+from memopt.models.deferred_interrupt import ctrl_c_deferred
 from memopt.models.step_rules import scales
 from memopt.programs.instructions import Program
 from memopt.programs.updates_together import updates_together
@@ -236,16 +236,16 @@ class TrainStep:
         self.gradient_norm = None
 
         def update(items: Sequence[Item], largest: torch.Tensor | None) -> None:
-            begin()
+            ctrl_c.begin()
             updates.run(items, largest)
 
         target = self._parts.update
         try:
             target.begin(update)
             # The graph contains the casts of autocast.
-            with ctrl_c_deferred() as begin, torch.no_grad(), autocast_off(), token_as_it_is():
+            with ctrl_c_deferred() as ctrl_c, torch.no_grad(), autocast_off(), token_as_it_is():
                 there = partial(update_there, self._optimizer, self._parameters, changes, undo)
-                self._homes.begin(begin, there)
+                self._homes.begin(ctrl_c.begin, there)
                 return with_stack_room(partial(self._attempt, call, changes))
         except Exception as error:
             if not changes:
@@ -279,8 +279,8 @@ class TrainStep:
             raise
 
     def _take_back(self, changes: Changes, drawn: bytearray | None) -> None:
-        with ctrl_c_deferred() as begin:
-            begin()
+        with ctrl_c_deferred() as ctrl_c:
+            ctrl_c.begin()
             for parameter in self._parameters.values():
                 parameter.grad = None
             if drawn is not None and self._random is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from numba import config, njit, types
+
+from memopt.models.deferred_interrupt import Deferral, ctrl_c_deferred
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -44,7 +47,32 @@ def _compiled(function: Function, **options: Any) -> Function:
         return by_types(plain, {name: _without_constant(one) for name, one in named.items()})
 
     kernel.get_call_template = for_all_constants
+    kernel.compile = _uninterrupted(kernel.compile)
     return cast(Function, kernel)
+
+
+def _uninterrupted(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Ctrl-C wait for the end of a kernel's compilation, or for the next kernel that it calls:
+    LLVM's callbacks into Python would swallow it, and leave a kernel without code."""
+
+    def uninterrupted(*signature: Any) -> Any:
+        outer: Deferral | None = getattr(_COMPILING, "deferral", None)
+        if outer is not None:
+            if outer.asked:
+                raise KeyboardInterrupt
+            return compile_kernel(*signature)
+        with ctrl_c_deferred() as _COMPILING.deferral:
+            _COMPILING.deferral.begin()
+            try:
+                return compile_kernel(*signature)
+            finally:
+                _COMPILING.deferral = None
+
+    return uninterrupted
+
+
+_COMPILING = threading.local()
+"""`deferral`: the thread's `Deferral` of the kernel that it compiles."""
 
 
 def _without_constant(kind: Any) -> Any:
