@@ -1,6 +1,6 @@
 """The plans of calls that differ in one length: of texts, of a batch.
 
-The third length that is met begins a grid. A plan is made for the longest step of a cell, a power
+The fourth length that is met begins a grid. A plan is made for the longest step of a cell, a power
 of 2, and its code serves every shorter length over other numbers (`memopt.executor.sized_code`). No
 tensor is padded: each step has the bits of its own length. Tensors of shorter steps are smaller, so
 that the budget is kept.
@@ -9,6 +9,7 @@ that the budget is kept.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ Where: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 _REMEMBERED = 8
 """How many kinds with plans of their own are compared with a new one."""
+_BEFORE = 3
+"""How many lengths get plans of their own before a grid begins."""
 _LEAST_SHARE = 8
 """Steps shorter than this part of the longest run under the plan of the part."""
 _READY = 1024
@@ -150,7 +153,7 @@ class Lengths:
         self._model, self._kind_of = model, kind_of
         self._ready, self._make, self._prepare = ready, make, prepare
         self.why_not = ""
-        self._own: OrderedDict[Any, Made] = OrderedDict()
+        self._own: OrderedDict[Any, weakref.ref[Made]] = OrderedDict()
         self._grids: dict[tuple[Where, Any], _Grid | None] = {}
 
     def forget(self) -> None:
@@ -160,7 +163,7 @@ class Lengths:
 
     def planned(self, kind: Any, made: Made) -> None:
         """Note that a kind of call has a plan of its own."""
-        self._own[kind] = made
+        self._own[kind] = weakref.ref(made)
         self._own.move_to_end(kind)
         if len(self._own) > _REMEMBERED:
             self._own.popitem(last=False)
@@ -191,18 +194,19 @@ class Lengths:
                 yield found[1], grid
 
     def _begun(self, kind: Any, call: Call) -> tuple[int, _Grid] | None:
-        """Begin a grid, if this is the third length in which calls differ."""
-        known: dict[tuple[Where, Any], dict[int, tuple[Any, Made]]] = {}
-        length = 0
-        for other, made in self._own.items():
-            where = where_different(other, kind)
+        """Begin a grid, if this is the fourth length in which calls differ."""
+        known: dict[tuple[Where, Any, int], dict[int, tuple[Any, Made]]] = {}
+        for other, reference in self._own.items():
+            made, where = reference(), where_different(other, kind)
             mine = None if where is None else split(kind, where)
             theirs = None if where is None else split(other, where)
-            if where is not None and mine is not None and theirs is not None:
-                length = mine[1]
-                known.setdefault((where, mine[0]), {})[theirs[1]] = other, made
-        for key, samples in known.items():
-            if len(samples) < 2 or key in self._grids or min(length, *samples) < 2:
+            if where is None or mine is None or theirs is None or made is None:
+                continue
+            if min(mine[1], theirs[1]) > 1:  # torch traces a length of 1 otherwise than others
+                known.setdefault((where, *mine), {})[theirs[1]] = other, made
+        for (*form, length), samples in known.items():
+            key = form[0], form[1]
+            if len(samples) < _BEFORE or key in self._grids:
                 continue
             symbols = any_length(self._model, call, dict(key[0]))
             if symbols is not None and all(map(symbols.holds, (length, *samples))):
@@ -244,12 +248,12 @@ class Lengths:
         for size, cell in sorted(grid.cells.items()):
             if size < length or (size > most and cell.made.plan.overhead > 0):
                 continue
-            made = self._ready(cell.kind, cell.call)
-            if made is None:  # it was displaced
+            known = self._ready(cell.kind, cell.call)
+            if known is None:  # it was displaced
                 del grid.cells[size]
                 continue
-            if made is not cell.made:
-                cell.made, cell.code, cell.tried = made, None, 0
+            if known is not cell.made:
+                cell.made, cell.code, cell.tried = known, None, 0
                 cell.ready.clear()
             return size, cell
         for size in dict.fromkeys((most, length)):
