@@ -9,11 +9,11 @@ from memopt.passes.order.tasks import Run, Tasks
 Key = Callable[[Run, int, int], tuple[int, ...]]
 
 
-def schedule(tasks: Tasks, key: Key, *, safe_first: bool = True) -> list[int]:
+def schedule(tasks: Tasks, key: Key) -> list[int]:
     """Schedule by list: take the ready task with the least key(run, task, when it became ready).
 
-    With `safe_first`, a ready task that does not raise live bytes and fits under the peak so far
-    runs at once: moving it here makes no order worse.
+    A ready task that does not raise live bytes and fits under the peak so far runs at once: moving
+    it here makes no order worse.
     """
     waiting = [len(earlier) for earlier in tasks.before]
     run = Run(tasks)
@@ -21,9 +21,7 @@ def schedule(tasks: Tasks, key: Key, *, safe_first: bool = True) -> list[int]:
     order: list[int] = []
     peak = tasks.base
     while ready:
-        task = None
-        if safe_first:
-            task = next((t for t in ready if run.net(t) <= 0 and run.during(t) <= peak), None)
+        task = next((t for t in ready if run.net(t) <= 0 and run.during(t) <= peak), None)
         if task is None:
             task = min(ready, key=lambda t: key(run, t, ready[t]))
         del ready[task]
