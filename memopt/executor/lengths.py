@@ -156,6 +156,10 @@ class Lengths:
         self._own: OrderedDict[Any, weakref.ref[Made]] = OrderedDict()
         self._grids: dict[tuple[Where, Any], _Grid | None] = {}
 
+    def said(self) -> str:
+        """Return why lengths share no plan, for messages; "": it is not known."""
+        return f" (lengths share no plan: {self.why_not})" if self.why_not else ""
+
     def forget(self) -> None:
         """Drop all grids: plans are for something else from now on."""
         self._own.clear()
