@@ -42,12 +42,17 @@ _LEAST_SHARE = 8
 """Steps shorter than this part of the longest run under the plan of the part."""
 _READY = 1024
 """How many lengths of a grid stay ready to run."""
+_CELLS = 12
+"""How many plans a grid holds, at most."""
 _SAMPLES = 6
 """How many lengths' captures code is written of, at most."""
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def _tensors(kind: Any) -> dict[int, tuple[Any, ...]]:
@@ -126,6 +131,8 @@ class _Grid:
         origin = program_of(made.module).origin
         if origin is not None:
             self.cells[length] = _Cell(kind, origin.halves.captured.call, made)
+        if len(self.cells) > _CELLS:
+            del self.cells[next(iter(self.cells))]
 
 
 class Lengths:
@@ -156,6 +163,10 @@ class Lengths:
         self._own: OrderedDict[Any, weakref.ref[Made]] = OrderedDict()
         self._grids: dict[tuple[Where, Any], _Grid | None] = {}
 
+    def said(self) -> str:
+        """Return why lengths share no plan, for messages; "": it is not known."""
+        return f" (lengths share no plan: {self.why_not})" if self.why_not else ""
+
     def forget(self) -> None:
         """Drop all grids: plans are for something else from now on."""
         self._own.clear()
@@ -184,6 +195,10 @@ class Lengths:
         if found is None:
             return None
         length, grid = found
+        for cell in list(grid.cells.values()):
+            if kind in cell.ready and self._renewed(cell) and kind in cell.ready:
+                cell.ready.move_to_end(kind)
+                return cell.ready[kind]
         return self._of_grid(grid, kind, call, length) if grid.symbols.holds(length) else None
 
     def _grids_of(self, kind: Any) -> Iterator[tuple[int, _Grid]]:
@@ -222,9 +237,6 @@ class Lengths:
         size, cell = self._cell(grid, call, length)
         if size == length:
             return cell.made
-        if kind in cell.ready:
-            cell.ready.move_to_end(kind)
-            return cell.ready[kind]
         if cell.code is None and cell.tried < len(grid.samples):
             cell.tried = len(grid.samples)
             cell.code = self._code(grid, size, cell)
@@ -248,14 +260,9 @@ class Lengths:
         for size, cell in sorted(grid.cells.items()):
             if size < length or (size > most and cell.made.plan.overhead > 0):
                 continue
-            known = self._ready(cell.kind, cell.call)
-            if known is None:  # it was displaced
-                del grid.cells[size]
-                continue
-            if known is not cell.made:
-                cell.made, cell.code, cell.tried = known, None, 0
-                cell.ready.clear()
-            return size, cell
+            if self._renewed(cell):
+                return size, cell
+            del grid.cells[size]
         for size in dict.fromkeys((most, length)):
             longer = _of_length(call, grid.where, size)
             kind = self._kind_of(longer)
@@ -270,6 +277,14 @@ class Lengths:
         assert made is not None
         grid.add(size, kind, made)
         return size, grid.cells.setdefault(size, _Cell(kind, longer, made))
+
+    def _renewed(self, cell: _Cell) -> bool:
+        """Take the plan that is ready for a cell now; return False if it was displaced."""
+        known = self._ready(cell.kind, cell.call)
+        if known is not None and known is not cell.made:
+            cell.made, cell.code, cell.tried = known, None, 0
+            cell.ready.clear()
+        return known is not None
 
     def _size(self, grid: _Grid, length: int) -> int:
         """Return the length of the cell that a length is in: a power of 2, or the longest that the

@@ -234,9 +234,9 @@ class SelfPlanning:
             if made is None:
                 return plain(*args, **kwargs)
             output = self._ran(made, args, kwargs)
-            met, times = self._lengths.met_as(kind)
-            note = partial(self._maker.met, met, made)
-            self.around.called(met, call, output, self._metered_on(call), note, times)
+            met_as, times = self._lengths.met_as(kind)
+            met = partial(self._maker.met, met_as, made)
+            self.around.called(met_as, call, output, self._metered_on(call), met, times)
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,14 +297,14 @@ class SelfPlanning:
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
-        shared = self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
-        made = self._lengths.made(kind, call) if shared else None
-        if made is not None:
-            return made
+        shared = self._lengths.made(kind, call)
+        if shared is not None:
+            return shared
         made = self._made(kind, call)
-        self._lengths.planned(kind, made)
+        if self._maker.alone and not self._in_parts:
+            self._lengths.planned(kind, made)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else difference(before, kind) + self._lengths.why_not)
+        self._count("" if before is None else difference(before, kind) + self._lengths.said())
         return made
 
     def _ready(self, kind: Any, call: Call) -> Made | None:

@@ -18,7 +18,7 @@ import memopt
 from memopt.executor.sized_code import polynomial_through
 from tests.users.metering import StepMeter
 
-WORDS, WIDTH, LONGEST = 40, 16, 64
+WORDS, WIDTH, LONGEST, STEPS = 40, 16, 64, 24
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +79,14 @@ def test_random_lengths_have_few_plans_and_eagers_bits_within_the_budget(
     model, meter = Reader(), StepMeter(monkeypatch)
     plain = copy.deepcopy(model)
     longest = torch.zeros(2, LONGEST, dtype=torch.int64)
-    whole = memopt.plan(Reader(), (longest, longest) if call is own_loss else longest)
+    inputs = (longest, longest) if call is own_loss else longest
+    whole = memopt.plan(Reader(), inputs, strategy="store-all", progress=False)
     budget = int(0.85 * whole.peak_bytes)
-    memopt.wrap(model, budget, progress=False, improve=False, loss_fn=None)
+    memopt.wrap(model, budget, "rotor", progress=False)
     made: list[str] = []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="a step needed")
-        for step, length in enumerate(lengths(40)):
+        for step, length in enumerate(lengths(STEPS)):
             tokens = torch.randint(0, WORDS, (2, length))
             meter.begin()
             found = stepped(model, call, tokens, step)
@@ -95,7 +96,7 @@ def test_random_lengths_have_few_plans_and_eagers_bits_within_the_budget(
             made = model.plans.lines
             # What lies outside is met in the first steps of a kind.
             assert over_bytes <= 0 or (call is loss_outside and step < 8), length
-    assert model.calls.planned == 40
+    assert model.calls.planned == STEPS
     assert model.calls.original == 0
     assert len(made) <= 8
     assert {plan.budget for plan in model.plans} == {budget}
@@ -128,7 +129,7 @@ class Branching(Reader):
 def test_models_that_decide_by_their_length_have_eagers_bits(kind: type[Reader]) -> None:
     model = kind()
     plain = copy.deepcopy(model)
-    memopt.wrap(model, progress=False, improve=False)
+    memopt.wrap(model, None, "rotor", progress=False)
     summed = lambda model, tokens: model(tokens).square().sum()  # noqa: E731
     for step, length in enumerate((16, 24, 32, 17, 25, 40)):
         tokens = torch.randint(0, WORDS, (2, length))
@@ -139,7 +140,7 @@ def test_models_that_decide_by_their_length_have_eagers_bits(kind: type[Reader])
 
 def test_a_changed_model_is_planned_anew_at_any_length() -> None:
     model = Reader()
-    memopt.wrap(model, progress=False, improve=False)
+    memopt.wrap(model, None, "rotor", progress=False)
     for length in (10, 12, 14, 11):
         stepped(model, own_loss, torch.zeros(2, length, dtype=torch.int64), 0)
     model.wide[2].p = 0.25
@@ -153,3 +154,18 @@ def test_polynomials() -> None:
     assert polynomial_through({2: 4, 5: 10}) == (0, 2)
     assert polynomial_through({2: 7, 5: 28, 9: 84}) == (3, 0, 1)
     assert polynomial_through({2: 1, 4: 2, 8: 4}) is None
+
+
+def test_shorter_calls_share_the_plan_of_a_longer_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    plain = copy.deepcopy(model)
+    memopt.wrap(model, None, "rotor", progress=False)
+    for length in (5, 9, 12, 7, 11, 7):
+        x = torch.randn(2, length, 8)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        assert torch.equal(model[0].weight.grad, plain[0].weight.grad), length
+    assert len(model.plans.lines) == 3
+    assert model.calls.planned == 6
