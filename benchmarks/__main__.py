@@ -18,7 +18,7 @@ NAMES = (
     "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
     "monet_table1", "monet_ablation", "monet_real", "monet_language", "arena",
     "llama_7b",
-    "cluster", "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "explorer",
+    "cluster", "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "engines", "explorer",
     "moved_llama", "moved_steps", "host_time",
 )  # fmt: skip
 GPU = ("gpu",)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -129,19 +130,32 @@ class Block(nn.Module):
         return found
 
 
+class Embedded(nn.Module):
+    """Tokens and their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Add both."""
+        found: Tensor = self.tokens(tokens) + self.places.weight
+        return found
+
+
 class Decoder(nn.Module):
     """Two blocks between embeddings and logits."""
 
     def __init__(self, of: Subject) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.embedding = Embedded()
         self.blocks = nn.ModuleList(Block(of) for _ in range(2))
         self.norm, self.head = of.norm(WIDTH), nn.Linear(WIDTH, VOCABULARY)  # type: ignore[call-arg]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits."""
-        x = self.embedding(tokens) + self.places.weight
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.head(self.norm(x))
@@ -170,7 +184,7 @@ def _tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> An
             plan |= {name: PrepareModuleInput(**whole) for name in ("attention", *feeds)}
         parallelize_module(block, mesh, plan)
     if sequence:
-        split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
         parallelize_module(model, mesh, both)
