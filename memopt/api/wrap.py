@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memopt.api.cells import code_digest
 from memopt.api.improving import Improving
 from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
 from memopt.api.ranks import find_ranks, planning_ranks
+from memopt.api.recalled import is_within
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
 from memopt.errors import InfeasibleBudgetError, PlanFileError
-from memopt.files.plan_store import PlanStore
+from memopt.files.plan_store import PlanStore, code_digest
 from memopt.models import codec
-from memopt.models.budget import MINIMUM, check_budget, parse_budget, split_reserved
+from memopt.models.budget import MINIMUM, check_budget
 from memopt.models.device import Device
 from memopt.models.options import (
     Mismatch,
@@ -35,7 +35,6 @@ from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
 from memopt.strategies import Strategy, resolve
-from memopt.strategies.host_budget import parse_host_budget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -312,7 +311,7 @@ class OwnCallsPlanner:
 
         def answers(plan: PlanRecord) -> bool:
             searched = first is not None or plan.strategy.improved_by() is None
-            return searched and _is_within(request, plan)
+            return searched and is_within(request.limits, plan)
 
         record, kept = store.get(key, make, answers)
         del searched  # held until here, to be used again
@@ -357,17 +356,6 @@ class OwnCallsPlanner:
             step=replace(step, loss_fn=loss_fn, targets=targets, accumulate=asked.holding),
             charges=asked.charges,
         )
-
-
-def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
-    """Whether a plan from disk keeps the budgets of a request: they are part of its key, but its
-    file may have been edited, or put in place of another."""
-    limits = request.limits
-    size, _ = split_reserved(limits.budget)
-    budget = None if size == MINIMUM else size
-    wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(limits.host_budget)
-    pairs = zip(wanted, (plan.budget, plan.host_budget), strict=True)
-    return all(most is None or (own is not None and own <= most) for most, own in pairs)
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:

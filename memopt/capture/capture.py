@@ -150,6 +150,7 @@ def _export(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
+        hooks.tangents = aot.tangent_layouts(joint)
         with aot.no_donated_buffers(joint):
             compiled = aot.compile_joint(
                 joint,

@@ -60,6 +60,7 @@ class PlannedModule(nn.Module):
         on_mismatch: OnMismatch | None = None,
         dependencies: Dependencies | None = None,
         spare_bytes: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
@@ -71,7 +72,8 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_other_loss"] = None
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
+        own = guard or Guard.of(model, captured.call, captured, dependencies)
+        self.__dict__["_memopt_guard"] = own
 
     @property
     def training(self) -> bool:
@@ -222,8 +224,8 @@ class PlannedModule(nn.Module):
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
-        output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        output = _refusing(self, output, call, again)
+        run = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
+        output = _refusing(self, run, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -252,13 +254,19 @@ class Running:
 def running(planned: PlannedModule) -> Running:
     """Return how a planned module runs."""
     calls: Calls = planned.__dict__["_memopt_calls"]
-    return Running(calls, original_of(planned), str(planned.__dict__["_memopt"][3].source))
+    return Running(calls, original_of(planned), str(program_of(planned).source))
 
 
 def original_of(planned: PlannedModule) -> nn.Module:
     """Return the unplanned model of a planned module."""
     model: nn.Module = planned.__dict__["_memopt"][0]
     return model
+
+
+def program_of(planned: PlannedModule) -> Installed:
+    """Return the program that a planned module runs."""
+    program: Installed = planned.__dict__["_memopt"][3]
+    return program
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:

@@ -23,6 +23,7 @@ from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
+from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
 from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
@@ -129,6 +130,7 @@ class SelfPlanning:
         self.around = Surroundings(model, with_state and alone)
         self._planner = planner
         self._maker = self._makes_plans(alone)
+        self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -177,6 +179,7 @@ class SelfPlanning:
     def remove(self) -> None:
         """Undo the wrap: the model runs as before."""
         self.plans.end()
+        self._lengths.forget()
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -214,15 +217,14 @@ class SelfPlanning:
 
     def _training_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model in training, without an engine's hooks."""
-        model = self.model
-        plain = partial(plain_call, model)
+        model, plain = self.model, partial(plain_call, self.model)
         with unplanned():
             looked_at = why_not_inside()
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
             call, kind = self._call_and_kind(args, kwargs)
-            self.around.calling(kind)
+            self.around.calling(self._lengths.met_as(kind)[0])
             self._in_call.plans = 0
             try:
                 made = self._planned(kind, call)
@@ -232,8 +234,9 @@ class SelfPlanning:
             if made is None:
                 return plain(*args, **kwargs)
             output = self._ran(made, args, kwargs)
-            device = self._metered_on(call)
-            self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
+            met, times = self._lengths.met_as(kind)
+            note = partial(self._maker.met, met, made)
+            self.around.called(met, call, output, self._metered_on(call), note, times)
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,14 +287,9 @@ class SelfPlanning:
         Raises:
             NothingToTrainError: such calls have no backward.
         """
-        ready = self.plans.last_used(kind)
+        ready = self._ready(kind, call)
         if ready is not None:
-            made = self._improved(kind, call, ready)
-            if not self._maker.keeps(made, kind):
-                made = self._made(kind, call, made)
-            if made.plan.program.offsets is None:
-                self.family.idle.clear()
-            return made
+            return ready
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
@@ -299,9 +297,26 @@ class SelfPlanning:
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
+        shared = self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
+        made = self._lengths.made(kind, call) if shared else None
+        if made is not None:
+            return made
         made = self._made(kind, call)
+        self._lengths.planned(kind, made)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else difference(before, kind))
+        self._count("" if before is None else difference(before, kind) + self._lengths.why_not)
+        return made
+
+    def _ready(self, kind: Any, call: Call) -> Made | None:
+        """Return the plan of a kind of call, a better one or one that charges more if need be."""
+        ready = self.plans.last_used(kind)
+        if ready is None:
+            return None
+        made = self._improved(kind, call, ready)
+        if not self._maker.keeps(made, kind):
+            made = self._made(kind, call, made)
+        if made.plan.program.offsets is None:
+            self.family.idle.clear()
         return made
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:
@@ -331,6 +346,7 @@ class SelfPlanning:
         leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
         _LOG.info("the loss uses other outputs than planned: planning for it")
         self._planner.train_with(used)
+        self._lengths.forget()
         call = self._without_idle_masks(call)
         ready = self.plans.of(kind)
         for made in ready:
@@ -367,6 +383,7 @@ class SelfPlanning:
                 self.plans.use(kind, made)
                 return made.module
         _LOG.info("planning again: %s", error)
+        self._lengths.forget()
         if self._in_call.plans == _MOST_IN_A_CALL:
             return model
         self._in_call.plans += 1

@@ -5,6 +5,7 @@ known only once it is met; later plans charge the largest.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -173,6 +174,7 @@ class Surroundings:
         output: Any,
         device: torch.device | None,
         met: Callable[[], None],
+        times: float = 1.0,
     ) -> None:
         """Begin to meter a planned call that has returned.
 
@@ -182,6 +184,7 @@ class Surroundings:
             output: its output.
             device: where its loss is to be metered; None: it is charged already.
             met: called when more was met than before.
+            times: how many times as long the calls are that the kind's plan charges.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         before, given = self._outputs, _memory_of(call.tensors())
@@ -196,7 +199,7 @@ class Surroundings:
         if model is None or not is_metered(one.steps):
             return
         before |= _memory_of(parameter.grad for parameter in model.parameters())
-        meter = LossMeter(device, partial(self._found, kind, device, met))
+        meter = LossMeter(device, partial(self._found, kind, device, met, times))
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
             for tensor in tensors
@@ -213,7 +216,12 @@ class Surroundings:
             metered.meter.arrived(_gone(metered.outputs), sum(_gone(metered.before).values()))
 
     def _found(
-        self, kind: Any, device: torch.device, met: Callable[[], None], use: MemoryUse
+        self,
+        kind: Any,
+        device: torch.device,
+        met: Callable[[], None],
+        times: float,
+        use: MemoryUse,
     ) -> None:
         metered, self._metered = self._metered, None
         if metered is None:
@@ -222,7 +230,8 @@ class Surroundings:
         tangent_bytes = in_blocks(metered.tangent_bytes, backend.block_bytes)
         sizes = (use.peak_bytes - tangent_bytes, use.end_bytes - tangent_bytes)
         # The bytes of a number are charged in every step.
-        boundary, kept = (size if size > backend.step_scalars_bytes else 0 for size in sizes)
+        least = backend.step_scalars_bytes
+        boundary, kept = (math.ceil(size * times) if size > least else 0 for size in sizes)
         if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)):
             met()
 
