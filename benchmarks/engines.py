@@ -223,6 +223,8 @@ ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
 """Engine → (model, ranks, how to plan a module) → what a loop calls."""
 _ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "FSDP2 x tensor parallel")
 """Engines some ranks of which share a batch; here all do."""
+_WITHOUT_EXPERTS = ("tensor and sequence parallel",)
+"""Engines that this file gives no layout for a router of experts."""
 
 
 def trained(model: Any, data: int) -> tuple[list[float], list[Tensor]]:
@@ -298,7 +300,8 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
 
 def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
     """Train a model under engines, one after the other, in a group that is there."""
-    return [cell(rank, ranks, name, engine) for engine in engines]
+    left_out = _WITHOUT_EXPERTS if SUBJECTS[name].experts else ()
+    return [cell(rank, ranks, name, engine) for engine in engines if engine not in left_out]
 
 
 def _rank(rank: int, ranks: int, folder: str, name: str) -> None:

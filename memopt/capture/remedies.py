@@ -178,8 +178,8 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
         return (
             "the model's parameters are sharded, and gathered by hooks that no plan holds: of what "
             "fully_shard has sharded, memopt.wrap(model, budget=...) plans each module between its "
-            "gatherings; memopt.shard(model, mesh) in place of fully_shard has the gathering in the "
-            "plan, too (FullyShardedDataParallel: take fully_shard)"
+            "gatherings; memopt.shard(model, mesh) in place of fully_shard has the gathering in "
+            "the plan, too (FullyShardedDataParallel: take fully_shard)"
         )
     return None
 

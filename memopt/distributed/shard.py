@@ -76,8 +76,8 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name} is a DTensor already (fully_shard, parallelize_module): leave out "
-                "memopt.shard; after parallelize_module call fully_shard(model, mesh=...), and then "
-                "memopt.wrap(model, budget=...), which takes both"
+                "memopt.shard; after parallelize_module call fully_shard(model, mesh=...), and "
+                "then memopt.wrap(model, budget=...), which takes both"
             )
         if parameter.device.type not in (mesh.device_type, "meta"):
             raise ValueError(
