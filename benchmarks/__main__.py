@@ -15,7 +15,7 @@ NAMES = (
     "olla_steps", "olla_programs", "minimalloc", "hard_placements", "forward_graphs",
     "joint_tables", "partitioner", "compiled_planning", "published_steps", "monet_table1",
     "monet_ablation", "monet_real", "arena", "cluster", "estimate_accuracy", "prediction",
-    "trainer_architectures", "sharded", "moved_llama", "host_time",
+    "trainer_architectures", "sharded", "engines", "moved_llama", "host_time",
 )  # fmt: skip
 GPU = ("gpu",)
 """What needs a CUDA device."""

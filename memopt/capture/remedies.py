@@ -176,10 +176,10 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
         )
     if _is_a(model, "FSDPModule", "FullyShardedDataParallel"):
         return (
-            "the model's parameters are sharded, and gathered by hooks that no plan holds: "
-            "memopt.shard(model, mesh) in place of fully_shard has the gathering in the plan; or "
-            "plan first, and shard what is planned, the model or each block of it: "
-            "fully_shard(memopt.plan(block, inputs, budget=...).apply(block))"
+            "the model's parameters are sharded, and gathered by hooks that no plan holds: of what "
+            "fully_shard has sharded, memopt.wrap(model, budget=...) plans each module between its "
+            "gatherings; memopt.shard(model, mesh) in place of fully_shard has the gathering in "
+            "the plan, too (FullyShardedDataParallel: take fully_shard)"
         )
     return None
 

@@ -75,8 +75,9 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{name} is a DTensor already (fully_shard, parallelize_module): shard the model "
-                "before, or leave it as it is; a planned step captures DTensors, too"
+                f"{name} is a DTensor already (fully_shard, parallelize_module): leave out "
+                "memopt.shard; after parallelize_module call fully_shard(model, mesh=...), and "
+                "then memopt.wrap(model, budget=...), which takes both"
             )
         if parameter.device.type not in (mesh.device_type, "meta"):
             raise ValueError(

@@ -1,0 +1,348 @@
+"""Training under torch's engines on two processes: each engine with memopt.wrap beside itself.
+
+Every cell trains a small model for five steps of AdamW, with clipping and two micro-batches a step,
+twice: under the engine alone, and under the engine with planned calls at the smallest budget. Its
+verdict is whether losses, norms and this rank's parameters agree bit for bit on every rank, and how
+many calls ran under plans. Gloo processes of one thread each, on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import memopt
+from benchmarks.runner import Benchmark, named
+from benchmarks.table import joined, table
+from tests.distributed.gloo import in_one_thread
+
+VOCABULARY, WIDTH, TOKENS, STEPS, MICRO_BATCHES = 64, 32, 16, 5, 2
+Wrap = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A decoder: its kind of norm and of feed-forward, and how many heads have keys."""
+
+    text: str
+    norm: type[nn.Module]
+    gated: bool = False
+    experts: int = 0
+    key_heads: int = 4
+
+
+SUBJECTS = {
+    "gpt": Subject("GPT-like", nn.LayerNorm),
+    "llama": Subject("Llama-like", nn.RMSNorm, gated=True, key_heads=2),
+    "moe": Subject("Mixture of experts", nn.RMSNorm, gated=True, experts=4),
+}
+
+
+class Attention(nn.Module):
+    """Causal attention of heads of eight, as many as the (sharded) projections hold."""
+
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, 8 * key_heads, bias=False) for _ in range(2))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix tokens."""
+        rows, tokens = x.shape[:2]
+        q, k, v = (
+            one(x).view(rows, tokens, -1, 8).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.o(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return found
+
+
+class FeedForward(nn.Module):
+    """Two or, gated, three projections."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.gate = nn.Linear(WIDTH, 64) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token."""
+        hidden = self.up(x)
+        gated = functional.gelu(hidden) if self.gate is None else functional.silu(self.gate(x))
+        found: Tensor = self.down(gated if self.gate is None else gated * hidden)
+        return found
+
+
+class Experts(nn.Module):
+    """Experts of which each token takes the best, weighted: all compute, a mask chooses."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count, bias=False)
+        self.experts = nn.ModuleList(FeedForward(True) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token."""
+        shares = self.router(x).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
+        parts = [expert(x) * chosen[..., i : i + 1] for i, expert in enumerate(self.experts)]
+        return torch.stack(parts).sum(0)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, of: Subject) -> None:
+        super().__init__()
+        self.first, self.second = of.norm(WIDTH), of.norm(WIDTH)  # type: ignore[call-arg]
+        self.attention = Attention(of.key_heads)
+        self.feed = Experts(of.experts) if of.experts else FeedForward(of.gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both."""
+        x = x + self.attention(self.first(x))
+        found: Tensor = x + self.feed(self.second(x))
+        return found
+
+
+class Embedded(nn.Module):
+    """Tokens and their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Add both."""
+        found: Tensor = self.tokens(tokens) + self.places.weight
+        return found
+
+
+class Decoder(nn.Module):
+    """Two blocks between embeddings and logits."""
+
+    def __init__(self, of: Subject) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = Embedded()
+        self.blocks = nn.ModuleList(Block(of) for _ in range(2))
+        self.norm, self.head = of.norm(WIDTH), nn.Linear(WIDTH, VOCABULARY)  # type: ignore[call-arg]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+def _blockwise(model: Any, mesh: DeviceMesh, wrap: Wrap) -> Any:
+    for block in model.blocks:
+        fully_shard(wrap(block), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any:
+    column, row = ColwiseParallel(), RowwiseParallel()
+    if sequence:
+        row = RowwiseParallel(output_layouts=Shard(1))
+    for block in model.blocks:
+        plan: dict[str, Any] = {f"attention.{one}": column for one in "qkv"} | {"attention.o": row}
+        feeds = [n for n, one in block.named_modules() if isinstance(one, FeedForward)]
+        for name in feeds:
+            plan |= {f"{name}.up": column, f"{name}.down": row}
+            plan |= {f"{name}.gate": column} if block.get_submodule(name).gate is not None else {}
+        if sequence:
+            whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+            plan |= {name: SequenceParallel() for name in ("first", "second")}
+            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", *feeds)}
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
+        parallelize_module(model, mesh, both)
+    return model
+
+
+def _line(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,))
+
+
+def _square(ranks: int, *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (max(1, ranks // 2), 2), mesh_dim_names=names)
+
+
+def _fsdp_tp(model: Any, ranks: int, wrap: Wrap) -> Any:
+    mesh = _square(ranks, "data", "tensor")
+    model = _tensor_parallel(model, mesh["tensor"])
+    return wrap(_blockwise(model, mesh["data"], lambda block: block))
+
+
+ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
+    "DDP": lambda m, _, wrap: DistributedDataParallel(wrap(m)),
+    "replicate, then wrap": lambda m, _, wrap: wrap(replicate(m)),
+    "wrap, then replicate": lambda m, _, wrap: replicate(wrap(m)),
+    "FSDP2 by blocks, then wrap": lambda m, n, wrap: wrap(_blockwise(m, _line(n), lambda one: one)),
+    "FSDP2 whole, then wrap": lambda m, n, wrap: wrap(fully_shard(m, mesh=_line(n))),
+    "wrap blocks, then FSDP2": lambda m, n, wrap: _blockwise(m, _line(n), wrap),
+    "memopt.shard": lambda m, n, wrap: wrap(memopt.shard(m, _line(n))),
+    "memopt.shard, replicas": lambda m, n, wrap: wrap(
+        memopt.shard(m, init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("r", "s")))
+    ),
+    "tensor parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n))),
+    "tensor and sequence parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n), True)),
+    "FSDP2 x tensor parallel": _fsdp_tp,
+}
+"""Engine → (model, ranks, how to plan a module) → what a loop calls."""
+_ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "FSDP2 x tensor parallel")
+"""Engines some ranks of which share a batch; here all do."""
+_WITHOUT_EXPERTS = ("tensor and sequence parallel",)
+"""Engines that this file gives no layout for a router of experts."""
+
+
+def trained(model: Any, data: int) -> tuple[list[float], list[Tensor]]:
+    """Train; return losses and norms, and this rank's parts of the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    torch.manual_seed(100 + data)
+    found = []
+    for _ in range(STEPS):
+        for number in range(MICRO_BATCHES):
+            last = number == MICRO_BATCHES - 1
+            quiet: Any = contextlib.nullcontext()
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+            elif hasattr(model, "no_sync") and not last:
+                quiet = model.no_sync()
+            with quiet:
+                tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
+                loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                loss.backward()
+            found.append(loss.item())
+        norms = [
+            torch.linalg.vector_norm(one.grad) for one in model.parameters() if one.grad is not None
+        ]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+        norm = torch.linalg.vector_norm(torch.stack(whole))
+        for one in model.parameters():
+            if one.grad is not None:
+                one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(norm.item())
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return found, [one.detach() for one in own]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model under an engine.
+
+    Attributes:
+        failed: what differs, or the refusal; "": nothing.
+        planned, calls: calls that ran under plans, and all.
+    """
+
+    model: str
+    engine: str
+    failed: str = ""
+    planned: int = 0
+    calls: int = 0
+
+
+def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
+    """Train both ways on one rank."""
+    make, data = ENGINES[engine], 0 if engine in _ONE_BATCH else rank
+    wrapped: list[Any] = []
+
+    def wrap(module: Any) -> Any:
+        wrapped.append(memopt.wrap(module, "min", progress=False))
+        return module
+
+    made = Cell(name, engine)
+    try:
+        before = trained(make(Decoder(SUBJECTS[name]), ranks, lambda module: module), data)
+        after = trained(make(Decoder(SUBJECTS[name]), ranks, wrap), data)
+    except (memopt.errors.MemoptError, RuntimeError, ValueError) as error:
+        return replace(made, failed=f"{type(error).__name__}: {error}".partition("\n")[0])
+    counts = [memopt.running(one).calls for one in wrapped]
+    planned = sum(one.planned for one in counts)
+    calls = planned + sum(one.original + one.replanned for one in counts)
+    same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
+    return replace(made, failed="" if same else "differs", planned=planned, calls=calls)
+
+
+def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
+    """Train a model under engines, one after the other, in a group that is there."""
+    left_out = _WITHOUT_EXPERTS if SUBJECTS[name].experts else ()
+    return [cell(rank, ranks, name, engine) for engine in engines if engine not in left_out]
+
+
+def _rank(rank: int, ranks: int, folder: str, name: str) -> None:
+    torch.set_num_threads(1)
+    in_one_thread()
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks)
+    torch.save(cells(rank, ranks, name, list(ENGINES)), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _measured(given: Any, name: str) -> list[Cell]:
+    with tempfile.TemporaryDirectory() as folder:
+        how = (given.ranks, folder, name)
+        torch.multiprocessing.start_processes(_rank, how, nprocs=given.ranks, start_method="spawn")
+        paths = [Path(folder, f"{rank}.pt") for rank in range(given.ranks)]
+        found = [torch.load(path, weights_only=False) for path in paths]
+    return [max(same, key=lambda one: one.failed) for same in zip(*found, strict=True)]
+
+
+def _blocks(rows: list[Cell], given: Any) -> str:
+    names = list(dict.fromkeys(row.model for row in rows))
+    by_place = {(row.engine, row.model): row for row in rows}
+
+    def verdict(row: Cell | None) -> str:
+        if row is None:
+            return "–"
+        return row.failed or f"same bits, {row.planned} of {row.calls} calls planned"
+
+    lines = [
+        " | ".join([engine, *(verdict(by_place.get((engine, name))) for name in names)])
+        for engine in ENGINES
+    ]
+    head = " | ".join(["engine", *(SUBJECTS[name].text for name in names)])
+    return joined(f"{given.ranks} ranks.", table(head, lines))
+
+
+BENCHMARK = Benchmark(
+    row=Cell,
+    cases=named(tuple(SUBJECTS)),
+    measure=_measured,
+    blocks=_blocks,
+    options={"ranks": 2},
+)
