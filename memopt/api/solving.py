@@ -166,6 +166,7 @@ def planned_device(device: Device | str | None, mode: Mode) -> Device:
     return device or Device()
 
 
+@full_collections_deferred()
 def solve(
     cost_model: Chain | Graph,
     budget: WrittenBudget,

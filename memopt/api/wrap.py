@@ -103,7 +103,8 @@ def wrap(
             `order` and `place`, where a better plan may pay back. False: search first, then train.
         parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
             be, within the one budget; `model.memopt.report()` lists them. Names of sub-modules:
-            plan these. None: plan the whole, or raise.
+            plan these. None: plan the whole, or raise; where `fully_shard` has sharded sub-modules,
+            plan each of them between its gatherings.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -129,7 +130,7 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
-    parts = parts or sharded_parts(model) or None
+    parts = sharded_parts(model) or None if parts is None else parts
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
     (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model
@@ -314,11 +315,7 @@ class OwnCallsPlanner:
 
         record, kept = store.get(key, make, answers)
         del searched  # held until here, to be used again
-
-        def again() -> Plan:
-            return Plan.of(store.renew(key, make))
-
-        return Plan.of(record), again if kept else None
+        return Plan.of(record), (lambda: Plan.of(store.renew(key, make))) if kept else None
 
     def improving(
         self, model: nn.Module, call: Call, asked: Asked, plan: PlanRecord, beside_bytes: int

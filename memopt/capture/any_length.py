@@ -50,14 +50,15 @@ def any_length(
             made[id(tensor)] = of_varying_length(tensor, dims)
     varying = call.with_tensors(lambda tensor: made.get(id(tensor), tensor))
     try:
-        return _symbols(model, varying)
+        position, dims = next(iter(where.items()))
+        return _symbols(model, varying, call.leaves[position].shape[dims[0]])
     except (CaptureError, RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
         # torch cannot trace it with a symbol, or memopt's own code wants numbers.
         _LOG.info("each length has a plan of its own: %s", str(error).partition("\n")[0])
         return None
 
 
-def _symbols(model: nn.Module, call: Call) -> Symbols | None:
+def _symbols(model: nn.Module, call: Call, length: int) -> Symbols | None:
     with tracing_as_eager(computing_device(model, call)), lean_trace():
         traced, _ = trace_of(model, call, to_be_run=False)
         fakes, (leaves, spec) = placeholder_values(traced), pytree.tree_flatten(call.plain)
@@ -70,4 +71,4 @@ def _symbols(model: nn.Module, call: Call) -> Symbols | None:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with contextlib.ExitStack() as stack, deriving_as_eager(traced):
             joint = aot.export_joint(stack, traced, args, kwargs)
-            return symbols_of(list(joint.graph_module.graph.nodes))
+            return symbols_of(list(joint.graph_module.graph.nodes), length)

@@ -1,6 +1,6 @@
 """The plans of calls that differ in one length: of texts, of a batch.
 
-The third length that is met begins a grid. A plan is made for the longest step of a cell, a power
+The fourth length that is met begins a grid. A plan is made for the longest step of a cell, a power
 of 2, and its code serves every shorter length over other numbers (`memopt.executor.sized_code`). No
 tensor is padded: each step has the bits of its own length. Tensors of shorter steps are smaller, so
 that the budget is kept.
@@ -9,6 +9,7 @@ that the budget is kept.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from torch import nn
 
 from memopt.capture.any_length import any_length
 from memopt.errors import MemoptError
-from memopt.executor.module import program_of, with_program
+from memopt.executor.module import PlannedModule, program_of, when_arrived
 from memopt.executor.plan_maker import Made
 from memopt.executor.recaptured import with_alternatives
+from memopt.executor.runtime import Installed
 from memopt.executor.sized_code import SizedCode
 from memopt.step.inputs import Call
 from memopt.torch_private.aot import of_any_size
@@ -34,6 +36,8 @@ Where: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
 _REMEMBERED = 8
 """How many kinds with plans of their own are compared with a new one."""
+_BEFORE = 3
+"""How many lengths get plans of their own before a grid begins."""
 _LEAST_SHARE = 8
 """Steps shorter than this part of the longest run under the plan of the part."""
 _READY = 1024
@@ -149,7 +153,7 @@ class Lengths:
         self._model, self._kind_of = model, kind_of
         self._ready, self._make, self._prepare = ready, make, prepare
         self.why_not = ""
-        self._own: OrderedDict[Any, Made] = OrderedDict()
+        self._own: OrderedDict[Any, weakref.ref[Made]] = OrderedDict()
         self._grids: dict[tuple[Where, Any], _Grid | None] = {}
 
     def forget(self) -> None:
@@ -159,7 +163,7 @@ class Lengths:
 
     def planned(self, kind: Any, made: Made) -> None:
         """Note that a kind of call has a plan of its own."""
-        self._own[kind] = made
+        self._own[kind] = weakref.ref(made)
         self._own.move_to_end(kind)
         if len(self._own) > _REMEMBERED:
             self._own.popitem(last=False)
@@ -190,18 +194,19 @@ class Lengths:
                 yield found[1], grid
 
     def _begun(self, kind: Any, call: Call) -> tuple[int, _Grid] | None:
-        """Begin a grid, if this is the third length in which calls differ."""
-        known: dict[tuple[Where, Any], dict[int, tuple[Any, Made]]] = {}
-        length = 0
-        for other, made in self._own.items():
-            where = where_different(other, kind)
+        """Begin a grid, if this is the fourth length in which calls differ."""
+        known: dict[tuple[Where, Any, int], dict[int, tuple[Any, Made]]] = {}
+        for other, reference in self._own.items():
+            made, where = reference(), where_different(other, kind)
             mine = None if where is None else split(kind, where)
             theirs = None if where is None else split(other, where)
-            if where is not None and mine is not None and theirs is not None:
-                length = mine[1]
-                known.setdefault((where, mine[0]), {})[theirs[1]] = other, made
-        for key, samples in known.items():
-            if len(samples) < 2 or key in self._grids or min(length, *samples) < 2:
+            if where is None or mine is None or theirs is None or made is None:
+                continue
+            if min(mine[1], theirs[1]) > 1:  # torch traces a length of 1 otherwise than others
+                known.setdefault((where, *mine), {})[theirs[1]] = other, made
+        for (*form, length), samples in known.items():
+            key = form[0], form[1]
+            if len(samples) < _BEFORE or key in self._grids:
                 continue
             symbols = any_length(self._model, call, dict(key[0]))
             if symbols is not None and all(map(symbols.holds, (length, *samples))):
@@ -229,7 +234,7 @@ class Lengths:
             _LOG.info("a call of length %d has a plan of its own: %s", length, reason)
             return None
         longer = cell.made
-        module = with_program(longer.module, cell.code.at(length), call)
+        module = _with_program(longer.module, cell.code.at(length), call)
         made = Made(module, longer.plan, longer.charges, longer.enough)
         self._prepare(kind, call, made)
         cell.ready[kind] = made
@@ -243,12 +248,12 @@ class Lengths:
         for size, cell in sorted(grid.cells.items()):
             if size < length or (size > most and cell.made.plan.overhead > 0):
                 continue
-            made = self._ready(cell.kind, cell.call)
-            if made is None:  # it was displaced
+            known = self._ready(cell.kind, cell.call)
+            if known is None:  # it was displaced
                 del grid.cells[size]
                 continue
-            if made is not cell.made:
-                cell.made, cell.code, cell.tried = made, None, 0
+            if known is not cell.made:
+                cell.made, cell.code, cell.tried = known, None, 0
                 cell.ready.clear()
             return size, cell
         for size in dict.fromkeys((most, length)):
@@ -294,6 +299,16 @@ class Lengths:
             return None
         of_any_size(captures[size][0].hooks.tangents)
         return code
+
+
+def _with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
+    """Return a module for another call, of other sizes, in the same capture."""
+    own, (model, captured, runtime, _) = planned.__dict__, planned.__dict__["_memopt"]
+    guard = own["_memopt_guard"].of_sizes(call)
+    more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
+    made = PlannedModule(model, captured, runtime, program, *more)
+    when_arrived(made, own["_memopt_arrived"])
+    return made
 
 
 def _power_of_2(length: int) -> int:

@@ -224,8 +224,8 @@ class PlannedModule(nn.Module):
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
-        output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        output = _refusing(self, output, call, again)
+        run = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
+        output = _refusing(self, run, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -254,7 +254,7 @@ class Running:
 def running(planned: PlannedModule) -> Running:
     """Return how a planned module runs."""
     calls: Calls = planned.__dict__["_memopt_calls"]
-    return Running(calls, original_of(planned), str(planned.__dict__["_memopt"][3].source))
+    return Running(calls, original_of(planned), str(program_of(planned).source))
 
 
 def original_of(planned: PlannedModule) -> nn.Module:
@@ -267,16 +267,6 @@ def program_of(planned: PlannedModule) -> Installed:
     """Return the program that a planned module runs."""
     program: Installed = planned.__dict__["_memopt"][3]
     return program
-
-
-def with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
-    """Return a module for another call, of other sizes, in the same capture."""
-    own, guard = planned.__dict__, planned.__dict__["_memopt_guard"].of_sizes(call)
-    model, captured, runtime, _ = own["_memopt"]
-    more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
-    made = PlannedModule(model, captured, runtime, program, *more)
-    when_arrived(made, own["_memopt_arrived"])
-    return made
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:

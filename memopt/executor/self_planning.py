@@ -40,7 +40,12 @@ from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, with_engine_around
-from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
+from memopt.torch_private.modules import (
+    COMPILED_CALL,
+    FORWARD_PRE_HOOKS,
+    plain_call,
+    reducing_later,
+)
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -229,11 +234,9 @@ class SelfPlanning:
             if made is None:
                 return plain(*args, **kwargs)
             output = self._ran(made, args, kwargs)
-            device = self._metered_on(call)
             met, times = self._lengths.met_as(kind)
-            self.around.called(
-                met, call, output, device, partial(self._maker.met, met, made), times
-            )
+            note = partial(self._maker.met, met, made)
+            self.around.called(met, call, output, self._metered_on(call), note, times)
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +272,8 @@ class SelfPlanning:
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
         check_leaves(call)
-        trained, holding = [], False
+        # What accumulates has a plan with room for gradients from its first micro-batch on.
+        trained, holding = [], reducing_later()
         for parameter in self.model.parameters():
             trained.append(parameter.requires_grad)
             holding = holding or parameter.grad is not None
@@ -293,7 +297,8 @@ class SelfPlanning:
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
-        made = self._lengths.made(kind, call) if self._has_lengths else None
+        shared = self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
+        made = self._lengths.made(kind, call) if shared else None
         if made is not None:
             return made
         made = self._made(kind, call)
@@ -301,11 +306,6 @@ class SelfPlanning:
         before, self._last_kind = self._last_kind, kind
         self._count("" if before is None else difference(before, kind) + self._lengths.why_not)
         return made
-
-    @property
-    def _has_lengths(self) -> bool:
-        """Whether one plan may serve calls of several lengths."""
-        return self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
 
     def _ready(self, kind: Any, call: Call) -> Made | None:
         """Return the plan of a kind of call, a better one or one that charges more if need be."""

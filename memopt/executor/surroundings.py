@@ -29,6 +29,7 @@ from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
 from memopt.step.shards import local_part
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import data_parallel_around, reducing_later
 
 METERED = 4
 """Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
@@ -59,6 +60,19 @@ def _memory_of(tensors: Iterable[Any]) -> _Memory:
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of memory that tensors hold; shared memory counts once."""
     return sum(size for _, size in _memory_of(tensors).values())
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Return the bytes of the buckets of the DistributedDataParallel around a model's present call.
+    Gradients that are views of them, and are held, count as gradients."""
+    around = data_parallel_around()
+    if around is None:
+        return 0
+    held = reducing_later() or any(one.grad is not None for one in model.parameters())
+    if around.gradient_as_bucket_view and held:
+        return 0
+    trained = [one for one in around.parameters() if one.requires_grad]
+    return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
 
 
 def _gone(memory: _Memory) -> dict[int, int]:
@@ -119,7 +133,7 @@ class Surroundings:
         self._met: dict[Any, _Met] = {}
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
-        self._watched = _Watched()
+        self._watched, self._bucket_bytes = _Watched(), 0
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -131,11 +145,18 @@ class Surroundings:
     def charges(self, kind: Any) -> Charges:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
-        return replace(met, state_bytes=sum(self._watched.state_bytes.values()))
+        state_bytes = sum(self._watched.state_bytes.values())
+        return replace(met, state_bytes=state_bytes, bucket_bytes=self._bucket_bytes)
+
+    def certain(self) -> Charges:
+        """Return the charges that are known before a step has run."""
+        return Charges(bucket_bytes=self._bucket_bytes)
 
     def calling(self, kind: Any) -> None:
         """Begin a call of a kind."""
         self.stop()
+        model = self._model()
+        self._bucket_bytes = _bucket_bytes(model) if model is not None else 0
         held_bytes = self.held_bytes()
         if held_bytes > LARGEST_NUMBER_BYTES:
             self._largest(kind, Charges(forward_bytes=held_bytes))

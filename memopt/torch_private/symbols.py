@@ -42,8 +42,14 @@ class Symbols:
     holds: Callable[[int], bool]
 
 
-def symbols_of(nodes: Sequence[Node]) -> Symbols | None:
-    """Return the sizes of a joint graph's values; None: not all are polynomials in one length."""
+def symbols_of(nodes: Sequence[Node], at: int) -> Symbols | None:
+    """Return the sizes of a joint graph's values; None: not all are polynomials in one length. Each
+    dimension that varies may have a symbol: all are the length.
+
+    Args:
+        nodes: of the graph.
+        at: the length of the example call.
+    """
     values = [
         value
         for node in nodes
@@ -51,30 +57,38 @@ def symbols_of(nodes: Sequence[Node]) -> Symbols | None:
         if not isinstance(value, Node)
     ]
     env = next((one.fake_mode.shape_env for one in values if isinstance(one, FakeTensor)), None)
-    if env is None or env.replacements or env.deferred_runtime_asserts:
+    if env is None or not env.var_to_range or env.deferred_runtime_asserts:
         return None
+    length, *_ = symbols = tuple(env.var_to_range)
+    same = dict.fromkeys(symbols, length)
+    if any(not one.name.startswith("s") for one in symbols) or any(
+        one.xreplace(same) != length for one in env.replacements.values()
+    ):
+        return None  # a number that depends on values, or one length only
     found: set[Any] = set()
     for value in values:
         if isinstance(value, Tensor):
             numbers = (*value.shape, *value.stride(), value.storage_offset())
             found.update(one.node.expr for one in numbers if isinstance(one, torch.SymInt))
-        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
             found.add(value.node.expr)
-    sizes, positive = _without_maxima(found)
-    symbols = {symbol for one in sizes for symbol in one.free_symbols}
-    if len(symbols) != 1 or set(env.var_to_range) != symbols:
+    sizes, positive = _without_maxima(one.xreplace(same) for one in found)
+    guards = tuple({*(guard.expr.xreplace(same) for guard in env.guards), *positive})
+    if any(one.free_symbols - {length} for one in (*sizes, *guards)):
         return None
-    (length,) = symbols
     if not all(one.is_polynomial(length) for one in sizes):
         return None
     degree = max(int(one.as_poly(length).degree()) for one in sizes)
-    guards = tuple({*(guard.expr for guard in env.guards), *positive})
-    span = env.var_to_range[length]
-    if degree > 2 or any(one.free_symbols != symbols for one in guards):
+    bools = {value.node.expr for value in values if isinstance(value, torch.SymBool)}
+    answers = {one: one.subs(length, at) for one in (flag.xreplace(same) for flag in bools)}
+    spans = tuple(env.var_to_range.values())
+    if not 1 <= degree <= 2:
         return None
 
     def holds(value: int) -> bool:
-        if not span.lower <= value <= span.upper:
+        if not all(span.lower <= value <= span.upper for span in spans):
+            return False
+        if any(flag.subs(length, value) != answer for flag, answer in answers.items()):
             return False
         return all(guard.subs(length, value) == True for guard in guards)  # noqa: E712  # sympy's
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from memopt.models.chain import Chain, Stage
-from memopt.models.quantize import SlotScale
 from memopt.reductions.chain_replay import replay_chain
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor import tables
@@ -35,7 +34,7 @@ LIMITS = SolveLimits(2**30, Deadline(INF))
 
 
 def arrays(chain: Chain, slot: int) -> ChainArrays:
-    return ChainArrays.of(chain, SlotScale(slot))
+    return ChainArrays.of(chain, slot)
 
 
 def costly_forwards(seed: int, chain: Chain) -> Chain:
@@ -68,7 +67,7 @@ def with_options(seed: int, c: ChainArrays) -> ChainArrays:
 
 
 def slot_table(c: ChainArrays, split_saving: bool) -> Rows:
-    part = SlotTable(SlotScale(c.slot), None, 0.0, 1.0)
+    part = SlotTable(c.slot, None, 0.0, 1.0)
     return tables.slot_table(c, split_saving, LIMITS, part)
 
 
