@@ -13,6 +13,7 @@ from memopt.api.wrap import unwrap, wrap
 from memopt.executor.calls import Calls
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.self_planning import SelfPlanning, planning_of
+from memopt.step.optimizer_state import optimizer_state
 from memopt.strategies import Strategy
 from memopt.torch_private.modules import forward_hooks_of
 
@@ -52,7 +53,7 @@ class MemoptCallback(TrainerCallback):
         self._checkpointing_on = _checkpointing_off(model)
         options = dict(self._options)
         optimizer = kwargs.get("optimizer")
-        options.setdefault("optimizer", getattr(optimizer, "optimizer", optimizer))
+        options.setdefault("optimizer", _known(getattr(optimizer, "optimizer", optimizer), model))
         if not getattr(args, "disable_tqdm", False):
             options.setdefault("progress", False)
         if planning_of(model) in _WRAPPED:
@@ -83,6 +84,19 @@ class MemoptCallback(TrainerCallback):
 
 def _nothing() -> None:
     pass
+
+
+def _known(optimizer: Any, model: Any) -> Any:
+    """Return the optimizer, unless what state it will keep is only seen when it has stepped: then
+    None, with a notice."""
+    try:
+        optimizer_state(optimizer, model.parameters())
+    except ValueError as error:
+        _LOG.warning(
+            "the optimizer's state is charged from the second step on, as it is met: %s", error
+        )
+        return None
+    return optimizer
 
 
 def _checkpointing_off(model: Any) -> Callable[[], None]:

@@ -180,3 +180,28 @@ def test_a_model_trains_again_after_an_interrupted_training() -> None:
     memopt.wrap(model, "min")
     with pytest.raises(ValueError, match="taken already"):
         callback.on_train_begin(settings, None, None, model=model)
+
+
+def test_an_optimizer_whose_state_is_not_known_before_its_step_is_met(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, model = bert(), bert()
+    ids = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
+    settings, callback = (
+        transformers.TrainingArguments(use_cpu=True),
+        MemoptCallback("min", improve=False),
+    )
+    for one in (plain, model):
+        optimizer = transformers.Adafactor(one.parameters())
+        if one is model:
+            callback.on_train_begin(settings, None, None, model=model, optimizer=optimizer)
+        torch.manual_seed(0)
+        for _ in range(3):
+            one.train()(**ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "charged from the second step on" in caplog.text
+    assert callback.calls.planned == 3
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    callback.on_train_end(settings, None, None, model=model)

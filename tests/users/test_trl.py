@@ -160,7 +160,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def check(name: str, folder: Path, steps: int, meter: StepMeter | None) -> None:
     make, how = CASES[name]
     plain, reference = trained(make, folder, steps, **how)
-    callback = MemoptCallback("min", improve=False)
+    # Of what GRPO's later losses hold, a few KB are beyond what its first step met.
+    callback = MemoptCallback(0.95 if name == "grpo" else "min", improve=False)
     watch, model = trained(make, folder, steps, callback, meter, **how)
     assert watch.logged == plain.logged
     assert len(watch.logged) == steps
