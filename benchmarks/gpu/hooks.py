@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memopt.step.backend import backend_of
+
 SMALLEST_BYTES = 1024
 UNDER_WAY = 5
 
@@ -18,20 +20,21 @@ class StreamedHooks(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, resident: set[int], device: torch.device) -> None:
         self._resident = resident
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._leaving: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._runtime = backend_of(device).runtime
+        self._stream = self._runtime.Stream(device)
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         stays = tensor.untyped_storage().data_ptr() in self._resident
-        if stays or tensor.nbytes < SMALLEST_BYTES or tensor.device.type != "cuda":
+        if stays or tensor.nbytes < SMALLEST_BYTES or tensor.device.type != self._device.type:
             return tensor
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._runtime.current_stream(self._device)
         self._stream.wait_stream(compute)
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with torch.cuda.stream(self._stream):
+        with self._runtime.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        end = torch.cuda.Event()
+        end = self._runtime.Event()
         end.record(self._stream)
         # The device tensor is held until its copy is over; then the compute stream may reuse it.
         self._leaving.append((tensor, end))
@@ -44,7 +47,7 @@ class StreamedHooks(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(packed, torch.Tensor):
             return packed
         host, end = packed
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._runtime.current_stream(self._device)
         while self._leaving:
             _, over = self._leaving.popleft()
             compute.wait_event(over)

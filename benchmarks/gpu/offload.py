@@ -97,12 +97,13 @@ def effort(size: Any) -> MeasureOptions:
 
 
 def standing_bytes(device: torch.device) -> int:
-    """Measure what a GPU has allocated before a model comes, without workspaces; 0 on CPU."""
-    if device.type != "cuda":
+    """Measure what a device has allocated before a model comes, without workspaces; 0 on CPU."""
+    runtime = backend_of(device).runtime
+    if runtime is None:
         return 0
     gc.collect()
     library_bytes(device)
-    return int(torch.cuda.memory_allocated(device))
+    return int(runtime.memory_allocated(device))
 
 
 def reserved_bytes(plan: memopt.Plan) -> int:
@@ -115,21 +116,22 @@ def reserved_bytes(plan: memopt.Plan) -> int:
 def total_peak_of(
     model: nn.Module, step: Step, device: torch.device, resident_bytes: int, before_bytes: int
 ) -> int:
-    """Measure the whole peak of a step: on CUDA all that the process has allocated, by
-    `torch.cuda.max_memory_allocated`, but what was there before the model; on CPU what the step
-    allocates beyond what is resident."""
+    """Measure the whole peak of a step: on a device all that the process has allocated, by its
+    allocator's statistics, but what was there before the model; on CPU what the step allocates
+    beyond what is resident."""
     above_bytes = peak_of(model, step, device)
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device)) - before_bytes
+    runtime = backend_of(device).runtime
+    if runtime is not None:
+        return int(runtime.max_memory_allocated(device)) - before_bytes
     return resident_bytes + above_bytes
 
 
 def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Give other people's ways, as contexts around a step."""
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {"eager": contextlib.nullcontext}
-    pin = device.type == "cuda"
+    pin = not backend_of(device).on_host
     ways["save_on_cpu"] = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin)
-    if device.type == "cuda":
+    if pin:
         held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         ways["streamed hooks"] = lambda: StreamedHooks(held, device)
     return ways
@@ -174,7 +176,7 @@ def measure(
         way: stepper(family, model, inputs, around) for way, around in peers(model, device).items()
     }
     # On CPU the host copies of other ways are device memory, too: no peak to compare with.
-    apart = [way for way in steps if device.type == "cuda" or way == "eager"]
+    apart = [way for way in steps if not backend_of(device).on_host or way == "eager"]
     peaks = {
         way: total_peak_of(model, steps[way], device, resident_bytes, before_bytes) for way in apart
     }

@@ -7,7 +7,7 @@ storages are not part of the chain: they are held from their computation on, and
 
 - storages without a parameter among their ancestors (masks, rotary tables, position ids) that
   cross a cut: all layers may read them. A parameter-free storage inside one stage is ordinary;
-- the model's outputs, new buffer values included: they live to the end of the step anyway;
+- the model's outputs, which live to the end of the step anyway, and new buffer values;
 - what operators that must not run twice write;
 - long skips, where that pays: storages that cross cuts and are read more than `max_span`
   operators after the one that writes them. Held, the skips of a U-Net or the features of a

@@ -33,21 +33,29 @@ class _Registered(mmap.mmap):
 
 
 def pinned_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate pinned memory for a device's copies: a uint8 tensor of so many bytes on the host."""
+    """Allocate pinned memory for a device's copies: a uint8 tensor of so many bytes on the host.
+    Where it takes more, the user is warned."""
     backend = backend_of(device)
     if backend.register_host is None or size_bytes == 0:
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return _rounded(size_bytes, device, "memopt knows no way to, for this kind of device")
     memory = _Registered(-1, size_bytes)  # shared with forked children: a fork moves no page of it
     found = torch.frombuffer(memory, dtype=torch.uint8)
     memory.address, memory.device, memory.process = found.data_ptr(), device, os.getpid()
     try:
         backend.register_host(memory.address, size_bytes)
     except RuntimeError as error:
-        warnings.warn(
-            f"host memory cannot be registered with {device} ({error}): torch's pinned memory is "
-            "used, which takes up to twice the planned host bytes",
-            stacklevel=2,
-        )
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return _rounded(size_bytes, device, str(error))
     memory.backend = backend
     return found
+
+
+def _rounded(size_bytes: int, device: torch.device, why: str) -> torch.Tensor:
+    """Allocate by torch's own allocator, which takes the next power of two."""
+    if size_bytes & (size_bytes - 1):
+        warnings.warn(
+            f"host memory cannot be registered with {device} ({why}): torch's pinned memory is "
+            f"used, which takes {1 << size_bytes.bit_length()} bytes where {size_bytes} are "
+            "planned: plan with half the host_budget= to stay within it",
+            stacklevel=3,
+        )
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

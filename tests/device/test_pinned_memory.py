@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -132,11 +133,16 @@ def test_where_nothing_can_be_registered_torch_pins(
 ) -> None:
     row = BACKENDS[device.type]
     monkeypatch.setitem(BACKENDS, device.type, replace(row, register_host=None))
-    assert pinned_bytes(100, device).is_pinned()
+    with pytest.warns(UserWarning, match="knows no way.*128 bytes where 100 are planned"):
+        held = pinned_bytes(100, device)  # before, in silence
+    assert held.is_pinned()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pinned_bytes(128, device).is_pinned()
 
     def refused(*_: int) -> None:
         raise RuntimeError("operation not supported")
 
     monkeypatch.setitem(BACKENDS, device.type, replace(row, register_host=refused))
-    with pytest.warns(UserWarning, match="operation not supported.*twice the planned"):
+    with pytest.warns(UserWarning, match="operation not supported.*half the host_budget="):
         assert pinned_bytes(100, device).is_pinned()
