@@ -20,6 +20,12 @@ def compiled_unlocked(function: Function) -> Function:
     return _compiled(function, nogil=True)
 
 
+def compiled_inline(function: Function) -> Function:
+    """Compile into the kernels that call it, all without Python's global lock: a call would count
+    a reference to each array that it is given, which takes longer than a short function."""
+    return _compiled(function, nogil=True, inline="always")
+
+
 def compiled_as_numpy(function: Function) -> Function:
     """Compile with divisions by zero as in numpy: infinity or NaN, and no error."""
     return _compiled(function, error_model="numpy")

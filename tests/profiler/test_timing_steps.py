@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from memopt.api.solving import solve
+from memopt.models.device import Device
 from memopt.models.garbage import full_collections_deferred
+from memopt.models.generate import random_chain
 from memopt.step import step_time
+from memopt.strategies import Solution, StoreAll
 
 
 def test_full_collections_come_back() -> None:
@@ -59,3 +65,16 @@ def test_a_step_is_timed_until_its_time_is_known(seconds: list[float], steps: in
     with mock.patch.object(step_time, "timed", clock):
         step_time.median_step_s(lambda: None, lambda: None, torch.device("cpu"))
     assert clock.call_count == steps
+
+
+def test_solving_a_cost_model_puts_them_off() -> None:
+    before, seen, plain = gc.get_threshold(), list[int](), StoreAll.solve
+
+    def seeing(*args: Any, **how: Any) -> Solution:
+        seen.append(gc.get_threshold()[2])
+        return plain(*args, **how)
+
+    with mock.patch.object(StoreAll, "solve", seeing):
+        solve(random_chain(Random(1), 4), None, StoreAll(), device=Device())
+    assert min(seen) > 1000 * before[2]
+    assert gc.get_threshold() == before

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memopt.solvers.compiled import compiled_unlocked
+from memopt.solvers.compiled import compiled_inline, compiled_unlocked
 from memopt.strategies.shared.run_table import Flags, Floats, Ints, VariantArrays
 from memopt.strategies.shared.timing import Link, Timing
 
@@ -205,14 +205,14 @@ def _begun(
     )  # fmt: skip
 
 
-@compiled_unlocked
+@compiled_inline
 def _note(at: Pass, point: int, kind: int, tensor: int) -> None:
     row = at.events[at.figures[NOTED]]
     row[0], row[1], row[2] = point, kind, tensor
     at.figures[NOTED] += 1
 
 
-@compiled_unlocked
+@compiled_inline
 def _choose_fetches(
     at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int,
     limit_bytes: int, link: Link, timing: Timing,
@@ -250,7 +250,7 @@ def _choose_fetches(
             count[AWAY] += 1
 
 
-@compiled_unlocked
+@compiled_inline
 def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
     """Reserve room for a tensor from p until its reader; tell whether there is enough."""
     for q in range(before - 1, p - 1, -1):
@@ -261,7 +261,7 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
     return True
 
 
-@compiled_unlocked
+@compiled_inline
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free enough room for this point; tell whether that succeeded."""
     count = at.figures
@@ -294,7 +294,7 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
     return True
 
 
-@compiled_unlocked
+@compiled_inline
 def _stored_first(at: Pass, gaps: Ints) -> int:
     """Return the place in `open` of the gap whose copy ends first, then the longest; -1 if none."""
     pick = -1
@@ -306,7 +306,7 @@ def _stored_first(at: Pass, gaps: Ints) -> int:
     return pick
 
 
-@compiled_unlocked
+@compiled_inline
 def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
     clock = at.clock
     for n in range(at.figures[COMING]):
@@ -320,7 +320,7 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
         _note(at, p, FETCH, t)
 
 
-@compiled_unlocked
+@compiled_inline
 def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
     """Run the point, drop host copies that are no longer needed, begin copies and gaps."""
     clock, count, run = at.clock, at.figures, runs[p]
