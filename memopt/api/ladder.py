@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 Only: TypeAlias = Literal["all", "asked", "devices"]
+_LEAST_BYTES = 2**20
 _SAVES = 0.97
 """A loss in chunks that leaves more of the peak than this is planned no further."""
 _WAYS = {"store-all": "", "rotor": RECOMPUTE, "dynprog": OFFLOAD}
@@ -107,7 +108,8 @@ def ladder(
     limit = place.capacity_bytes if budget is None else parse_budget(budget, 1)
     if limit is None:
         raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
-    if meant := unit_meant(limit):
+    if limit < _LEAST_BYTES:
+        meant = unit_meant(limit) or 'Name it with a unit, such as "24GiB".'
         raise ValueError(f"a budget of {limit} bytes holds no model. {meant.strip()}")
     if optimizer is not None and not isinstance(optimizer, str):
         raise ValueError("the ladder changes the optimizer: name it, such as optimizer='adamw'")
