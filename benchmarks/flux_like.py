@@ -123,8 +123,8 @@ class Flux(nn.Module):
         super().__init__()
         self.image, self.text = nn.Linear(CHANNELS, width), nn.Linear(TEXT, width)
         self.vector = nn.Linear(VECTOR, width)
-        self.double = nn.ModuleList(DoubleBlock(width) for _ in range(double))
-        self.single = nn.ModuleList(SingleBlock(width) for _ in range(single))
+        self.doubles = nn.ModuleList(DoubleBlock(width) for _ in range(double))
+        self.singles = nn.ModuleList(SingleBlock(width) for _ in range(single))
         self.last, self.out = Modulation(width, 2), nn.Linear(width, CHANNELS)
 
     def forward(
@@ -132,10 +132,10 @@ class Flux(nn.Module):
     ) -> Tensor:
         words = text.shape[1]
         image, text, vector = self.image(image), self.text(text), self.vector(vector)
-        for block in self.double:
+        for block in self.doubles:
             image, text = block(image, text, vector, turns)
         x = torch.cat((text, image), 1)
-        for block in self.single:
+        for block in self.singles:
             x = block(x, vector, turns)
         found = self.out(_modulated(x[:, words:], *self.last(vector)))
         return functional.mse_loss(found.float(), velocity)

@@ -12,6 +12,7 @@ from memopt.api.curve import curve as curve
 from memopt.api.deferred import DeferredPlan as DeferredPlan
 from memopt.api.fits import Fits as Fits
 from memopt.api.fits import fits as fits
+from memopt.api.ladder import ladder as ladder
 from memopt.api.opaque import opaque as opaque
 from memopt.api.plan import Plan as Plan
 from memopt.api.plan import load as load

@@ -30,8 +30,11 @@ from memopt.strategies.target import chain_view
 if TYPE_CHECKING:
     from memopt.profiler.variants import Variant, VariantStep
 
-RECOMPUTE, OFFLOAD = "recompute plan", "activation offload"
+CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 Only: TypeAlias = Literal["all", "asked", "devices"]
+_LEAST_BYTES = 2**20
+_SAVES = 0.97
+"""A loss in chunks that leaves more of the peak than this is planned no further."""
 _WAYS = {"store-all": "", "rotor": RECOMPUTE, "dynprog": OFFLOAD}
 """Strategy → how a rung says that it is used."""
 _FEWER_BITS = {"adam": "adam-8bit", "adamw": "adamw-8bit"}
@@ -105,7 +108,8 @@ def ladder(
     limit = place.capacity_bytes if budget is None else parse_budget(budget, 1)
     if limit is None:
         raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
-    if meant := unit_meant(limit):
+    if limit < _LEAST_BYTES:
+        meant = unit_meant(limit) or 'Name it with a unit, such as "24GiB".'
         raise ValueError(f"a budget of {limit} bytes holds no model. {meant.strip()}")
     if optimizer is not None and not isinstance(optimizer, str):
         raise ValueError("the ladder changes the optimizer: name it, such as optimizer='adamw'")
@@ -146,6 +150,7 @@ class _LadderMaker:
 
         self._variants = Variants(model, inputs, asked.device, price, _sharded)
         self._report = report
+        self._peaks: dict[_Way, int] = {}
 
     def ladder(self, rank: int, only: Only) -> Ladder:
         """Try every way, the asked one first."""
@@ -159,11 +164,8 @@ class _LadderMaker:
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
-            if way.variant.ranks > asked.ranks and any(
-                rung.fits and rung.ranks > asked.ranks for rung in rungs
-            ):
-                continue  # fewer devices are enough
-            rungs += self._rungs(way)
+            if not _needless(way, rungs, asked.ranks):
+                rungs += self._rungs(way)
         first = self._graph(ways[0])
         if first is None:
             raise MemoptError("nothing was estimated")
@@ -193,23 +195,23 @@ class _LadderMaker:
         if asked.dtype == "float32":
             own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
             yield _Way(own, asked.optimizer, False, first)
-        yield _Way(own, asked.optimizer, True, (*first, "chunked loss"))
+        yield _Way(own, asked.optimizer, True, (*first, CHUNKED))
         fewer = _FEWER_BITS.get(asked.optimizer or "")
         if fewer is None and (asked.optimizer or "").endswith("-fp32"):
             fewer = (asked.optimizer or "").replace("-fp32", "-8bit")
         if fewer is not None and not asked.lora:
             said = (*first, "8-bit optimizer state")
             yield _Way(own, fewer, False, said)
-            yield _Way(own, fewer, True, (*said, "chunked loss"))
+            yield _Way(own, fewer, True, (*said, CHUNKED))
         adapted = replace(own, rank=asked.lora or rank)
         name = f"LoRA r={adapted.rank}"
         if not asked.lora:
             yield _Way(adapted, asked.optimizer, False, (*first, name))
-            yield _Way(adapted, asked.optimizer, True, (*first, name, "chunked loss"))
+            yield _Way(adapted, asked.optimizer, True, (*first, name, CHUNKED))
         if asked.ranks == 1:
             packed = replace(adapted, quantized=True)
             yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
-            yield _Way(packed, asked.optimizer, True, (*first, f"Q{name}", "chunked loss"))
+            yield _Way(packed, asked.optimizer, True, (*first, f"Q{name}", CHUNKED))
         if asked.device.network is not None:
             for ranks in (2, 4, 8, 16, 32, 64):
                 if ranks > asked.ranks:
@@ -232,7 +234,7 @@ class _LadderMaker:
             return None
         step = self._variants.step(replace(variant, ranks=self._asked.ranks))
         figures = step.with_optimizer(way.optimizer)
-        held = 2 * figures.parameter_bytes + figures.state.bytes_total
+        held = figures.parameter_bytes + figures.trained_bytes + figures.state.bytes_total
         return held * self._asked.ranks // variant.ranks
 
     def _rungs(self, way: _Way) -> Iterator[Rung]:
@@ -246,10 +248,13 @@ class _LadderMaker:
             return
         graph, step = found
         peak = replay(graph, store_all(graph)).peak_bytes
+        self._peaks[replace(way, said=())] = peak
         if peak <= budget:
             yield self._rung(way, step, self._solved(graph, "store-all", None), "store-all")
             return
         yield _unfit(way, "", peak)
+        if way.chunked and peak > _SAVES * self._peaks.get(replace(way, said=(), chunked=False), 0):
+            return
         held = graph.resident_bytes
         if held >= budget:
             return
@@ -278,8 +283,7 @@ class _LadderMaker:
     def _rung(self, way: _Way, step: VariantStep, plan: PlanRecord, strategy: str) -> Rung:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
         # The update reads and writes state and parameters, and reads gradients.
-        share = figures.trained / max(1, step.figures.parameter_bytes)
-        moved = 2 * figures.state.bytes_total + 3 * min(1.0, 4 * share) * figures.parameter_bytes
+        moved = 2 * figures.state.bytes_total + 3 * figures.trained_bytes
         update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
         time_s = plan.step_time_s + update_s
         samples = tokens_of(self._inputs) or _examples(self._inputs)
@@ -295,6 +299,16 @@ class _LadderMaker:
             trained=figures.trained,
             plan=plan,
         )
+
+
+def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
+    """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
+    without its loss in chunks, or one on fewer devices, of which there are `ranks`."""
+    whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
+    if way.variant.ranks > ranks and any(rung.fits and rung.ranks > ranks for rung in rungs):
+        return True
+    own = tuple(one for one in way.said if one != CHUNKED)
+    return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
 
 
 def _said(way: _Way, more: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,20 +64,10 @@ def explore(
         page = load(target).report(out, points=points, progress=not quiet)
     else:
         named = device is not None or device_file is not None
-        priced = options.ModelOptions(
-            target,
-            device,
-            mode or ("estimate" if named else "measure"),
-            optimizer,
-            batch,
-            sequence,
-            dtype,
-            cache,
-            quiet=quiet,
-            device_file=device_file,
-            capacity=capacity,
-            lora=lora,
-        )
+        how = mode or ("estimate" if named else "measure")
+        sizes = (optimizer, batch, sequence, dtype, cache)
+        priced = options.ModelOptions(target, device, how, *sizes, quiet=quiet)
+        priced = replace(priced, device_file=device_file, capacity=capacity, lora=lora)
         asked = {**priced.arguments(), "strategies": strategy or DEFAULT}
         made = memopt.curve(**asked, points=points, time_limit_s=time_limit)
         page = made.report(out)

@@ -122,11 +122,13 @@ class WholeFigures:
 
     Attributes:
         parameter_bytes: of one rank, as the allocator counts them.
+        trained_bytes: of those that get a gradient.
         trained: parameters that get a gradient, of one rank.
         state: the optimizer's.
     """
 
     parameter_bytes: int
+    trained_bytes: int
     trained: int
     state: OptimizerState
 
@@ -158,8 +160,8 @@ def whole_figures(
         for what, size in optimizer_state(optimizer, parameters, block_bytes).parts:
             parts[what] += times * size
         sizes["bytes"] += times * sum(map(size_of, parameters))
-        sizes["trained"] += times * sum(
-            local_part(p).numel() for p in parameters if p.requires_grad
-        )
+        trained = [p for p in parameters if p.requires_grad]
+        sizes["trained"] += times * sum(local_part(p).numel() for p in trained)
+        sizes["trained bytes"] += times * sum(map(size_of, trained))
     state = OptimizerState(optimizer or "none", parts.total(), tuple(parts.items()))
-    return WholeFigures(sizes["bytes"], sizes["trained"], state)
+    return WholeFigures(sizes["bytes"], sizes["trained bytes"], sizes["trained"], state)

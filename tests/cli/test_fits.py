@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+import memopt
 from memopt.commands.options import rank_of
 from memopt.commands.output import ExitCode
 from tests.cli.commands import GPT2, run, run_json
+from tests.models.training_graphs import random_training_graph
 from tests.zoo import get
 
 CARD = ("--gpu", "RTX4090")
 
 
-def test_the_ladder_for_machines_and_people() -> None:
+def test_the_ladder_for_machines() -> None:
     found = run_json("fits", "mymodels:make", *CARD, "--capacity", "2GiB", "--lora", "16")
     assert found["device"] == "RTX4090-24GB"
     assert found["budget_bytes"] == 2 * 2**30
@@ -24,13 +26,9 @@ def test_the_ladder_for_machines_and_people() -> None:
     assert first["fits"]
     assert first["peak_bytes"] <= found["budget_bytes"]
     assert {"parameters", "activations", "gradients"} <= set(found["parts_bytes"])
-    asked = ("fits", "mymodels:two", *CARD, "--optimizer", "sgd", "--solve", "gpus")
-    text = run(*asked).stdout
-    assert "It fits: " in text
-    assert "gpus: 1, the fewest that fits" in text
 
 
-def test_the_largest_sequence_that_fits() -> None:
+def test_the_largest_batch_and_the_fewest_devices_that_fit() -> None:
     get("gpt2")
     Path("gpt.json").write_text(json.dumps({**GPT2, "n_positions": 64}))
     asked = ("fits", "hf:gpt.json", *CARD, "--batch", "1", "--solve", "batch")
@@ -39,6 +37,9 @@ def test_the_largest_sequence_that_fits() -> None:
     assert largest > 1
     beyond = run_json(*asked[:4], "--batch", str(largest + 1), "--budget", "68MiB")
     assert not any(row["fits"] for row in beyond["rungs"] if row["name"] == "as asked")
+    text = run(*asked[:-1], "gpus").stdout
+    assert "It fits: " in text
+    assert "gpus: 1, the fewest that fits" in text
 
 
 @pytest.mark.parametrize(
@@ -65,14 +66,14 @@ def test_a_device_of_a_file() -> None:
     Path("d.json").write_text('{"like": "A100", "name": "mine", "memory_bytes_per_s": 1e12}')
     asked = ("plan", "mymodels:two", "--mode", "estimate", "--device-file", "d.json")
     found = run_json(*asked, "--strategy", "store-all", "--lora", "r=2")
-    assert found["device"]["name"] == "mine" if "device" in found else True
-    assert run_json(*asked, "--strategy", "store-all")["step_time_s"] != found["step_time_s"]
+    assert found["device"] == "mine"
 
 
 def test_a_budget_without_a_unit_is_asked_about() -> None:
-    for command in ("plan", "fits"):
-        result = run(command, "mymodels:two", *CARD, "--mode", "estimate", "--budget", "24")
-        assert 'did you mean "24GiB"?' in " ".join(result.stderr.split())
+    result = run("fits", "mymodels:two", *CARD, "--budget", "24")
+    assert 'did you mean "24GiB"?' in " ".join(result.stderr.split())
+    with pytest.raises(memopt.InfeasibleBudgetError, match='did you mean "1GiB"'):
+        memopt.plan(random_training_graph(0), budget=1, strategy="store-all", progress=False)
 
 
 def test_ranks_of_adapters() -> None:
