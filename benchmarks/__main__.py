@@ -11,15 +11,11 @@ import sys
 import time
 
 NAMES = (
-    "rotor_solve", "rotor_families", "rotor_paper", "peers", "auto_portfolio", "limits",
-    "offload_paper",
-    "offload_solve", "olla_tables", "olla_steps", "olla_programs", "olla_cp_sat", "minimalloc",
-    "hard_placements", "forward_graphs", "joint_tables", "joint_deep", "joint_pictures",
-    "partitioner", "compiled_planning", "published_steps", "monet_menus", "monet_scale",
-    "monet_table1", "monet_ablation", "monet_real", "monet_language", "arena",
-    "llama_7b",
-    "cluster", "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "explorer",
-    "moved_llama", "moved_steps", "host_time",
+    "rotor_solve", "rotor_paper", "peers", "auto_portfolio", "offload_paper", "olla_tables",
+    "olla_steps", "olla_programs", "minimalloc", "hard_placements", "forward_graphs",
+    "joint_tables", "partitioner", "compiled_planning", "published_steps", "monet_table1",
+    "monet_ablation", "monet_real", "arena", "cluster", "estimate_accuracy", "prediction",
+    "trainer_architectures", "sharded", "moved_llama", "host_time",
 )  # fmt: skip
 GPU = ("gpu",)
 """What needs a CUDA device."""

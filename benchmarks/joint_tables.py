@@ -19,6 +19,9 @@ from functools import cache
 from statistics import median
 from typing import Any, TypeAlias
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from benchmarks.graphs import BATCH, step_graph
 from benchmarks.runner import Benchmark
 from benchmarks.table import NONE, joined, signed, table
@@ -30,6 +33,7 @@ from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.report.style import GREY
 from memopt.strategies import resolve
 from tests.zoo import FAMILIES
 
@@ -44,6 +48,8 @@ ROWS = "docs/results/joint_rows.json"
 LEAST_S, MOST_STRETCH = 0.5, 20.0
 """Cells of less CPU time say nothing about the machine's other work; the most it may stretch."""
 DIGITS = 6
+COLUMNS = 3
+COLORS = {"rotor": "C0", "rotor-menus": "C2", "offload-graph": "C1", "dynprog": "C4", JOINT: "C3"}
 MOST_PLANNING_S = 60.0
 NOTHING = float("nan")
 Cell: TypeAlias = tuple[str, str, float]
@@ -223,6 +229,45 @@ def _blocks(rows: list[Row], _: Any) -> str:
     return joined(*parts)
 
 
+def _curves(rows: list[Row], _: Any) -> None:
+    """Draw overhead against the share of the memory on an H100, a panel for each model; below the
+    shaded line no plan can be."""
+    lines = -(-len(FIRST) // COLUMNS)
+    figure = Figure(figsize=(9.0, 2.9 * lines), layout="constrained")
+    grid = figure.subplots(lines, COLUMNS, squeeze=False)
+    for axes in grid.flat[len(FIRST) :]:
+        axes.set_axis_off()
+    for axes, model in zip(grid.flat, FIRST, strict=False):
+        _panel(axes, [r for r in rows if (r.model, r.device) == (model, DEVICES[0].name)])
+        axes.set_title(model, loc="left", fontsize="medium")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("step time over store-all's, %")
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.savefig("docs/strategies/joint-curves.png", dpi=110)
+
+
+def _panel(axes: Axes, rows: list[Row]) -> None:
+    def points(name: str, what: str) -> tuple[list[float], list[float]]:
+        found = sorted(
+            (row.share, 100 * getattr(row, what))
+            for row in rows
+            if row.strategy == name and getattr(row, what) is not None
+        )
+        return [share for share, _ in found], [over for _, over in found]
+
+    for name in (*SINGLES, JOINT):
+        width = 2.0 if name == JOINT else 1.0
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": width}
+        axes.plot(*points(name, "overhead"), color=COLORS[name], label=name, **style)
+    shares, bounds = points(JOINT, "bound")
+    axes.plot(shares, bounds, color=GREY, linestyle=":", label="bound")
+    axes.fill_between(shares, bounds, -10, color=GREY, alpha=0.25)
+    axes.set_xticks(SHARES, [f".{round(100 * share):02d}" for share in SHARES])
+    axes.set_ylim(-10, 60)
+    axes.set_xlabel("share of the memory")
+
+
 BENCHMARK = Benchmark(
     page="docs/results/joint.md",
     row=Row,
@@ -238,4 +283,5 @@ BENCHMARK = Benchmark(
     options={"limit": 20.0},
     marks=lambda _: {"batch": BATCH},
     rows_file=ROWS,
+    pictures=_curves,
 )

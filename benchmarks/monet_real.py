@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.monet_language import OVERHEAD, WAYS, Way
 from benchmarks.monet_runs import CASES, Case, Known, Runs, chosen_of
 from benchmarks.runner import Benchmark, Line, OneOf
 from benchmarks.shapes import VOCABULARY, WithLoss, gpt2_of, llama_of
@@ -36,11 +35,24 @@ from memopt.profiler.session import profile_model
 from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
 from memopt.strategies.base import Strategy
+from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.rotor import Rotor
 from memopt.strategies.store_all import StoreAll
 from tests.zoo import get
 from tests.zoo.language import logits_loss
 
+OVERHEAD = 0.1
+Way = Callable[[Runs, int], Strategy]
+"""The strategy for a budget."""
+EXACT, MENUS, ALL_MENUS = Monet(), RotorMenus(), RotorMenus(exact_only=False)
+LANGUAGE_WAYS: dict[str, Way] = {
+    "Rotor": lambda _runs, _budget: Rotor(),
+    "rotor-menus": lambda _runs, _budget: MENUS,
+    "MONeT, exact": lambda _runs, _budget: EXACT,
+    "MONeT": lambda runs, budget: runs.started(budget, ALL_MENUS, MENUS, EXACT),
+}
+"""The last starts from the plans of the two before it, and of menus with all implementations."""
 IMAGE_WAYS: dict[str, Way] = {"MONeT": lambda _runs, _budget: Monet()}
 LANGUAGE = {"gpt2": (8, 256), "llama": (4, 128)}
 """Batch and tokens: logits that fill the memory, or weights."""
@@ -84,7 +96,7 @@ def _planned(given: Any, images: bool, one: Any, batch: int) -> list[Line]:
         return []
     runs = Runs(name, profiled.graph, given.limit, device=Device())
     rows = []
-    for way, strategy_at in (IMAGE_WAYS if images else WAYS).items():
+    for way, strategy_at in (IMAGE_WAYS if images else LANGUAGE_WAYS).items():
         found = runs.memory_at(partial(strategy_at, runs), OVERHEAD)
         if found is not None and given.until == "end":
             budget = found.budget_bytes

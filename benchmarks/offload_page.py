@@ -51,7 +51,6 @@ class Row:
     image: int
     batch: int
     own: bool
-    link: float
     stages: int
     share: float
     budget_bytes: int
@@ -96,32 +95,9 @@ def slower(
     return both, found
 
 
-def rises(series: Iterable[Sequence[Row]], name: str, model: str) -> tuple[int, int]:
-    """Count how often the next row of a series is slower, of how many steps; each series gets more
-    memory, or a faster link, from row to row."""
-    count = steps = 0
-    index = MODELS.index(model)
-    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, series)):
-        low, high = before.times_s.get(name), after.times_s.get(name)
-        if low is None or high is None:
-            continue
-        steps += 1
-        count += high[index] > low[index] * (1 + 1e-9)
-    return count, steps
-
-
-def series(rows: Iterable[Row], rising: str, fixed: str) -> list[list[Row]]:
-    """Group the rows of each chain that have one value of `fixed`, those of `rising` ascending."""
-    found: dict[object, list[Row]] = {}
-    for row in rows:
-        key = (row.network, row.image, row.batch, row.own, getattr(row, fixed))
-        found.setdefault(key, []).append(row)
-    return [sorted(one, key=lambda row: getattr(row, rising)) for one in found.values()]
-
-
 def blocks(rows: list[Row], given: Any) -> dict[str, str]:
     """Make all tables of the page."""
-    main = [row for row in rows if not row.own and row.link == 1]
+    main = [row for row in rows if not row.own]
     if given.throughput:
         return {"results": _throughput(main)}
     own = [row for row in rows if row.own]
@@ -131,7 +107,6 @@ def blocks(rows: list[Row], given: Any) -> dict[str, str]:
         "results": joined(_setting(main, own), _table(main), _all_sets(main), _statements(main)),
         "exceptions": _exceptions(main),
         "families": _families(main),
-        "monotonic": _monotonic(main, [row for row in rows if not row.own]),
         "own": joined(_table(own), _exceptions(own)) if own else "",
     }
 
@@ -255,21 +230,10 @@ def _families(rows: Sequence[Row]) -> str:
     return table(f"network | image | stages | {' | '.join(head)} | dynprog: program", lines)
 
 
-def _monotonic(main: Sequence[Row], linked: Sequence[Row]) -> str:
-    parts = []
-    kinds = (("budget", main, ("share", "link")), ("link", linked, ("link", "share")))
-    for what, rows, how in kinds:
-        grown = series(rows, *how)
-        counts = {name: [rises(grown, name, model) for model in MODELS] for name in NAMES}
-        lines = [(n, *(f"{a} of {b}" for a, b in each)) for n, each in counts.items() if each[0][1]]
-        parts.append(table(f"{what}: slower, of steps | " + " | ".join(MODELS), lines))
-    return joined(*parts)
-
-
 def pictures(rows: list[Row], given: Any) -> None:
     """Draw the paper's figures 5 to 12 beside the page, or with `throughput` 13 to 19."""
     out: Path = given.out
-    main = [row for row in rows if not row.own and row.link == 1]
+    main = [row for row in rows if not row.own]
     small = [r for r in main if r.image == 224]
     largest = {r.network: max(x.batch for x in small if x.network == r.network) for r in small}
     groups = {"fig5": [r for r in small if r.batch == largest[r.network]]}

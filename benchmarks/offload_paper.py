@@ -33,28 +33,21 @@ BATCHES = {224: (8, 32), 500: (8, 2), 1000: (8, 2)}
 """Powers of two; the paper names only 32 images of 224x224 (Figure 5)."""
 MOST_TFLMS_STAGES = 128
 """The exhaustive search of TFLMS's two parameters takes L^4 steps."""
+V100 = Device(name="V100-PCIe", to_host_bytes_per_s=12.2e9, duplex=False)
+"""The paper's (§6.1): one link of 12.2 GB/s for both directions."""
 MOST_MOVABLE = 12
 """Up to so many activations all sets are tried, too."""
-LINKS = (0.5, 2.0, 4.0)
-"""Other bandwidths, in units of the paper's."""
-
-
-def linked(link: float = 1.0) -> Device:
-    """Make the paper's V100 (§6.1): one link of 12.2 GB/s for both directions, or `link` times as
-    fast."""
-    return Device(name="V100-PCIe", to_host_bytes_per_s=12.2e9 * link, duplex=False)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One chain, by memopt's `own` stages or the paper's, and a link `link` times the paper's."""
+    """One chain, by memopt's `own` stages or the paper's."""
 
     family: str
     depth: int
     image: int
     batch: int
     own: bool = False
-    link: float = 1.0
 
     @property
     def model(self) -> str:
@@ -63,8 +56,7 @@ class Case:
 
     def __str__(self) -> str:
         stages = ":own" if self.own else ""
-        link = f":x{self.link:g}" if self.link != 1 else ""
-        return f"{self.model}:{self.image}:b{self.batch}{stages}{link}"
+        return f"{self.model}:{self.image}:b{self.batch}{stages}"
 
     def chain(self) -> Chain:
         """Capture the chain, its stages merged as the paper's are."""
@@ -84,7 +76,7 @@ def paper_stages(chain: Chain) -> Chain:
 
 
 def cases() -> Iterator[Case]:
-    """Give all of §6.1 with one batch size and the other, with memopt's stages, other links."""
+    """Give all of §6.1 with one batch size and the other and with memopt's stages."""
     networks = [(family, depth) for family, depths in FAMILIES.items() for depth in depths]
     for number, (family, depth) in product(range(2), networks):
         for image, batches in BATCHES.items():
@@ -93,8 +85,6 @@ def cases() -> Iterator[Case]:
         if family == "densenet":
             for image, batches in BATCHES.items():
                 yield Case(family, depth, image, batches[0], own=True)
-    for (family, depth), link in product(networks, LINKS):
-        yield Case(family, depth, 224, BATCHES[224][0], link=link)
 
 
 def strategies(case: Case, stages: int) -> dict[str, Strategy]:
@@ -107,7 +97,7 @@ def strategies(case: Case, stages: int) -> dict[str, Strategy]:
     }
     if stages <= MOST_TFLMS_STAGES:
         found["tflms"] = Tflms()
-    if not case.own and case.link == 1:
+    if not case.own:
         found["autoswap"] = AutoSwap(trials=40)
     return found
 
@@ -120,8 +110,7 @@ def measured(given: Any, case: Case) -> list[Row]:
 
 def solve(case: Case, chain: Chain, share: float) -> Row:
     """Compare the times of all strategies at one budget: floor + share·(M_peak - floor)."""
-    device = linked(case.link)
-    problem = offload_problem(chain, None, device)
+    problem = offload_problem(chain, None, V100)
     floor, peak = problem.floor_bytes, problem.peak_bytes
     budget = chain.resident_bytes + floor + round(share * (peak - floor))
     row = Row(
@@ -131,10 +120,10 @@ def solve(case: Case, chain: Chain, share: float) -> Row:
         budget_bytes=budget,
         bound_s=problem.compute_time_s,
         times_s={},
-        best_whole_s=best_whole_s(offload_problem(chain, budget, device)),
+        best_whole_s=best_whole_s(offload_problem(chain, budget, V100)),
     )
     for name, strategy in strategies(case, len(chain)).items():
-        found = strategy.solve(chain, budget, device=device)
+        found = strategy.solve(chain, budget, device=V100)
         if found.status is Status.INFEASIBLE:
             continue
         assert found.peak_bytes is not None

@@ -23,11 +23,11 @@ from typing import Any
 import memopt
 from benchmarks.peer_steps import compiled, eager_peers, outcome, rounding, verdict
 from benchmarks.runner import Benchmark
-from benchmarks.same_masks import same_masks
 from benchmarks.shapes import CONTESTS, Contest, build
 from benchmarks.steps import Step, peak_of
 from benchmarks.table import interleaved, joined, mib, ratio, table
 from memopt.api.plan import Plan
+from tests.kernels.compiled.same_masks import same_masks
 
 STRATEGIES = ("rotor", "rotor-menus")
 STORE_ALL = "memopt store-all"

@@ -18,7 +18,7 @@ from benchmarks.steps import Step, clear
 from memopt.files.envelope import write_atomically
 from memopt.programs.serialize import dumps, loads
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 NONE = "–"
 RowT = TypeVar("RowT")
 MadeT = TypeVar("MadeT")

@@ -20,10 +20,10 @@ import transformers
 from torch import Tensor, nn
 
 import memopt
-from benchmarks.architectures import ARCHITECTURES, Architecture, timm
 from benchmarks.runner import Benchmark, named
 from benchmarks.table import joined, table
 from memopt.errors import MemoptError
+from tests.users.architectures import ARCHITECTURES, Architecture, timm
 
 STEPS = (1, 1, 2)
 """Micro-batches of each step."""

@@ -14,6 +14,7 @@ from tests.zoo import torchvision_shim  # isort: skip  # noqa: F401  # beside a 
 
 import datasets
 import tokenizers
+import torch
 import transformers
 import trl
 
@@ -69,6 +70,7 @@ def main(steps: int = 20) -> MemoptCallback:
                 per_device_train_batch_size=4,
                 logging_steps=1,
                 report_to="none",
+                use_cpu=not torch.cuda.is_available(),
             ),
             train_dataset=datasets.Dataset.from_dict({"text": texts(24)}),
             processing_class=tokenizer(),

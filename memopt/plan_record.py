@@ -24,6 +24,9 @@ from memopt.strategies.base import Strategy
 if TYPE_CHECKING:
     from memopt.step.profiled import Profiled
 
+STOPPED = "The search was stopped before its end: planning again may find a better plan."
+"""The note of a plan whose search the user stopped. It is not kept for later."""
+
 
 @dataclass(frozen=True, slots=True)
 class BaselineFigures:

@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.executor.dependency_check": (*_EXECUTOR, "memopt.capture.trace"),
     "memopt.executor.apply": (*_EXECUTOR, "memopt.capture.training_call", "memopt.stages"),
     "memopt.executor.recaptured": (*_EXECUTOR, "memopt.stages"),
+    "memopt.executor.lengths": (*_EXECUTOR, "memopt.capture"),
     "memopt.executor.self_planning": (*_EXECUTOR, "memopt.capture"),
     # and where it is measured.
     "memopt.executor.check": (*_EXECUTOR, "memopt.stages", "memopt.pricing"),

@@ -19,13 +19,14 @@ from memopt.strategies.base import CostModel
 from memopt.testing import check_strategy, tiny_instances
 from tests.brute_force.sweep import Optimum, chain_optima, graph_optima
 from tests.brute_force.tiny_graphs import tiny_graph
-from tests.models.training_graphs import drawing, overwriting
+from tests.models.training_graphs import drawing, overwriting, writing_back
 from tests.models.validate_chain import validate_chain
 from tests.strategies.monet.graphs import training_graph
 from tests.strategies.offload.validate_offload import validate_offload
 
 MODELS: dict[str, CostModel] = {
     "graph that draws": drawing(Random(2), random_graph(Random(1), 4)),
+    "graph that writes buffers back": writing_back(random_graph(Random(1), 3)),
     "graph with alternatives": training_graph(Random(5), 4, True),
     "graph in place": overwriting(Random(7), drawing(Random(7), random_graph(Random(7), 3))),
     "whole step": drawing(Random(3), random_graph(Random(4), 2, updates=True)),

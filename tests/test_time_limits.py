@@ -2,8 +2,7 @@
 
 The clock counts the calls of this thread, a microsecond each, which is about what they take, so
 that nothing depends on the machine or on what else it does, nor on which kernels are compiled
-already: their compilation is not counted. Compiled kernels count as one call:
-the table of `python -m benchmarks limits` has them in seconds.
+already: their compilation is not counted. Compiled kernels count as one call.
 """
 
 from __future__ import annotations

@@ -105,14 +105,6 @@ def standing_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device))
 
 
-def promised_bytes(plan: memopt.Plan) -> int:
-    """Give the peak that a plan promises: its budget; on CUDA what the simulated allocator counts
-    for it, where blocks that are not split (without expandable segments) count whole."""
-    assert plan.budget is not None
-    found = plan.reserved
-    return max(plan.budget, found.allocated_peak_bytes if found else 0)
-
-
 def reserved_bytes(plan: memopt.Plan) -> int:
     """Give what the simulated allocator reserves for a plan within its budget."""
     assert plan.budget is not None

@@ -8,7 +8,6 @@ and replayed, as a plan file is.
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from memopt.api.plan import Plan
 from memopt.errors import PlanFileError
 from memopt.files.envelope import read_bytes, write_atomically
 from memopt.files.plan_file import decode, encode
+from memopt.files.plan_store import code_digest
 from memopt.models import codec
 from memopt.models.device import Device
 from memopt.models.folders import default_directory, drop_oldest, tell_once
@@ -140,14 +140,3 @@ class CellCache:
             profiled=self._profiled,
             record=None if self._profiled is None else self._profiled.record,
         )
-
-
-@functools.cache
-def code_digest() -> str:
-    """Return a digest of memopt's Python files: another version's solvers make other plans."""
-    root = Path(__file__).parent.parent
-    found = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\0".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()

@@ -9,6 +9,7 @@ from typing import Any
 
 from memopt.api.cluster import on_mesh
 from memopt.api.planning import solve
+from memopt.api.size_search import largest_size
 from memopt.api.solving import planned_device
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
@@ -253,33 +254,10 @@ class _BatchSearch:
         return found
 
     def _largest(self, strategy: Strategy, first: int, smallest: int) -> tuple[int | None, bool]:
-        """Find the largest batch that fits, and whether it is proved, by secant search: memory is
-        nearly affine in the batch."""
-        sizes = {first: smallest}
-        while True:
-            fitting = [b for b, size in sizes.items() if size <= self._budget_bytes]
-            failing = [b for b, size in sizes.items() if size > self._budget_bytes]
-            low, high = max(fitting, default=0), min(failing, default=None)
-            if high == low + 1:
-                return (low or None), bool(low)
-            following = self._guess(sizes, low, high)
-            new = following not in self._known
-            if new and len(self._known) >= self._max_batches:
-                return (low or None), False
-            sizes[following] = self._smallest(strategy, following)
+        """Find the largest batch that fits, and whether it is proved."""
 
-    def _guess(self, sizes: dict[int, int], low: int, high: int | None) -> int:
-        """Return the next batch to try, strictly between low and high."""
-        if len(sizes) == 1:
-            (only,) = sizes
-            return 2 * only if high is None else max(1, only // 2)
-        near = sorted(sizes, key=lambda b: abs(sizes[b] - self._budget_bytes))[:2]
-        slope = (sizes[near[0]] - sizes[near[1]]) / (near[0] - near[1])
-        guess = 2 * low
-        if slope > 0:
-            guess = int(near[0] + (self._budget_bytes - sizes[near[0]]) / slope)
-        if guess == low:
-            # The secant names low as the largest: try one more, to prove it.
-            guess = low + 1
-        upper = 4 * low if high is None else high - 1
-        return max(low + 1, min(guess, upper))
+        def may_try(batch: int) -> bool:
+            return batch in self._known or len(self._known) < self._max_batches
+
+        needed = partial(self._smallest, strategy)
+        return largest_size(needed, first, self._budget_bytes, may_try, {first: smallest})

@@ -69,6 +69,7 @@ def planned_in_parts(
     from memopt.executor.parts import InParts
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.ranks import ranks_of
+    from memopt.torch_private.engine_hooks import sharded_parts
 
     inner = inside_fabric(model) or model
     names = None if parts == "auto" else _names(inner, parts)
@@ -76,7 +77,7 @@ def planned_in_parts(
         raise ValueError("parts= goes with neither order=True nor place=True nor shapes=")
     if split_reserved(request.limits.budget)[1]:
         raise ValueError('parts= takes a budget of allocated bytes: leave out "reserved"')
-    if ranks_of(inner) is not None:
+    if ranks_of(inner) is not None and not sharded_parts(inner):
         raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request)

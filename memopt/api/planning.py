@@ -113,7 +113,8 @@ def plan(
             planned. `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
             rank's. `Plan.stats` has the network's seconds, the hidden share and tokens per second.
-        cache: whether measured costs are kept on disk (MEMOPT_CACHE_DIR).
+        cache: whether measured costs, and plans of modules that took a second to solve, are kept
+            on disk (MEMOPT_CACHE_DIR); a plan is read where graph and costs are the same.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -140,6 +141,7 @@ def plan(
         Pricing(device, mode, kernels, cache),
         PassOptions(order, place),
         progress=progress,
+        keep=cache and inputs is not None,
     )
     if inputs is None and mesh is None and _is_module(model):
         return deferred(model, wanted)

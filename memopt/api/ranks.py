@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.api.request import PlanRequest
+from memopt.errors import MemoptError
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.plan_record import PlanRecord
 from memopt.stages.stages import PROFILING
 
 if TYPE_CHECKING:
+    from memopt.step.captured import Captured
     from memopt.step.profiled import Profiled
     from memopt.step.ranks import Ranks
 
@@ -29,6 +31,34 @@ def planning_ranks(model: Any, mode: str) -> Ranks | None:
     from memopt.step.ranks import ranks_of
 
     return ranks_of(model) if isinstance(model, nn.Module) else None
+
+
+def find_ranks(model: Any, inputs: Any, mode: str) -> Captured | None:
+    """Find, once and before any of it runs, the ranks that a model communicates with in its own
+    forward and backward.
+
+    Returns:
+        The capture that was searched: while it is held, planning need not capture the model again.
+    """
+    from torch import nn
+
+    from memopt.step.ranks import is_searched, note_members, several_are_there, sharers_of
+
+    if mode == "estimate" or not isinstance(model, nn.Module) or not several_are_there():
+        return None
+    if inputs is None or is_searched(model) or sharers_of(model):
+        return None
+    from memopt.capture.captures import reused_capture
+    from memopt.capture.training_call import training_call
+    from memopt.models.record import OutputGradients
+    from memopt.step.collectives import members_in
+
+    try:
+        captured = reused_capture(model, training_call(model, inputs), OutputGradients)
+    except (MemoptError, ValueError, TypeError, RuntimeError):
+        return None  # planning meets it, too, and says more
+    note_members(model, members_in(captured.module))
+    return captured
 
 
 @contextmanager

@@ -42,10 +42,18 @@ def infeasible(
     return InfeasibleBudgetError(
         f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
-        f'{_fixed(graph, profiled)}; {proved}. Raise the budget, pass budget="min", or {others}',
+        f"{_fixed(graph, profiled)}; {proved}. {unit_meant(budget_bytes)}"
+        f'Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )
+
+
+def unit_meant(budget_bytes: int) -> str:
+    """Ask whether GiB were meant by a number that is no one's memory, for a message."""
+    if not 1 <= budget_bytes <= 1024:
+        return ""
+    return f'A bare number is bytes: did you mean "{budget_bytes}GiB"? '
 
 
 def _others(strategy: Strategy, graph: Graph) -> str:

@@ -19,6 +19,7 @@ class PlanRequest:
         limits, step, pricing, passes: the other arguments of `memopt.plan`, by records.
         charges: the memory that the loop around a wrapped model needs beside its steps.
         progress: whether to show a bar, or the callback that progress is reported to.
+        keep: whether a plan that takes long to solve is kept on disk.
     """
 
     strategy: str | Strategy = "auto"
@@ -28,6 +29,7 @@ class PlanRequest:
     passes: PassOptions = field(default_factory=PassOptions)
     charges: Charges = NO_CHARGES
     progress: bool | Progress = True
+    keep: bool = False
 
     @property
     def options(self) -> dict[str, object]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memopt.api.finish import FinishedProgram, finish
-from memopt.api.ranks import planned_by_first, planning_ranks, profiling_together
+from memopt.api.ranks import find_ranks, planned_by_first, planning_ranks, profiling_together
+from memopt.api.recalled import noting_stops, recalled
 from memopt.api.refusal import infeasible
 from memopt.api.request import PlanRequest
 from memopt.api.reserved import planned_within
@@ -53,9 +55,21 @@ _NO_OPERATORS = (
 )
 
 
-@full_collections_deferred()
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
+    if isinstance(model, (Chain, Graph)) or not hasattr(model, "named_modules"):
+        return _made(model, inputs, wanted)
+    from memopt.torch_private.engine_hooks import as_in_forward
+
+    with as_in_forward(model):
+        found = find_ranks(model, inputs, wanted.pricing.mode)
+        made = _made(model, inputs, wanted)
+        del found  # held until here, to be used again
+        return made
+
+
+@full_collections_deferred()
+def _made(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     limits, pricing = wanted.limits, wanted.pricing
     host_bytes = parse_host_budget(limits.host_budget)
     chosen = with_host_budget(resolve(wanted.strategy), host_bytes)
@@ -110,7 +124,9 @@ def _planned(
     profiled, budget = step.profiled, step.budget
     if budget is None and step.pricing.mode == "estimate":
         budget = step.device.capacity_bytes
-    with _ending_at_ctrl_c(step.report) as report:
+    with _ending_at_ctrl_c(step.report) as stopping:
+        stopped: list[str] = []
+        report = noting_stops(stopping, stopped)
         solve_for = partial(
             solve,
             profiled.graph if profiled is not None else step.model,
@@ -123,9 +139,13 @@ def _planned(
             place=wanted.passes.place,
             host_budget_bytes=host_budget_bytes,
         )
-        return planned_by_first(
-            step.ranks, profiled, lambda: planned_within(solve_for, budget, step.charges)
-        )
+
+        def make() -> PlanRecord:
+            within = partial(planned_within, solve_for, budget, step.charges)
+            plan = planned_by_first(step.ranks, profiled, within)
+            return replace(plan, notes=(*plan.notes, *stopped))
+
+        return recalled(step, strategy, host_budget_bytes, wanted, make)
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:

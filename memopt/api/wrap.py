@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memopt.api.cells import code_digest
 from memopt.api.improving import Improving
 from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
-from memopt.api.ranks import planning_ranks
+from memopt.api.ranks import find_ranks, planning_ranks
+from memopt.api.recalled import is_within
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
 from memopt.errors import InfeasibleBudgetError, PlanFileError
-from memopt.files.plan_store import PlanStore
+from memopt.files.plan_store import PlanStore, code_digest
 from memopt.models import codec
-from memopt.models.budget import MINIMUM, check_budget, parse_budget, split_reserved
+from memopt.models.budget import MINIMUM, check_budget
 from memopt.models.device import Device
 from memopt.models.options import (
     Mismatch,
@@ -35,7 +35,6 @@ from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
 from memopt.strategies import Strategy, resolve
-from memopt.strategies.host_budget import parse_host_budget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +103,8 @@ def wrap(
             `order` and `place`, where a better plan may pay back. False: search first, then train.
         parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
             be, within the one budget; `model.memopt.report()` lists them. Names of sub-modules:
-            plan these. None: plan the whole, or raise.
+            plan these. None: plan the whole, or raise; where `fully_shard` has sharded sub-modules,
+            plan each of them between its gatherings.
         host_budget, device, optimizer, order, place, time_limit_s, kernels, cache, progress: as
             for `memopt.plan`; `cache=False` keeps no plans on disk either.
 
@@ -114,6 +114,8 @@ def wrap(
         InfeasibleBudgetError, CaptureError: at the first call of a kind; see `memopt.plan`.
     """
     from torch import nn
+
+    from memopt.torch_private.engine_hooks import sharded_parts
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
@@ -128,6 +130,7 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
+    parts = sharded_parts(model) or None if parts is None else parts
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
     (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model
@@ -290,6 +293,7 @@ class OwnCallsPlanner:
         self, model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
         """Return a plan and, if it was read from disk, the function that makes it anew."""
+        searched = find_ranks(model, call, request.pricing.mode)
         # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
         first = resolve(request.strategy).at_first() if self.improve and alone else None
@@ -307,14 +311,11 @@ class OwnCallsPlanner:
 
         def answers(plan: PlanRecord) -> bool:
             searched = first is not None or plan.strategy.improved_by() is None
-            return searched and _is_within(request, plan)
+            return searched and is_within(request.limits, plan)
 
         record, kept = store.get(key, make, answers)
-
-        def again() -> Plan:
-            return Plan.of(store.renew(key, make))
-
-        return Plan.of(record), again if kept else None
+        del searched  # held until here, to be used again
+        return Plan.of(record), (lambda: Plan.of(store.renew(key, make))) if kept else None
 
     def improving(
         self, model: nn.Module, call: Call, asked: Asked, plan: PlanRecord, beside_bytes: int
@@ -355,17 +356,6 @@ class OwnCallsPlanner:
             step=replace(step, loss_fn=loss_fn, targets=targets, accumulate=asked.holding),
             charges=asked.charges,
         )
-
-
-def _is_within(request: PlanRequest, plan: PlanRecord) -> bool:
-    """Whether a plan from disk keeps the budgets of a request: they are part of its key, but its
-    file may have been edited, or put in place of another."""
-    limits = request.limits
-    size, _ = split_reserved(limits.budget)
-    budget = None if size == MINIMUM else size
-    wanted = parse_budget(budget, plan.baseline.peak_bytes), parse_host_budget(limits.host_budget)
-    pairs = zip(wanted, (plan.budget, plan.host_budget), strict=True)
-    return all(most is None or (own is not None and own <= most) for most, own in pairs)
 
 
 def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:

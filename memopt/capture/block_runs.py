@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from memopt.capture.equal_blocks import CUT
-from memopt.capture.periods import Period
+from memopt.models.periods import Period
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 

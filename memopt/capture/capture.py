@@ -47,7 +47,7 @@ from memopt.step.joint_graph import (
     without_zero_gradients,
 )
 from memopt.step.late import last_name
-from memopt.step.model_outputs import TracedOutputs, hand_out, separate_outputs
+from memopt.step.model_outputs import RETURNS_DTENSOR, TracedOutputs, hand_out, separate_outputs
 from memopt.torch_private import aot
 from memopt.user_code.told_layouts import operator_without_fake, tell_layouts
 
@@ -150,6 +150,7 @@ def _export(
                 "nothing to train: no output of the model has a gradient (all are detached, "
                 "integers, or computed under no_grad)"
             )
+        hooks.tangents = aot.tangent_layouts(joint)
         with aot.no_donated_buffers(joint):
             compiled = aot.compile_joint(
                 joint,
@@ -216,10 +217,7 @@ def _primal(
             part=part,
         )
     if kind == "TangentAOTInput":
-        raise CaptureError(
-            "the model returns a DTensor; return its local tensor (to_local()), or all of it "
-            "(full_tensor())"
-        )
+        raise CaptureError(RETURNS_DTENSOR)
     if part:
         raise CaptureError(
             "the model is called with a DTensor; give it the local tensor (to_local()), and make a "

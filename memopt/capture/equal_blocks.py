@@ -20,7 +20,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from memopt.capture.periods import Period, is_plain, longest_period, plain, read_by
+from memopt.capture.periods import is_plain, plain, read_by
+from memopt.models.periods import Period, longest_period
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.aot import called_alike
 

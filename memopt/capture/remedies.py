@@ -50,6 +50,17 @@ _SAID: tuple[tuple[str, str], ...] = (
         "with torch.export.register_dataclass",
     ),
     (
+        r"torch\.distributed\.nn\.functional\.(?P<what>\w+) is not supported under torch\.compile",
+        "it calls torch.distributed.nn.functional.{what}, which no graph holds: write it with "
+        "all_gather, all_reduce or all_to_all_single of that module, which a plan holds, or call "
+        "it outside of the model",
+    ),
+    (
+        r"async_op=True for distributed collectives|async_op=True. for",
+        "it calls a collective of torch.distributed with async_op=True, which no graph holds: "
+        "leave that out, since a plan starts collectives early by itself",
+    ),
+    (
         r"set_ on a graph input",
         "it assigns .data of a parameter, a buffer or an input, which gives it other memory: "
         "update the values in place instead (with torch.no_grad(): weight.copy_(...))",

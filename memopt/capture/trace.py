@@ -137,6 +137,8 @@ def dynamo_capture(
     """Return dynamo's graph of the whole model, which shares the model's parameters, and its
     guards: what the trace read of other Python objects, and the forward's changes to them, which
     the graph omits."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
     with (
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),

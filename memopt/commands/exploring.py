@@ -40,16 +40,16 @@ def explore(
     ] = None,
     time_limit: options.TimeLimit = None,
     device: options.Device = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(help="As for `memopt plan`; left out: estimate if there is a --device."),
-    ] = None,
+    mode: options.Mode = None,
     optimizer: options.Optimizer = None,
     batch: options.Batch = 4,
     sequence: options.Sequence = 128,
     dtype: options.DType = None,
     cache: options.Cache = True,
     quiet: options.Quiet = False,
+    device_file: options.DeviceFile = None,
+    capacity: options.Capacity = None,
+    lora: options.Lora = None,
 ) -> None:
     """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
     written = {"--out": out, "--csv": csv, "--snapshot": snapshot}
@@ -62,9 +62,20 @@ def explore(
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
         page = load(target).report(out, points=points, progress=not quiet)
     else:
-        mode = mode or ("measure" if device is None else "estimate")
+        named = device is not None or device_file is not None
         priced = options.ModelOptions(
-            target, device, mode, optimizer, batch, sequence, dtype, cache, quiet=quiet
+            target,
+            device,
+            mode or ("estimate" if named else "measure"),
+            optimizer,
+            batch,
+            sequence,
+            dtype,
+            cache,
+            quiet=quiet,
+            device_file=device_file,
+            capacity=capacity,
+            lora=lora,
         )
         asked = {**priced.arguments(), "strategies": strategy or DEFAULT}
         made = memopt.curve(**asked, points=points, time_limit_s=time_limit)

@@ -1,16 +1,25 @@
-"""`memopt fits`: whether a model trains on a device, or on many of them."""
+"""`memopt fits`: whether a model trains on a device or on many, and how it can be made to."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import memopt
 from memopt.api.fits import DEFAULT_STRATEGIES, Fits
+from memopt.api.ladder import OFFLOAD, RECOMPUTE, Only, ladder
+from memopt.api.size_search import largest_size
 from memopt.commands import options
-from memopt.commands.output import say, say_json, value_of
+from memopt.commands.output import OptionError, say, say_json, value_of
+from memopt.commands.targets import NamedModel
+from memopt.models.options import StepOptions, parse_returns
+from memopt.report.ladder import Ladder
+
+SOLVED = ("batch", "sequence", "gpus")
+_MOST = 8
+"""Sizes that `--solve` tries at most."""
 
 
 @options.with_model_options
@@ -20,30 +29,121 @@ def fits(
         str | None, typer.Option(help='Bytes or "60GiB". Left out: the device\'s capacity.')
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="See `memopt strategies`; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="Ask these instead (see `memopt strategies`; may be given several times)."
+        ),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Devices over which memopt.shard spreads it, in an estimate."),
+    ranks: options.Ranks = None,
+    returns: options.Returns = "all",
+    solve: Annotated[
+        str | None,
+        typer.Option(help="batch, sequence: the largest that fits. gpus: the fewest."),
     ] = None,
 ) -> None:
-    """Say whether a model trains on a device, with which strategy and how slowly."""
+    """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
     limit = options.budget_of(budget)
-    if model.mode is None and model.device is not None:
+    if model.mode is None and model.place is not None:
         model = replace(model, mode="estimate")
     for name in strategy or ():
         options.check_strategy(name)
-    with value_of("--ranks"):
-        if ranks is not None and model.mode != "estimate":
-            raise ValueError(
-                "asks about a cluster that is not there: name its device (--device H100)"
-            )
-    arguments = model.arguments()
+    with value_of("--returns"):
+        step = StepOptions(returns=parse_returns(returns))
+    with value_of("--solve"):
+        if solve is not None and solve not in SOLVED:
+            raise ValueError(f"there is no {solve!r} to solve for; take {', '.join(SOLVED)}")
+        if solve is not None and (strategy or model.mode != "estimate"):
+            raise ValueError("goes with an estimate (--device H100), and without --strategy")
+    if strategy or model.mode != "estimate":
+        _ask_strategies(model, limit, strategy, ranks)
+        return
+    if model.optimizer is None:
+        model = replace(model, optimizer="adamw")
+    asked = _Asked(model, limit, ranks or 1, step)
+    found = asked.ladder("devices" if solve == "gpus" else "all")
+    answer = asked.largest(solve, found) if solve in ("batch", "sequence") else None
+    if solve == "gpus":
+        answer = asked.fewest(found)
+    if model.as_json:
+        more = {} if solve is None else {"solved": {solve: answer}}
+        say_json({**asked.header, **found.figures(), **more})
+    elif not model.quiet:
+        say(f"batch {model.batch}, sequence {model.sequence}")
+        say(str(found))
+        if solve is not None:
+            best = "the fewest" if solve == "gpus" else "the largest"
+            say(f"{solve}: {'none fits' if answer is None else answer}, {best} that fits")
+
+
+class _Asked:
+    """A model and what it is asked for, at any size."""
+
+    def __init__(
+        self,
+        model: options.ModelOptions,
+        budget: int | str | None,
+        ranks: int,
+        step: StepOptions,
+    ) -> None:
+        self._model, self._budget, self._ranks, self._step = model, budget, ranks, step
+        self.header = {"batch": model.batch, "sequence": model.sequence}
+
+    def _given(self, **sizes: int) -> tuple[NamedModel, dict[str, Any]]:
+        """Return the model and the arguments of `ladder`, with other sizes."""
+        model = replace(self._model, lora=None, **sizes)  # type: ignore[arg-type]
+        arguments = model.arguments()
+        step = replace(self._step, loss_fn=arguments["loss_fn"])
+        named = NamedModel(arguments["model"], arguments["inputs"])
+        return named, {
+            "device": arguments["device"],
+            "budget": self._budget,
+            "optimizer": model.optimizer,
+            "lora": self._model.rank,
+            "ranks": self._ranks,
+            "step": step,
+            "progress": not model.silent,
+        }
+
+    def ladder(self, only: Only = "all", **sizes: int) -> Ladder:
+        """Make the ladder."""
+        named, arguments = self._given(**sizes)
+        return ladder(named.model, named.inputs, **arguments, only=only)
+
+    def largest(self, what: str, found: Ladder) -> int | None:
+        """Return the largest batch or sequence of which a plan fits.
+
+        Raises:
+            OptionError: the model's factory chooses its sizes.
+        """
+        if not self._model.model.startswith("hf:"):
+            raise OptionError("--solve: a factory chooses its own sizes; name a hf: model")
+
+        limit = found.budget_bytes
+        tried: list[int] = []
+
+        def needed(size: int) -> int:
+            tried.append(size)
+            rungs = self.ladder(only="asked", **{what: size}).rungs
+            return min((r.needed_bytes or limit + 1 for r in rungs), default=limit + 1)
+
+        first: int = getattr(self._model, what)
+        asked = [r for r in found.rungs if r.name in ("as asked", RECOMPUTE, OFFLOAD)]
+        known = {first: min((r.needed_bytes or limit + 1 for r in asked), default=limit + 1)}
+        return largest_size(needed, first, limit, lambda _size: len(tried) < _MOST, known)[0]
+
+    def fewest(self, found: Ladder) -> int | None:
+        """Return the fewest devices on which the step fits, sharded."""
+        return min((rung.ranks for rung in found.rungs if rung.fits), default=None)
+
+
+def _ask_strategies(
+    model: options.ModelOptions,
+    limit: int | str | None,
+    strategy: list[str] | None,
+    ranks: int | None,
+) -> None:
+    arguments = options.on_ranks(model.arguments(), ranks)
     del arguments["cache"]
-    if ranks is not None:
-        whole = arguments["model"]
-        arguments["model"] = lambda mesh: memopt.shard(whole, mesh)
-        arguments["mesh"] = memopt.Mesh(data=ranks)
     found = memopt.fits(**arguments, budget=limit, strategies=tuple(strategy or DEFAULT_STRATEGIES))
     if model.as_json:
         say_json(_figures(found))

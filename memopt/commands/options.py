@@ -11,9 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+import memopt
+from memopt.api.ladder import with_adapters
 from memopt.api.solving import planned_device
+from memopt.commands.devices import chosen_device
 from memopt.commands.output import failures, value_of
 from memopt.commands.targets import DTYPES, Sizes, load_target
+from memopt.models import device as models
 from memopt.models.budget import check_budget
 from memopt.models.optimizer_names import optimizer_name
 from memopt.strategies import resolve
@@ -39,14 +43,36 @@ DType = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="Link rates, or what to estimate for: H100, A100, V100...")
+    str | None,
+    typer.Option(
+        "--device",
+        "--gpu",
+        help="Link rates, or what to estimate for: H100, RTX4090... (see `memopt device`).",
+    ),
+]
+DeviceFile = Annotated[
+    Path | None,
+    typer.Option(help='JSON of a memopt.Device\'s fields; "like": "H100" gives the others.'),
+]
+Capacity = Annotated[
+    str | None, typer.Option(help='The device\'s memory, if other than its own: "24GiB".')
+]
+Lora = Annotated[
+    str | None,
+    typer.Option(help="r=16: freeze the model, and train adapters of this rank beside it."),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Devices over which memopt.shard spreads it, in an estimate."),
+]
+Returns = Annotated[
+    str, typer.Option(help="all, or loss: outputs that the loss does not read are not kept.")
 ]
 Mode = Annotated[
     str | None,
     typer.Option(
-        help="measure: run the kernels here. estimate: price them for --device, which `fits` does "
-        "by itself where one is given.",
-        show_default="measure",
+        help="measure: run the kernels here. estimate: price them for --device.",
+        show_default="measure; of `fits` and `explore` with a device, estimate",
     ),
 ]
 Optimizer = Annotated[
@@ -70,6 +96,19 @@ class ModelOptions:
     cache: Cache = True
     as_json: Json = False
     quiet: Quiet = False
+    device_file: DeviceFile = None
+    capacity: Capacity = None
+    lora: Lora = None
+
+    @property
+    def place(self) -> models.Device | str | None:
+        """What `device=` takes."""
+        return chosen_device(self.device, self.device_file, self.capacity)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters; 0: none."""
+        return rank_of(self.lora)
 
     @property
     def silent(self) -> bool:
@@ -80,19 +119,21 @@ class ModelOptions:
         """Return the arguments for `memopt.plan` and its like: model, pricing and progress."""
         mode: Any = self.mode or "measure"
         with value_of("--device" if mode in ("measure", "estimate") else "--mode"):
-            planned_device(self.device, mode)
+            place = self.place
+            planned_device(place, mode)
         if self.optimizer is not None:
             with value_of("--optimizer"):
                 optimizer_name(self.optimizer)
         check_dtype(self.dtype)
         # An estimate computes nothing, so the model needs no weights.
         sizes = Sizes(self.batch, self.sequence, meta=mode == "estimate", dtype=self.dtype)
+        rank = self.rank
         found = load_target(self.model, sizes)
         return {
-            "model": found.model,
+            "model": with_adapters(found.model, rank) if rank else found.model,
             "inputs": found.inputs,
             "loss_fn": found.loss_fn,
-            "device": self.device,
+            "device": place,
             "mode": mode,
             "optimizer": self.optimizer,
             "cache": self.cache,
@@ -113,6 +154,31 @@ def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
 
     vars(run)["__signature__"] = inspect.Signature([model, *own, *others])
     return run
+
+
+def rank_of(text: str | None) -> int:
+    """Read --lora: "r=16" or "16"; left out: 0."""
+    with value_of("--lora"):
+        if text is None:
+            return 0
+        number = text.strip().removeprefix("r=")
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"{text!r} is no rank of adapters: write r=16")
+        return int(number)
+
+
+def on_ranks(arguments: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+    """Spread the model of these arguments over ranks that need not exist, by `memopt.shard`."""
+    if ranks is None:
+        return arguments
+    with value_of("--ranks"):
+        if arguments["mode"] != "estimate":
+            raise ValueError(
+                "asks about a cluster that is not there: name its device (--device H100)"
+            )
+    whole = arguments["model"]
+    sharded = {"model": lambda mesh: memopt.shard(whole, mesh), "mesh": memopt.Mesh(data=ranks)}
+    return arguments | sharded
 
 
 def check_dtype(name: str | None) -> None:

@@ -30,9 +30,8 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
     ] = None,
-    returns: Annotated[
-        str, typer.Option(help="all, or loss: outputs that the loss does not read are not kept.")
-    ] = "all",
+    returns: options.Returns = "all",
+    ranks: options.Ranks = None,
 ) -> None:
     """Plan a model's training step within a memory budget."""
     limit = options.budget_of(budget)
@@ -44,7 +43,7 @@ def plan(
     with value_of("--returns"):
         returned = parse_returns(returns)
     made = memopt.plan(
-        **model.arguments(),
+        **options.on_ranks(model.arguments(), ranks),
         budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,

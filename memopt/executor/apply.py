@@ -34,6 +34,7 @@ from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.record import example_call
+from memopt.torch_private.engine_hooks import as_in_forward
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -117,7 +118,7 @@ def apply_plan(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
-    with _as_planned(plan):
+    with _as_planned(plan), as_in_forward(model):
         call = planned_call(plan, model, inputs)
         of_file = inputs is None and plan.profiled is None
         captured, lowering = with_module(plan, model, call, of_file, last)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -140,16 +140,21 @@ def generate(
     forward, backward, source = made(True)
     # With the same variables across the boundary, so that one half can follow the other's.
     otherwise = functools.cache(functools.partial(made, False))
+    return *either((forward, backward), lambda: otherwise()[:2]), source
+
+
+def either(direct: tuple[Any, Any], otherwise: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the two functions of a program, which run those for plain tensors where they can."""
 
     def planned_forward(primals: list[Any]) -> Any:
-        run = forward if all_plain(primals) else otherwise()[0]
+        run = direct[0] if all_plain(primals) else otherwise()[0]
         return run(primals)
 
     def planned_backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> Any:
-        run = backward if all_plain(primals, arguments, saved) else otherwise()[1]
+        run = direct[1] if all_plain(primals, arguments, saved) else otherwise()[1]
         return run(primals, arguments, saved)
 
-    return planned_forward, planned_backward, source
+    return planned_forward, planned_backward
 
 
 def _generate(
@@ -163,6 +168,22 @@ def _generate(
     direct: bool,
 ) -> tuple[Any, Any, str]:
     """Compile a program as `generate` does; `direct`: for plain tensors with nobody looking on."""
+    source, globals_ = written(halves, swap, random, recorder, arenas, homes, in_parts, direct)
+    compiled(source, globals_)
+    return globals_["forward"], globals_["backward"], source
+
+
+def written(
+    halves: Halves,
+    swap: Any,
+    random: Any,
+    recorder: Recorder | None = None,
+    arenas: Arenas | None = None,
+    homes: Homes | None = None,
+    in_parts: bool = False,
+    direct: bool = True,
+) -> tuple[str, dict[str, Any]]:
+    """Return the source of a program's two functions, and what it reads by name."""
     globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch, "homes": homes}
     if recorder is not None:
         globals_["record"] = recorder
@@ -184,8 +205,12 @@ def _generate(
             "",
         ]
     )
+    return source, globals_
+
+
+def compiled(source: str, globals_: dict[str, Any]) -> None:
+    """Define the two functions of a source among what it reads by name."""
     filename = f"<memopt plan {next(_COUNTER)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     # The source is written above from the captured graph; no file content reaches it.
     exec(compile(source, filename, "exec"), globals_)
-    return globals_["forward"], globals_["backward"], source

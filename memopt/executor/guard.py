@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,6 +181,11 @@ class Guard:
             keeps_casts=torch.is_autocast_cache_enabled(),
             dependencies=checked,
         )
+
+    def of_sizes(self, call: Call) -> Guard:
+        """Return the guard of another call, which differs in its sizes alone."""
+        leaves = tuple(described(leaf) for leaf in call.leaves)
+        return replace(self, text=_call_text(call), leaves=leaves)
 
     def evaluating(self, model: nn.Module) -> bool:
         """Return whether a call is evaluation: gradients are off, or the model is in eval mode."""

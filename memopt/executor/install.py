@@ -18,7 +18,7 @@ from memopt.executor.interpret import interpret
 from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed
+from memopt.executor.runtime import Installed, Origin
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
@@ -63,10 +63,9 @@ def install(
         homes.swap = mover
     random = RandomStates(device)
     layout = None if interpreted else arena_layout(lowering, program, device)
-    arenas = None
+    arenas = order = None
     if layout is not None:
         arenas = (CheckedArenas if checked else Arenas)(layout, family)
-    order = None
     if interpreted:
         forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
@@ -85,14 +84,14 @@ def install(
     def partial(missing: frozenset[int]) -> PartialBackward | None:
         return partial_backward(captured, lowering, program, missing, without)
 
-    mutated = set(captured.mutated)
+    beside = (interpreted or None, arenas, homes, recorder)
     return Installed(
         forward=random.settling(forward),
         backward=random.settling(backward),
         watched=tuple(
             i
             for i in sorted(halves.backward_primals)
-            if i not in mutated
+            if i not in captured.mutated
             and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
         ),
         names=tuple(p.name or p.node.name for p in captured.primals),
@@ -102,6 +101,7 @@ def install(
         handover=order,
         partial=partial,
         transfers=mover if isinstance(mover, StreamSwap) else None,
+        origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
     )
 
 

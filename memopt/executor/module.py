@@ -26,6 +26,7 @@ from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.dynamo import captured_around
+from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
@@ -59,6 +60,7 @@ class PlannedModule(nn.Module):
         on_mismatch: OnMismatch | None = None,
         dependencies: Dependencies | None = None,
         spare_bytes: int | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()
         for name in _shared_names(model):
@@ -70,7 +72,8 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_other_loss"] = None
-        self.__dict__["_memopt_guard"] = Guard.of(model, captured.call, captured, dependencies)
+        own = guard or Guard.of(model, captured.call, captured, dependencies)
+        self.__dict__["_memopt_guard"] = own
 
     @property
     def training(self) -> bool:
@@ -172,6 +175,9 @@ class PlannedModule(nn.Module):
         """
         if captured_around():
             return original_of(self)(*args, **kwargs)
+        return with_engine_around(original_of(self), self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         model, captured, runtime, program = self.__dict__["_memopt"]
         guard: Guard = self.__dict__["_memopt_guard"]
         calls: Calls = self.__dict__["_memopt_calls"]
@@ -218,8 +224,8 @@ class PlannedModule(nn.Module):
 
         random = runtime.random
         again = AsOriginal(captured, model, call, guard, random, used)
-        output = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        output = _refusing(self, output, call, again)
+        run = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
+        output = _refusing(self, run, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -248,13 +254,19 @@ class Running:
 def running(planned: PlannedModule) -> Running:
     """Return how a planned module runs."""
     calls: Calls = planned.__dict__["_memopt_calls"]
-    return Running(calls, original_of(planned), str(planned.__dict__["_memopt"][3].source))
+    return Running(calls, original_of(planned), str(program_of(planned).source))
 
 
 def original_of(planned: PlannedModule) -> nn.Module:
     """Return the unplanned model of a planned module."""
     model: nn.Module = planned.__dict__["_memopt"][0]
     return model
+
+
+def program_of(planned: PlannedModule) -> Installed:
+    """Return the program that a planned module runs."""
+    program: Installed = planned.__dict__["_memopt"][3]
+    return program
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:

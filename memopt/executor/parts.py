@@ -51,7 +51,7 @@ class PartMaker(PlanMaker):
     """Makes the plans of one part, within the budget that it shares."""
 
     def __init__(self, planning: PartPlanning, shared: SharedBudget) -> None:
-        self._planning, self._shared = planning, shared
+        self._planning, self._shared, self.alone = planning, shared, True
         self._modules: dict[int, MadePart] = {}
 
     def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
@@ -115,7 +115,7 @@ class PartPlanning(SelfPlanning):
         super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
         self.count_in(parts.calls)
 
-    def _makes_plans(self) -> PlanMaker:
+    def _makes_plans(self, alone: bool) -> PlanMaker:
         return PartMaker(self, self.parts.shared)
 
     @property

@@ -23,7 +23,9 @@ from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.programs.charged import backward_bytes, needed_bytes
 from memopt.step.inputs import Call
+from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
+from memopt.torch_private.modules import reducing_later
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -153,7 +155,7 @@ class PlanMaker:
         model: the model.
         planner: makes plans.
         around: the memory met around its steps.
-        alone: whether this process plans without others.
+        alone: whether this process plans without others, as far as is known.
         instead, family: see `Planner`.
     """
 
@@ -166,7 +168,7 @@ class PlanMaker:
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> None:
-        self._model, self._planner, self._around, self._alone = model, planner, around, alone
+        self._model, self._planner, self._around, self.alone = model, planner, around, alone
         self._instead, self._family = instead, family
         self._again: dict[Any, int] = {}
         self._told: set[str] = set()
@@ -178,18 +180,19 @@ class PlanMaker:
         Raises:
             InfeasibleBudgetError: the step alone is beyond the budget.
         """
+        certain = self._around.certain()
         charges = self._around.charges(kind).plus(beside)
         try:
             made = self._asked(holding, call, charges)
         except InfeasibleBudgetError as error:
-            if not charges:
+            if charges == certain:
                 raise self._beyond(error, holding, call) from error
             budget_bytes, least = error.budget_bytes, error.smallest_budget_bytes
         else:
             made.once = bool(beside) and made.plan.overhead > 0
             return made
         try:
-            made = self._asked(holding, call, NO_CHARGES)
+            made = self._asked(holding, call, certain)
         except InfeasibleBudgetError as error:
             raise self._beyond(error, holding, call) from error
         if least is not None:
@@ -277,7 +280,7 @@ class PlanMaker:
         try:
             made = self._planned(call, Asked(holding, charges, budget_bytes))
         except InfeasibleBudgetError as error:
-            if not holding or not self._alone:
+            if not holding or not self.alone or reducing_later():
                 raise
             held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
             until_backward = replace(charges, held_bytes=held_bytes)
@@ -294,10 +297,16 @@ class PlanMaker:
 
     def _planned(self, call: Call, asked: Asked) -> Made:
         module, plan = self._planner(self._model, call, asked, self._instead, self._family)
+        if self.alone and ranks_of(self._model) is not None:
+            # Its graph has shown that other ranks run it, too: what is met around it is not theirs.
+            self.alone = False
+            self._around.remove()
         made = Made(module, plan, asked.charges, asked.charges)
-        if self._alone:
+        if self.alone:
             # The other charges are in the plan's graph.
-            outside = replace(asked.charges, boundary_bytes=0, kept_bytes=0, state_bytes=0)
+            outside = replace(
+                asked.charges, boundary_bytes=0, kept_bytes=0, state_bytes=0, bucket_bytes=0
+            )
             needs_bytes = needed_bytes(plan.graph, plan.program, outside)
             beside_bytes = max(0, needs_bytes - plan.peak_bytes)
             made.search = self._planner.improving(self._model, call, asked, plan, beside_bytes)
@@ -312,7 +321,7 @@ class PlanMaker:
         least = alone = error.smallest_budget_bytes
         if not holding:
             try:
-                self._planned(call, Asked(True))
+                self._planned(call, Asked(True, self._around.certain()))
             except InfeasibleBudgetError as other:
                 least = other.smallest_budget_bytes or least
             except ValueError:
@@ -361,6 +370,7 @@ _WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
     ("{} for the loss between forward and backward", lambda one: one.boundary_bytes),
     ("{} that the loop keeps of its loss", lambda one: one.kept_bytes),
     ("{} of optimizer state", lambda one: one.state_bytes),
+    ("{} of DistributedDataParallel's buckets", lambda one: one.bucket_bytes),
     ("{} of the last step's outputs during the forward", lambda one: one.forward_bytes),
 )
 

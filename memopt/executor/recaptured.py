@@ -14,13 +14,16 @@ from memopt.models.budget import Budget
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
 from memopt.models.record import difference
-from memopt.models.stage_record import STAGE_NAMES
+from memopt.models.same_graph import without_implementations
+from memopt.models.stage_record import STAGE_NAMES, options_of
 from memopt.programs.instructions import Program
 from memopt.programs.violations import Violation
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.stages import STAGES, LastCapture, Recapture, plan_again, recaptured
+from memopt.stages.base import Found
 from memopt.stages.capturing import blaming_the_file
+from memopt.stages.stages import Alternatives
 from memopt.step.backend import LARGEST_BLOCK_BYTES
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
@@ -72,6 +75,22 @@ def with_module(
         last.captured = found.captured
     _check_plan(plan, found.lowering.graph, step.plan_again())
     return found.captured, found.lowering
+
+
+def with_alternatives(
+    plan: PlanRecord, model: nn.Module, captured: Captured, lowering: Lowering
+) -> Lowering:
+    """Return the lowering of a capture with the implementations that a plan chooses.
+
+    Raises:
+        PlanFileError: it has other ones.
+    """
+    graph = without_implementations(lowering.graph)
+    plain = replace(lowering, graph=graph, alternatives={})
+    step = Recapture(plan, model, captured.call, device_of(model, captured.call))
+    step = replace(step, found=Found(captured, plain))
+    stage = Alternatives()
+    return stage.again(step, options_of(plan.stages, stage.name)).made.lowering
 
 
 def _check_plan(plan: PlanRecord, graph: Graph, remedy: str) -> None:

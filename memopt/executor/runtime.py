@@ -35,6 +35,7 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.tied_values import TiedValue, tie
+from memopt.executor.values import Halves
 from memopt.step.backend import autocast_off, autocast_state
 from memopt.step.captured import Captured
 from memopt.step.casts import backward_would_cast
@@ -49,6 +50,16 @@ _KEYS = itertools.count(1)
 
 Arrived: TypeAlias = Callable[[list[Any]], None]
 """Called with the gradients of the outputs when a call's backward begins."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a program's code is written of: its halves, and who makes its host copies and keeps its
+    random states."""
+
+    halves: Halves
+    swap: Any
+    random: RandomStates
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,8 @@ class Installed:
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
         transfers: makes its copies on streams of a device; None: it has none there.
+        origin: of what generated code was written; None: of something else, too (an arena, moved
+            parameters, a recorder), or it is interpreted.
     """
 
     forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
@@ -79,6 +92,7 @@ class Installed:
     handover: HandoverOrder | None = None
     partial: Partial = unknown
     transfers: StreamSwap | None = None
+    origin: Origin | None = None
 
 
 @dataclass

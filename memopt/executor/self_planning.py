@@ -23,6 +23,7 @@ from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
+from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
 from memopt.executor.part_names import naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
@@ -38,7 +39,13 @@ from memopt.step.ranks import ranks_of
 from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
-from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
+from memopt.torch_private.engine_hooks import engine_off, with_engine_around
+from memopt.torch_private.modules import (
+    COMPILED_CALL,
+    FORWARD_PRE_HOOKS,
+    plain_call,
+    reducing_later,
+)
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
@@ -119,10 +126,11 @@ class SelfPlanning:
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
         # Ranks that plan together would have to meet the same memory.
-        self._alone = ranks_of(model) is None
-        self.around = Surroundings(model, with_state and self._alone)
+        alone = ranks_of(model) is None
+        self.around = Surroundings(model, with_state and alone)
         self._planner = planner
-        self._maker = self._makes_plans()
+        self._maker = self._makes_plans(alone)
+        self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -134,11 +142,9 @@ class SelfPlanning:
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
 
-    def _makes_plans(self) -> PlanMaker:
+    def _makes_plans(self, alone: bool) -> PlanMaker:
         """Return what makes this model's plans."""
-        return PlanMaker(
-            self.model, self._planner, self.around, self._alone, self.instead, self.family
-        )
+        return PlanMaker(self.model, self._planner, self.around, alone, self.instead, self.family)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to None, in a copy of the model that its class makes in its own way."""
@@ -173,6 +179,7 @@ class SelfPlanning:
     def remove(self) -> None:
         """Undo the wrap: the model runs as before."""
         self.plans.end()
+        self._lengths.forget()
         self.model.__dict__.pop(_CALL, None)
         self._hook.remove()
         self.around.remove()
@@ -198,19 +205,26 @@ class SelfPlanning:
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        plain = partial(plain_call, model)
         if runs_unplanned():
-            return plain(*args, **kwargs)
-        with unplanned():
-            if not (model.training and torch.is_grad_enabled()):
+            # Planning, or a backward that runs the forward again, inside of an engine's hooks.
+            with engine_off(model):
+                return plain_call(model, *args, **kwargs)
+        if not (model.training and torch.is_grad_enabled()):
+            with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return self.calls.evaluated(plain(*args, **kwargs))
+                return self.calls.evaluated(plain_call(model, *args, **kwargs))
+        return with_engine_around(model, self._training_call, args, kwargs)
+
+    def _training_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model in training, without an engine's hooks."""
+        model, plain = self.model, partial(plain_call, self.model)
+        with unplanned():
             looked_at = why_not_inside()
             if looked_at is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
             call, kind = self._call_and_kind(args, kwargs)
-            self.around.calling(kind)
+            self.around.calling(self._lengths.met_as(kind)[0])
             self._in_call.plans = 0
             try:
                 made = self._planned(kind, call)
@@ -220,8 +234,9 @@ class SelfPlanning:
             if made is None:
                 return plain(*args, **kwargs)
             output = self._ran(made, args, kwargs)
-            device = self._metered_on(call)
-            self.around.called(kind, call, output, device, partial(self._maker.met, kind, made))
+            met, times = self._lengths.met_as(kind)
+            note = partial(self._maker.met, met, made)
+            self.around.called(met, call, output, self._metered_on(call), note, times)
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +245,7 @@ class SelfPlanning:
 
     def _metered_on(self, call: Call) -> torch.device | None:
         """Return the device on which a call's loss is to be metered; None: it is charged."""
-        known = not self._alone or self._planner.charges_loss(call)
+        known = not self._maker.alone or self._planner.charges_loss(call)
         return None if known else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
@@ -257,7 +272,8 @@ class SelfPlanning:
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
         check_leaves(call)
-        trained, holding = [], False
+        # What accumulates has a plan with room for gradients from its first micro-batch on.
+        trained, holding = [], reducing_later()
         for parameter in self.model.parameters():
             trained.append(parameter.requires_grad)
             holding = holding or parameter.grad is not None
@@ -271,14 +287,9 @@ class SelfPlanning:
         Raises:
             NothingToTrainError: such calls have no backward.
         """
-        ready = self.plans.last_used(kind)
+        ready = self._ready(kind, call)
         if ready is not None:
-            made = self._improved(kind, call, ready)
-            if not self._maker.keeps(made, kind):
-                made = self._made(kind, call, made)
-            if made.plan.program.offsets is None:
-                self.family.idle.clear()
-            return made
+            return ready
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
@@ -286,9 +297,26 @@ class SelfPlanning:
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
+        shared = self._maker.alone and self._on_mismatch == "plan" and not self._in_parts
+        made = self._lengths.made(kind, call) if shared else None
+        if made is not None:
+            return made
         made = self._made(kind, call)
+        self._lengths.planned(kind, made)
         before, self._last_kind = self._last_kind, kind
-        self._count("" if before is None else difference(before, kind))
+        self._count("" if before is None else difference(before, kind) + self._lengths.why_not)
+        return made
+
+    def _ready(self, kind: Any, call: Call) -> Made | None:
+        """Return the plan of a kind of call, a better one or one that charges more if need be."""
+        ready = self.plans.last_used(kind)
+        if ready is None:
+            return None
+        made = self._improved(kind, call, ready)
+        if not self._maker.keeps(made, kind):
+            made = self._made(kind, call, made)
+        if made.plan.program.offsets is None:
+            self.family.idle.clear()
         return made
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:
@@ -308,7 +336,7 @@ class SelfPlanning:
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
         """Prepare a module under a new plan to be called."""
         count_in(made.module, self.calls)
-        if self._alone and self._planner.guesses_loss(call):
+        if self._maker.alone and self._planner.guesses_loss(call):
             when_other_loss(made.module, partial(self._for_other_loss, kind))
 
     def _for_other_loss(
@@ -318,6 +346,7 @@ class SelfPlanning:
         leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
         _LOG.info("the loss uses other outputs than planned: planning for it")
         self._planner.train_with(used)
+        self._lengths.forget()
         call = self._without_idle_masks(call)
         ready = self.plans.of(kind)
         for made in ready:
@@ -354,6 +383,7 @@ class SelfPlanning:
                 self.plans.use(kind, made)
                 return made.module
         _LOG.info("planning again: %s", error)
+        self._lengths.forget()
         if self._in_call.plans == _MOST_IN_A_CALL:
             return model
         self._in_call.plans += 1

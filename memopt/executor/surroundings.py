@@ -5,6 +5,7 @@ known only once it is met; later plans charge the largest.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,7 +27,9 @@ from memopt.pricing.memory import LossMeter, MemoryUse
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
+from memopt.step.shards import local_part
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import data_parallel_around, reducing_later
 
 METERED = 4
 """Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
@@ -47,7 +50,7 @@ def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 def _memory_of(tensors: Iterable[Any]) -> _Memory:
     storages = [
-        tensor.untyped_storage()
+        local_part(tensor).untyped_storage()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     ]
@@ -57,6 +60,19 @@ def _memory_of(tensors: Iterable[Any]) -> _Memory:
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of memory that tensors hold; shared memory counts once."""
     return sum(size for _, size in _memory_of(tensors).values())
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Return the bytes of the buckets of the DistributedDataParallel around a model's present call.
+    Gradients that are views of them, and are held, count as gradients."""
+    around = data_parallel_around()
+    if around is None:
+        return 0
+    held = reducing_later() or any(one.grad is not None for one in model.parameters())
+    if around.gradient_as_bucket_view and held:
+        return 0
+    trained = [one for one in around.parameters() if one.requires_grad]
+    return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
 
 
 def _gone(memory: _Memory) -> dict[int, int]:
@@ -117,7 +133,7 @@ class Surroundings:
         self._met: dict[Any, _Met] = {}
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
-        self._watched = _Watched()
+        self._watched, self._bucket_bytes = _Watched(), 0
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -129,11 +145,18 @@ class Surroundings:
     def charges(self, kind: Any) -> Charges:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
-        return replace(met, state_bytes=sum(self._watched.state_bytes.values()))
+        state_bytes = sum(self._watched.state_bytes.values())
+        return replace(met, state_bytes=state_bytes, bucket_bytes=self._bucket_bytes)
+
+    def certain(self) -> Charges:
+        """Return the charges that are known before a step has run."""
+        return Charges(bucket_bytes=self._bucket_bytes)
 
     def calling(self, kind: Any) -> None:
         """Begin a call of a kind."""
         self.stop()
+        model = self._model()
+        self._bucket_bytes = _bucket_bytes(model) if model is not None else 0
         held_bytes = self.held_bytes()
         if held_bytes > LARGEST_NUMBER_BYTES:
             self._largest(kind, Charges(forward_bytes=held_bytes))
@@ -151,6 +174,7 @@ class Surroundings:
         output: Any,
         device: torch.device | None,
         met: Callable[[], None],
+        times: float = 1.0,
     ) -> None:
         """Begin to meter a planned call that has returned.
 
@@ -160,6 +184,7 @@ class Surroundings:
             output: its output.
             device: where its loss is to be metered; None: it is charged already.
             met: called when more was met than before.
+            times: how many times as long the calls are that the kind's plan charges.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         before, given = self._outputs, _memory_of(call.tensors())
@@ -174,7 +199,7 @@ class Surroundings:
         if model is None or not is_metered(one.steps):
             return
         before |= _memory_of(parameter.grad for parameter in model.parameters())
-        meter = LossMeter(device, partial(self._found, kind, device, met))
+        meter = LossMeter(device, partial(self._found, kind, device, met, times))
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
             for tensor in tensors
@@ -191,7 +216,12 @@ class Surroundings:
             metered.meter.arrived(_gone(metered.outputs), sum(_gone(metered.before).values()))
 
     def _found(
-        self, kind: Any, device: torch.device, met: Callable[[], None], use: MemoryUse
+        self,
+        kind: Any,
+        device: torch.device,
+        met: Callable[[], None],
+        times: float,
+        use: MemoryUse,
     ) -> None:
         metered, self._metered = self._metered, None
         if metered is None:
@@ -200,7 +230,8 @@ class Surroundings:
         tangent_bytes = in_blocks(metered.tangent_bytes, backend.block_bytes)
         sizes = (use.peak_bytes - tangent_bytes, use.end_bytes - tangent_bytes)
         # The bytes of a number are charged in every step.
-        boundary, kept = (size if size > backend.step_scalars_bytes else 0 for size in sizes)
+        least = backend.step_scalars_bytes
+        boundary, kept = (math.ceil(size * times) if size > least else 0 for size in sizes)
         if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)):
             met()
 

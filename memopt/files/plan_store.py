@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +13,7 @@ from filelock import FileLock, Timeout
 from memopt.errors import PlanFileError
 from memopt.files.plan_file import load, save
 from memopt.models.folders import default_directory, drop_oldest, tell_once
-from memopt.plan_record import PlanRecord
+from memopt.plan_record import STOPPED, PlanRecord
 
 MOST_FILES = 500
 _PATIENCE_S = 3600.0
@@ -53,6 +55,10 @@ class PlanStore:
                 return found, True
             return self._kept(path, make()), False
 
+    def find(self, key: str) -> PlanRecord | None:
+        """Return a key's plan; None: there is none that can be read."""
+        return self._found(self._path(key))
+
     def renew(self, key: str, make: Callable[[], PlanRecord]) -> PlanRecord:
         """Make a key's plan anew, and replace the stored one."""
         return self._kept(self._path(key), make())
@@ -69,7 +75,10 @@ class PlanStore:
             return None
 
     def _kept(self, path: Path, made: PlanRecord) -> PlanRecord:
+        if STOPPED in made.notes:
+            return made
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             save(made, path)
             drop_oldest(self._folder, MOST_FILES)
         except PlanFileError:
@@ -78,3 +87,14 @@ class PlanStore:
         except OSError as error:
             tell_once(_WHAT, self._folder, "written", error)
         return made
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of memopt's Python files: another version's solvers make other plans."""
+    root = Path(__file__).parent.parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -143,7 +143,9 @@ def _graph_working_sets(graph: Graph) -> Iterator[int]:
         for tensor in graph.operators[index].writes
         if tensor in graph.outputs
     }
-    yield total(graph.kept)
+    yield total(graph.kept_to_end)
+    yield total(early)
+    early.difference_update(graph.written_back)
     boundary = graph.first_backward < len(graph.operators) or bool(graph.tangents)
     if boundary:
         yield total((*early, *graph.tangents)) + graph.boundary_bytes
@@ -175,7 +177,7 @@ def _results_before(graph: Graph) -> list[frozenset[int]]:
     for operator in graph.operators:
         reads = sure_reads(operator)
         sets = [through.get(tensor, frozenset()) for tensor in reads]
-        before.append(frozenset().union(*sets) | (reads & graph.kept))
+        before.append(frozenset().union(*sets) | (reads & graph.kept_to_end))
         for tensor in operator.writes:
             if len(writers[tensor]) == 1:
                 through[tensor] = before[-1]

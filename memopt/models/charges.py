@@ -18,6 +18,7 @@ class Charges:
         state_bytes: the optimizer's state: resident.
         forward_bytes: held until the forward returns: the last step's outputs.
         held_bytes: held until the backward begins: gradients that are dropped then.
+        bucket_bytes: the buckets in which DistributedDataParallel reduces gradients: resident.
     """
 
     boundary_bytes: int = 0
@@ -25,6 +26,7 @@ class Charges:
     state_bytes: int = 0
     forward_bytes: int = 0
     held_bytes: int = 0
+    bucket_bytes: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -33,7 +35,7 @@ class Charges:
     @property
     def resident_bytes(self) -> int:
         """Bytes held from step to step."""
-        return self.kept_bytes + self.state_bytes
+        return self.kept_bytes + self.state_bytes + self.bucket_bytes
 
     def largest(self, other: Charges) -> Charges:
         """Return the larger of each charge."""
@@ -52,6 +54,7 @@ class Charges:
             max(0, self.state_bytes - charged.state_bytes),
             self.forward_bytes,
             self.held_bytes,
+            max(0, self.bucket_bytes - charged.bucket_bytes),
         )
 
 

@@ -12,6 +12,7 @@ from memopt.models.chain import Chain
 from memopt.models.checks import check_figures, check_sums
 from memopt.models.codec import NAME, SPARSE
 from memopt.models.collective import Collective
+from memopt.models.graph_checks import check_implementations, check_written_back
 
 
 class TensorKind(StrEnum):
@@ -189,6 +190,8 @@ class Graph:
             where they are read (whole steps; `memopt.programs.moved`). Not a tensor that an
             operator writes by another name.
         repeated: whether movable tensors may stay on the device from one step to the next.
+        written_back: outputs that are new values of buffers and inputs, which the framework copies
+            there when the forward is over: the loss boundary reads and ends them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -202,6 +205,7 @@ class Graph:
     allocator_owned: tuple[int, ...] = field(default=(), metadata={**SPARSE, NAME: "outside"})
     movable: tuple[int, ...] = field(default=(), metadata=SPARSE)
     repeated: bool = field(default=False, metadata=SPARSE)
+    written_back: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     linearizer: ClassVar[Callable[[Graph], Chain]]
     """Makes the chain of `to_chain`; `memopt.reductions` sets it, as rooms import downwards
@@ -220,6 +224,7 @@ class Graph:
         allocator_owned: Iterable[int] = (),
         movable: Iterable[int] = (),
         repeated: bool = False,
+        written_back: Iterable[int] = (),
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -233,6 +238,7 @@ class Graph:
             ("allocator_owned", tuple(allocator_owned)),
             ("movable", tuple(movable)),
             ("repeated", bool(repeated)),
+            ("written_back", tuple(written_back)),
         ):
             object.__setattr__(self, name, value)
         check_figures(self, "Graph", ("boundary_bytes", "extra_resident_bytes"))
@@ -275,8 +281,7 @@ class Graph:
                 if index in written or self.tensors[index].resident or index in self.tangents:
                     name = self.tensors[index].name
                     raise ValueError(f"{owner}: {name!r} cannot be written here")
-            self._check_implementations(operator)
-            self._check_in_place(owner, operator.in_place, operator.reads, operator.writes)
+            check_implementations(self, operator)
             written.update(operator.writes)
             available.update(operator.writes)
         for index in self.allocator_owned:
@@ -286,43 +291,10 @@ class Graph:
             if index not in available:
                 raise ValueError(f"Graph: result tensor {index} is never computed")
         results = {*self.outputs, *self.gradients}
+        check_written_back(self)
         for index in self.movable:
             if index not in self.resident or index in results:
                 raise ValueError(f"Graph: tensor {index} is movable: resident, and no result")
-
-    def _check_implementations(self, operator: Operator) -> None:
-        names: set[str] = set()
-        for choice in operator.implementations:
-            owner = f"Graph: operator {operator.name!r}, implementation {choice.name!r}"
-            if choice.name in names:
-                raise ValueError(f"{owner}: the name is used twice")
-            names.add(choice.name)
-            for index in (*(choice.reads or ()), *(choice.writes or ())):
-                if not 0 <= index < len(self.tensors):
-                    raise ValueError(f"{owner}: there is no tensor {index}")
-            for index in choice.writes or ():
-                if self.tensors[index].resident or index in self.tangents:
-                    name = self.tensors[index].name
-                    raise ValueError(f"{owner}: {name!r} cannot be written")
-            reads = operator.reads if choice.reads is None else choice.reads
-            writes = operator.writes if choice.writes is None else choice.writes
-            self._check_in_place(owner, choice.in_place, reads, writes)
-            if choice.on_host and not operator.changes_in_place:
-                raise ValueError(f"{owner}: only updates run on the host")
-            for index in operator.reads if choice.on_host else ():
-                if index not in (self.movable if self.tensors[index].resident else self.computed):
-                    name = self.tensors[index].name
-                    raise ValueError(f"{owner}: {name!r} cannot be on the host")
-
-    def _check_in_place(
-        self, owner: str, in_place: tuple[int, ...], reads: tuple[int, ...], writes: tuple[int, ...]
-    ) -> None:
-        for index in in_place:
-            if index not in reads or not writes:
-                raise ValueError(f"{owner}: in_place needs an output, and tensors that it reads")
-            taken, made = self.tensors[index], self.tensors[writes[0]]
-            if taken.resident or index in self.tangents or taken.size_bytes != made.size_bytes:
-                raise ValueError(f"{owner}: its output cannot take over {taken.name!r}")
 
     @cached_property
     def resident(self) -> frozenset[int]:
@@ -375,9 +347,15 @@ class Graph:
     @cached_property
     def kept(self) -> frozenset[int]:
         """Computed tensors that must be live at the end: outputs and gradients, and tangents if the
-        framework holds them."""
+        framework holds them. A strategy may count those `written_back` among them, so few bytes
+        that it may take them as live to the end."""
         held = self.tangents if self.tangents_held else ()
         return frozenset((*self.outputs, *self.gradients, *held)) - self.resident
+
+    @cached_property
+    def kept_to_end(self) -> frozenset[int]:
+        """Those of `kept` that are live at the end of every program."""
+        return self.kept.difference(self.written_back)
 
     @cached_property
     def compute_time_s(self) -> float:

@@ -35,6 +35,7 @@ Where a device has no public figure, that of its successor is assumed, and its `
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 
 from memopt.models.device import Device
 from memopt.models.network import Network, Protocol
@@ -216,6 +217,99 @@ GB200 = _gpu(
     NVL72,
     486e9 / 2,
 )
+
+
+def _card(
+    name: str,
+    capacity_gib: float,
+    memory_gb_per_s: float,
+    tera: tuple[float, float, float],
+    pcie: int,
+    source: str,
+    fractions: tuple[float, float] = (0.80, 0.87),
+) -> Device:
+    """Make a card of a data sheet's dense rates, without sparsity: tera-operations per second in
+    float32, TF32, and half precision with float32 sums. Shares of the rates are assumed."""
+    plain, tensor, half = (1e12 * rate for rate in tera)
+    shares = {"attention": (half, 0.5), "convolution": (half, 0.36)}
+    rates = {"float32": plain, "tfloat32": tensor, "bfloat16": half, "float16": half}
+    rates["float64"] = plain / 64
+    for kind, (rate, share) in shares.items():
+        rates |= {f"{dtype} {kind}": share * rate for dtype in ("bfloat16", "float16")}
+    rates["float32 convolution"] = 0.22 * tensor
+    link = {4: (23.4e9, 27.4e9), 5: (46.8e9, 54.8e9)}[pcie]
+    bandwidth = memory_gb_per_s * 1e9
+    said = f"{source}; PCIe {pcie}.0 at the shares measured beside an H100; shares assumed"
+    return _gpu(name, capacity_gib, bandwidth, rates, fractions, link, said)
+
+
+_SHEET = "NVIDIA's data sheet or architecture white paper, dense rates"
+_OOM = "capacity from torch's out-of-memory messages"
+CARDS = (
+    _card("RTX3090-24GB", 23.69, 936, (35.6, 35.6, 71.0), 4, f"{_SHEET} (GA102); {_OOM}"),
+    _card("RTX4090-24GB", 23.64, 1008, (82.6, 82.6, 165.2), 4, f"{_SHEET} (Ada); {_OOM}"),
+    _card("RTX5090-32GB", 31.36, 1792, (104.8, 104.8, 209.5), 5, f"{_SHEET} (Blackwell); {_OOM}"),
+    _card("L4-24GB", 22.03, 300, (30.3, 60.0, 121.0), 4, f"{_SHEET}; {_OOM}"),
+    _card("L40S-48GB", 44.4, 864, (91.6, 183.0, 362.0), 4, f"{_SHEET}; {_OOM}"),
+    _card("A10G-24GB", 22.06, 600, (31.2, 35.0, 70.0), 4, f"{_SHEET} (of AWS); {_OOM}"),
+    _card("A6000-48GB", 47.5, 768, (38.7, 77.4, 154.8), 4, f"{_SHEET} (RTX A6000, GA102); {_OOM}"),
+)
+"""Cards of which nobody published what they achieve in training."""
+A100_40 = replace(
+    A100,
+    name="A100-SXM-40GB",
+    capacity_bytes=_usable_bytes(39.39),
+    memory_bytes_per_s=1555e9,
+    source=f"NVIDIA's A100 data sheet (40 GB); {_OOM}; otherwise as the A100 of 80 GB",
+)
+B200 = replace(
+    GB200,
+    name="B200-180GB",
+    capacity_bytes=_usable_bytes(178.3),
+    flops_per_s={kind: 0.9 * rate for kind, rate in GB200.flops_per_s.items()},
+    to_host_bytes_per_s=46.8e9,
+    from_host_bytes_per_s=54.8e9,
+    host_update_bytes_per_s=_UPDATE_SHARE * 307.2e9,
+    network=replace(HGX_H100, node_bytes_per_s=720e9),
+    source=f"NVIDIA's HGX B200 data sheet, dense (2,250 of a GB200's 2,500); {_OOM}; host and "
+    "adapters assumed as an H100's; otherwise as a GB200",
+)
+MI300X = replace(
+    _card(
+        "MI300X-192GB",
+        191.98,
+        5300,
+        (163.4, 653.7, 1307.4),
+        5,
+        "AMD's MI300X data sheet; 708 of 1,307 bfloat16 tera-operations per second achieved (AMD, "
+        f"Measuring Max-Achievable FLOPs, part 2); {_OOM}",
+        (0.54, 0.81),
+    ),
+    network=replace(HGX_H100, node_bytes_per_s=310e9),
+)
+
+
+def _apple(name: str, memory_gb: int, memory_gb_per_s: float, tera: float) -> Device:
+    return Device(
+        name=name,
+        capacity_bytes=int(0.75 * memory_gb * _GIB),
+        flops_per_s=dict.fromkeys(("float32", "bfloat16", "float16"), 1000000000000.0 * tera),
+        memory_bytes_per_s=memory_gb_per_s * 1e9,
+        launch_latency_s=10e-6,
+        flops_fraction=0.7,
+        memory_fraction=0.8,
+        block_bytes=256,
+        kind="mps",
+        source=f"{memory_gb} GB of unified memory, of which Metal recommends three quarters at "
+        "most; bandwidth and float32 rate from Apple's press releases; shares assumed",
+    )
+
+
+APPLE = (
+    _apple("M1-Max-64GB", 64, 400, 10.4),
+    _apple("M1-Ultra-128GB", 128, 800, 21.0),
+    _apple("M2-Ultra-192GB", 192, 800, 27.2),
+)
 H100_PCIE_4 = replace(
     H100,
     name="H100-PCIe-4-host",
@@ -242,6 +336,11 @@ PRESETS: tuple[Device, ...] = (
     H200,
     GH200,
     GB200,
+    A100_40,
+    B200,
+    MI300X,
+    *CARDS,
+    *APPLE,
     CPU_CORE,
 )
 """Every device that memopt knows by name."""
@@ -259,6 +358,13 @@ ALIASES = {
     "h100-pcie4": H100_PCIE_4,
     "gh200": GH200,
     "gb200": GB200,
+    "a100-40": A100_40,
+    "a100-40gb": A100_40,
+    "a100-80": A100,
+    "b200": B200,
+    "mi300x": MI300X,
+    "rtxa6000": CARDS[-1],
+    **{card.name.lower().rpartition("-")[0]: card for card in (*CARDS, *APPLE)},
 }
 """Short names (lower case)."""
 
@@ -270,12 +376,24 @@ def find_device(name: str) -> Device:
         ValueError: there is none; the message lists the known ones.
     """
     by_name = {device.name.lower(): device for device in PRESETS} | ALIASES
-    found = by_name.get(name.strip().lower())
+    key = "".join(name.lower().split())
+    found = by_name.get(key) or by_name.get(key.replace("-", ""))
     if found is None:
-        known = ", ".join(["H100", "H200", "A100", "GH200", "GB200", "V100", "P100", "cpu-core"])
+        near = get_close_matches(key, by_name, n=4, cutoff=0.5)
+        known = ", ".join(map(_shown, near or _KNOWN))
+        said = f"did you mean {known}?" if near else f"memopt knows {known}"
         raise ValueError(
-            f"unknown device {name!r}; memopt knows {known}. For another one pass "
+            f"unknown device {name!r}; {said} "
+            "(`memopt device` lists all). For another one pass "
             'memopt.Device(name=..., capacity_bytes=..., flops_per_s={"bfloat16": ...}, '
             "memory_bytes_per_s=..., block_bytes=512), or memopt.measure_device() for this machine"
         )
     return found
+
+
+_KNOWN = ("h100", "h200", "a100", "rtx4090", "l40s", "mi300x", "gh200", "gb200")
+
+
+def _shown(name: str) -> str:
+    """Write a short name as it is usual."""
+    return name.upper().replace("PCIE", "PCIe").replace("MAX", "Max").replace("ULTRA", "Ultra")

@@ -79,7 +79,7 @@ def _differences(planned: Graph, found: Graph) -> Iterator[str]:
     if len(planned.operators) != len(found.operators):
         count = f"{len(planned.operators)} operators and the model {len(found.operators)}"
         yield f"the plan has {count}"
-    for what in ("outputs", "gradients", "tangents", "tangents_held"):
+    for what in ("outputs", "gradients", "tangents", "tangents_held", "written_back"):
         if getattr(planned, what) != getattr(found, what):
             values = f"{getattr(planned, what)}, the model's {getattr(found, what)}"
             yield f"the plan's {what.replace('_', ' ')} are {values}"

@@ -28,7 +28,7 @@ from memopt.passes.order.windows import Windows
 from memopt.passes.place.buffers import Buffer, Layout
 from memopt.passes.place.greedy import pyramid
 from memopt.passes.timed_search import TimedSearch
-from memopt.programs.instructions import Program
+from memopt.programs.instructions import LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes, storages
 from memopt.solvers.running import solve_with_cp_sat
 
@@ -74,9 +74,12 @@ def storage_tasks(problem: ProgramTasks, program: Program) -> Tasks:
             users |= {task_at[reader] for reader in lifetime.readers}
         size, last = graph.tensors[storage.first.tensor].size_bytes, storage.lifetimes[-1]
         values.append(Value(size, task_at[storage.first.begin], tuple(sorted(users)), last.stays))
-    workspace = tuple(x.effects(graph).workspace_bytes for x in problem.instructions)
+    workspace = [x.effects(graph).workspace_bytes for x in problem.instructions]
+    for i, instruction in enumerate(problem.instructions):
+        if isinstance(instruction, LossBoundary):  # before which these are written back
+            workspace[i] -= sum(graph.tensors[t].size_bytes for t in graph.written_back)
     listed = tuple(tuple(sorted(earlier)) for earlier in after)
-    return Tasks(workspace, tuple(values), listed, problem.tasks.base)
+    return Tasks(tuple(workspace), tuple(values), listed, problem.tasks.base)
 
 
 class JointModel(LifetimeModel):

@@ -21,7 +21,7 @@ from memopt.step.inputs import to_call
 from memopt.step.loss import Loss as Loss
 from memopt.step.loss import as_targets
 from memopt.step.profiled import Profiled as Profiled
-from memopt.step.ranks import members_of
+from memopt.step.ranks import sharers_of
 
 
 def profiled_of(
@@ -69,7 +69,7 @@ def profiled_of(
             progress=progress,
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
-    if whole_step and members_of(model):
+    if whole_step and sharers_of(model):
         raise ValueError(
             "a whole step cannot be planned where ranks hold shards (DTensors): plan the module "
             "(whole_step=False, or memopt.wrap), and call the optimizer's step() yourself"

@@ -118,6 +118,8 @@ def _failure(model: nn.Module, call: Call, loss: Loss | None = None) -> str | No
                 if loss is not None:
                     loss.function(output, *loss.targets)
             return None
+        except CaptureError:
+            return None  # other ranks would have to run it, too
         except Exception as error:  # noqa: BLE001  # a user's model may raise anything
             reason = reason or f"{type(error).__name__}: {first_line(error)}"
     return reason

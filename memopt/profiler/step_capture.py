@@ -211,7 +211,9 @@ def with_updates(
         )
     graph = lowering.graph
     remaining = held_by((*gradients, *captured.other_results), lowering.storages)
-    graph = replace(graph, operators=(*graph.operators, *operators), gradients=remaining)
+    every = (*graph.operators, *operators)
+    # Whoever runs the step writes new values of buffers back at its end.
+    graph = replace(graph, operators=every, gradients=remaining, written_back=())
     return captured, replace(
         lowering, graph=graph, nodes=(*lowering.nodes, *nodes), storages=storages
     )

@@ -122,13 +122,15 @@ class DropHost(OfTensor):
 
 @dataclass(frozen=True, slots=True)
 class LossBoundary(_Named):
-    """The forward ends, the user's loss runs, the tangents arrive. Exactly one in a program
-    with backward operators."""
+    """The forward ends, new values are written back to buffers, the user's loss runs, the tangents
+    arrive. Exactly one in a program with backward operators."""
 
     def effects(self, graph: Graph) -> Effects:
         return Effects(
+            reads=graph.written_back,
             writes=graph.tangents,
             begins=graph.tangents,
+            ends=graph.written_back,
             workspace_bytes=graph.boundary_bytes,
         )
 

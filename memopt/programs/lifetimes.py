@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.models.graph import Graph
-from memopt.programs.instructions import Program
+from memopt.programs.instructions import Free, Program
 from memopt.programs.moved import carried_over
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -27,12 +27,13 @@ class Lifetime:
         begin: the Compute, SwapIn or LossBoundary that makes it; -1: it stayed from the step
             before (`memopt.programs.moved.carried_over`).
         tensor: the tensor.
-        end: its Free, or the Compute that overwrites it; the length of the program if it stays.
+        end: its Free, the Compute that overwrites it, or the LossBoundary before which it is
+            written back; the length of the program if it stays.
         transient: whether its operator writes it and the program does not keep it.
         overwrites: the lifetime whose storage it takes over, computed in place.
         readers: the Computes that read it and the SwapOuts that copy it, ascending.
         copied: whether a SwapOut copies it, for which its Free waits.
-        overwritten: whether it ends where another tensor takes over its storage.
+        overwritten: whether it takes no memory any more where it ends, as no Free ends it.
         stays: whether nothing ends it.
     """
 
@@ -100,8 +101,9 @@ def lifetimes(graph: Graph, program: Program) -> Lifetimes:
         for tensor in ends:
             ended = live.pop(tensor)
             ended.end, ended.stays = position, False
+            ended.overwritten = not isinstance(instruction, Free)
             if tensor == overwrites:
-                taken, ended.overwritten = ended, True
+                taken = ended
         for tensor in writes:
             if tensor in begins:
                 made = live[tensor] = Lifetime(position, tensor, len(program))

@@ -49,12 +49,13 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
     """Complete instructions with the shortest lifetimes: outputs and frees.
 
     Every Compute's `outputs` is replaced by the tensors it writes that are needed afterwards:
-    read (by a Compute or SwapOut) or freed by the caller's own Free before they are computed or
-    swapped in again, or kept to the end (`graph.kept`, at their first computation only). So a
-    tensor that is re-computed is not held until then: its earlier instance ends at its last
-    reader, which never costs more memory, since the re-run is charged for it anyway. A Free
-    follows the last reader of each instance, and the boundary for a tangent that nothing reads
-    and the framework does not hold. Kept tensors are never freed.
+    read (by a Compute, a SwapOut or the boundary) or freed by the caller's own Free before they
+    are computed or swapped in again, or kept to the end (`graph.kept_to_end`, at their first
+    computation only). So a tensor that is re-computed is not held until then: its earlier
+    instance ends at its last reader, which never costs more memory, since the re-run is charged
+    for it anyway. A Free follows the last reader of each instance, and the boundary for a tangent
+    that nothing reads and the framework does not hold. Kept tensors are never freed, nor those
+    that the boundary writes back.
 
     A Free in the input stays, and ends its instance. Give one after a SwapOut where the copy
     should be over (a Free waits for it); else it comes right after the SwapOut.
@@ -65,7 +66,9 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
     """
     program = tuple(instructions)
     first = _first_computations(graph, program)
-    future = [_Future.READ if i in graph.kept else _Future.DEAD for i in range(len(graph.tensors))]
+    future = [
+        _Future.READ if i in graph.kept_to_end else _Future.DEAD for i in range(len(graph.tensors))
+    ]
     backwards: list[Instruction] = []
     for position in range(len(program) - 1, -1, -1):
         instruction = program[position]
@@ -73,7 +76,7 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             reads, kept = chosen.reads, []
             for tensor in chosen.writes:
-                if tensor in graph.kept:
+                if tensor in graph.kept_to_end:
                     if first[tensor] == position:
                         kept.append(tensor)
                         future[tensor] = _Future.DEAD

@@ -310,6 +310,11 @@ class _Streams(LinkClock):
         self.during_bytes -= self.sizes[tensor]
 
     def _boundary(self) -> None:
+        for tensor in self.graph.written_back:
+            if tensor not in self.live:
+                raise _Invalid(f"{self._name(tensor)} is not on the device")
+            self.live.remove(tensor)
+            self.device_bytes -= self.sizes[tensor]
         for tensor in self.graph.tangents:
             self._appear(tensor)
         self.during_bytes = self.device_bytes + self.graph.boundary_bytes

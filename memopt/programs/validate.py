@@ -6,9 +6,9 @@ its lifetimes; memory at an instruction is then the sum over all lifetimes that 
 addresses are compared pair by pair, O(n²) on purpose.
 
 A lifetime (begin, end, ...) begins at the Compute, SwapIn or LossBoundary `begin` and ends with
-the Free at `end`, or with the program. Violations are looked for in four groups, each only if
-the one before is clean, and the earliest of its group is returned: form, order and lifetimes,
-memory, addresses.
+the Free at `end`, with what takes its memory over there, or with the program. Violations are
+looked for in four groups, each only if the one before is clean, and the earliest of its group is
+returned: form, order and lifetimes, memory, addresses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memopt.programs.validate_moved import (
     on_host,
 )
 from memopt.programs.validate_network import collectives_in_order
-from memopt.programs.validate_placement import LiveRange, misplaced, tensors_of
+from memopt.programs.validate_placement import LiveRange, given_up, misplaced, tensors_of
 from memopt.programs.violations import Violation as Violation
 from memopt.programs.violations import ViolationCode as ViolationCode
 from memopt.programs.violations import first
@@ -122,11 +122,10 @@ def memory_use(graph: Graph, program: Program) -> Use:
         new = scratch + sum(sizes[t] for t in produced)
         during.append(resident_bytes + whole(i) + new)
         outside.append(resident_bytes + unplaced(i) + new - inside)
-        taken = instruction.in_place if isinstance(instruction, Compute) else None
-        if taken is not None:
-            during[-1] -= sizes[taken]
+        for t in given_up(graph, instruction):
+            during[-1] -= sizes[t]
             # If both are placed, the output is in the arena and so was the tensor.
-            outside[-1] -= sizes[taken] if (taken, i) in apart_ends else 0
+            outside[-1] -= sizes[t] if (t, i) in apart_ends else 0
         copied.append(host_scratch + copies(i + 1))
     return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
 
@@ -191,8 +190,8 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
         yield Violation(Code.UNKNOWN_OPERATOR, i, f"operator {instruction.op}")
         return
     operator = graph.operators[instruction.op]
-    names = [choice.name for choice in operator.implementations]
-    if instruction.implementation is not None and instruction.implementation not in names:
+    name, ways = instruction.implementation, {x.name: x.in_place for x in operator.implementations}
+    if name is not None and name not in ways:
         message = f"{operator.name!r} has no {instruction.implementation!r}"
         yield Violation(Code.UNKNOWN_IMPLEMENTATION, i, message)
         return
@@ -203,14 +202,9 @@ def _malformed_compute(graph: Graph, i: int, instruction: Compute) -> Iterator[V
             yield Violation(Code.OUTPUT_NOT_WRITTEN, i, message)
         elif tensor in instruction.outputs[:position]:
             yield Violation(Code.OUTPUT_REPEATED, i, f"{operator.name!r}, tensor {tensor}")
-    if instruction.in_place is not None:
-        allowed = operator.in_place
-        for choice in operator.implementations:
-            if choice.name == instruction.implementation:
-                allowed = choice.in_place
-        if instruction.in_place not in allowed:
-            message = f"{operator.name!r} cannot overwrite tensor {instruction.in_place}"
-            yield Violation(Code.IN_PLACE, i, message)
+    over = instruction.in_place
+    if over is not None and over not in (operator.in_place if name is None else ways[name]):
+        yield Violation(Code.IN_PLACE, i, f"{operator.name!r} cannot overwrite tensor {over}")
 
 
 def _order(graph: Graph, instructions: Sequence[Instruction]) -> Iterator[Violation]:
@@ -278,10 +272,8 @@ def _late_outputs(
         if not isinstance(instruction, LossBoundary):
             continue
         for tensor in graph.outputs:
-            writers = [x for x in graph.operators if tensor in x.writes]
-            if not any(writer.phase is Phase.FORWARD for writer in writers):
-                continue
-            if not any(x.tensor == tensor and x.begin < i < x.end for x in lifetimes):
+            made = any(tensor in x.writes and x.phase is Phase.FORWARD for x in graph.operators)
+            if made and not any(x.tensor == tensor and x.begin < i <= x.end for x in lifetimes):
                 name = graph.tensors[tensor].name
                 yield Violation(Code.RESULT_MISSING, i, f"{name!r} at the loss boundary")
 
@@ -307,6 +299,8 @@ def _lifetimes(
             for tensor in instruction.outputs:
                 histories[tensor].append((i, "produce"))
         elif isinstance(instruction, LossBoundary):
+            for tensor in graph.written_back:
+                histories[tensor].append((i, "written back"))
             for tensor in graph.tangents:
                 histories[tensor].append((i, "produce"))
         else:
@@ -336,6 +330,7 @@ class _History:
         self.length = length
         held = graph.tangents if graph.tangents_held else ()
         self.result = tensor in (*graph.outputs, *graph.gradients, *held)
+        self.stays = self.result and tensor not in graph.written_back
         self.device: list[LiveRange] = []
         self.host: list[LiveRange] = []
         self.found: list[Violation] = []
@@ -363,6 +358,8 @@ class _History:
             leaving = since is not None and copy is not None and copy > since
             self._need(not self.result and not leaving, Code.IN_PLACE, i)
             self._end_device(i)
+        elif event == "written back":
+            self._end_device(i)  # where it is absent, see `_late_outputs`
         elif event == "SwapOut":
             self._need(live, Code.SWAP_OUT_ABSENT, i)
             self._need(not copied, Code.SWAP_OUT_TWICE, i)
@@ -377,7 +374,7 @@ class _History:
 
     def finish(self) -> None:
         """Check the tensor's state at the end of the program."""
-        if self.result:
+        if self.stays:
             self._need(self.live_since is not None, Code.RESULT_MISSING, self.length)
         else:
             self._need(self.live_since is None, Code.LEFT_ON_DEVICE, self.length)

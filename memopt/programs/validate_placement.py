@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.models.graph import Graph, Operator
-from memopt.programs.instructions import Compute, Program
+from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.violations import Violation, ViolationCode, first
 
 Code = ViolationCode
@@ -30,6 +30,15 @@ def tensors_of(operator: Operator, name: str | None) -> tuple[Sequence[int], Seq
             writes = operator.writes if choice.writes is None else choice.writes
             return reads, writes, choice.workspace_bytes
     return operator.reads, operator.writes, operator.workspace_bytes
+
+
+def given_up(graph: Graph, instruction: Instruction) -> Sequence[int]:
+    """Return the tensors whose memory is free, or another tensor's, while an instruction runs that
+    ends them."""
+    if isinstance(instruction, LossBoundary):
+        return graph.written_back
+    taken = instruction.in_place if isinstance(instruction, Compute) else None
+    return () if taken is None else (taken,)
 
 
 def misplaced(

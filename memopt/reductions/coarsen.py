@@ -106,6 +106,7 @@ def coarsen(graph: Graph, max_operators: int) -> Coarsening:
         tangents_held=graph.tangents_held,
         boundary_bytes=graph.boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes,
+        written_back=[index[t] for t in graph.written_back],
     )
     return Coarsening(graph, coarse, tuple(group.members for group in groups), tuple(kept))
 

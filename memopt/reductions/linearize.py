@@ -62,18 +62,6 @@ class Linearization(StagedGraph):
     articulation_points: int
     max_span: int
 
-    @property
-    def longest_stage_share(self) -> float:
-        """Return the share of the step's compute time in its longest stage, from 0 to 1.
-
-        Near 1 the chain says little about the graph (long skip connections, as in a U-Net): use a
-        strategy for graphs.
-        """
-        times = [stage.forward_time_s + stage.backward_time_s for stage in self.chain.stages]
-        if not any(times):
-            times = [float(len(s.forward) + len(s.backward)) for s in self.stages]
-        return max(times) / sum(times) if any(times) else 1.0
-
     @cached_property
     def recomputing_peak_bytes(self) -> int:
         """Return the peak of recomputing every stage from the input for its backward: close to the

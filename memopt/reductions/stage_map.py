@@ -81,11 +81,6 @@ class StagedGraph(ChainView):
         """Return computed storages held for the whole step, part of `chain.resident_bytes`."""
         return self.stage_map.held
 
-    @property
-    def cut_tensors(self) -> tuple[int | None, ...]:
-        """Return the storages a^0..a^{n-1}; None where only the input or held storages cross."""
-        return (None, *(stage.output for stage in self.stages))
-
 
 def build_stage_map(
     graph: Graph, cuts: Sequence[Cut], skips: frozenset[int] = frozenset()

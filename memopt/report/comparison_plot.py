@@ -14,14 +14,13 @@ from memopt.report.style import (
     text_color,
     time_unit,
 )
-from memopt.report.trade_off_plots import MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from memopt.comparison_record import CellRecord, ComparisonRecord
 
-LINE_STYLES = ("-", "--", ":")
+MARKERS, LINE_STYLES = "os^Dv*x", ("-", "--", ":")
 BOUND_OPACITY = 0.3
 
 

@@ -1,4 +1,4 @@
-"""Pictures of chain schedules: steps and stored values (Rotor figure 2), and memory.
+"""Pictures of chain schedules: steps and stored values (Rotor figure 2).
 
 Every function draws on `ax` (None: a new figure's) and returns it. Forward and backward differ
 in hatching too, curves in markers.
@@ -7,18 +7,15 @@ in hatching too, curves in markers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from memopt.models.chain import Chain
 from memopt.models.steps import ChainStep, Move
-from memopt.reductions.chain_replay import ChainState, replay_chain
+from memopt.reductions.chain_replay import ChainState
 from memopt.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-MIB = 2**20
 
 MOVE_STYLES: Mapping[Move, tuple[str, str, str]] = {
     Move.FORWARD_NO_SAVE: (SKY, "", "F∅: forward, input dropped"),
@@ -78,23 +75,3 @@ def _held_bar(axes: Axes, value: tuple[str, int], since: float, until: float) ->
     colour = SKY if kind == "a" else GREEN
     width = until - since
     axes.barh(stage, width, left=since, height=0.9, color=colour, alpha=HELD_OPACITY, zorder=1)
-
-
-def plot_memory(
-    chain: Chain,
-    steps: Iterable[ChainStep],
-    budget_bytes: int | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw the memory during each step over time, in MiB with resident bytes; the budget dashed."""
-    axes = new_axes(ax)
-    steps = tuple(steps)
-    state = ChainState(chain)
-    edges = [0.0, *accumulate(state.apply(step)[1] for step in steps)]
-    memory = [during / MIB for during in replay_chain(chain, steps).step_bytes]
-    axes.stairs(memory, edges, fill=True, color=CURVE_COLOURS[5], label="memory during the step")
-    if budget_bytes is not None:
-        axes.axhline(budget_bytes / MIB, color=VERMILION, linestyle="--", label="budget")
-    axes.set(xlabel="time (s)", ylabel="memory (MiB)")
-    axes.legend(loc="lower right", fontsize="small")
-    return axes

@@ -24,19 +24,20 @@ from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.step.backend import is_on_host
 from memopt.step.captured import Captured
 from memopt.step.collectives import collective_of, is_wait
-from memopt.step.in_place import overwritable, same_bits_in_place
+from memopt.step.in_place import from_zeros_without_memory, overwritable, same_bits_in_place
 from memopt.step.inputs import named_tensors
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import storage_of
-from memopt.step.nodes import is_random, module_paths, overload_of, tensors_of
+from memopt.step.nodes import (
+    is_random,
+    module_paths,
+    only_replaces_statistics,
+    overload_of,
+    tensors_of,
+)
 from memopt.step.signature import Signature, signature, values_of
 from memopt.torch_private.modes import backward_owns_tangents
-from memopt.torch_private.operators import OpOverload, aten, schema_of
-
-_BATCH_NORM_TRAINING_ARGUMENT = {
-    "aten._native_batch_norm_legit_functional.default": 5,
-    "aten._batch_norm_with_update_functional.default": None,
-}
+from memopt.torch_private.operators import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _add_call(builder: _Builder, node: Node, path: str, mutated: set[int]) -> No
             writes=tuple(writes),
             time_s=0.0,
             phase=Phase.BACKWARD if backward else Phase.FORWARD,
-            recomputable=(mutated.isdisjoint(reads) or _only_replaces_statistics(node))
+            recomputable=(mutated.isdisjoint(reads) or only_replaces_statistics(node))
             # Only the device's generator is rewound for a second run.
             and not (random and all(is_on_host(v, builder.device) for v in tensors_of(node))),
             random=random,
@@ -299,19 +300,6 @@ def _check_target(node: Node) -> None:
         )
 
 
-def _only_replaces_statistics(node: Node) -> bool:
-    """Return whether an operator that reads a value which the step overwrites may run again all the
-    same: batch norm in training mode uses its running statistics only for their new values, and a
-    compiled kernel contains no operator that must run once."""
-    if isinstance(node.target, FusedKernel):
-        return True
-    name = str(node.target)
-    if name not in _BATCH_NORM_TRAINING_ARGUMENT:
-        return False
-    position = _BATCH_NORM_TRAINING_ARGUMENT[name]
-    return position is None or bool(node.args[position])
-
-
 def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering:
     outputs = held_by(captured.forward_outputs, builder.storages)
     gradients = held_by(captured.gradients, builder.storages)
@@ -330,6 +318,7 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         tangents=[*(builder.storages[n][0] for n in captured.tangents), *beside],  # type: ignore[list-item]
         tangents_held=not backward_owns_tangents(),
         extra_resident_bytes=_untouched_bytes(builder, model, captured),
+        written_back=_written_back(builder, captured, operators),
     )
     return Lowering(
         graph=graph,
@@ -339,6 +328,22 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         bases=builder.bases,
         device=captured.device,
     )
+
+
+def _written_back(
+    builder: _Builder, captured: Captured, operators: Iterable[Operator]
+) -> tuple[int, ...]:
+    """Return the outputs that hold nothing but new values of buffers and inputs, which AOTAutograd
+    copies there and drops when the forward is over. A forward without a backward drops them, too,
+    but at its very end."""
+    if not any(one.phase is Phase.BACKWARD for one in operators):
+        return ()
+    count = len(captured.mutated)
+    needed = {*held_by(captured.forward_outputs[count:], builder.storages)}
+    needed |= {*held_by(captured.gradients, builder.storages)}
+    needed |= {t for one in operators if one.phase is not Phase.FORWARD for t in one.reads}
+    found = held_by(captured.forward_outputs[:count], builder.storages)
+    return tuple(t for t in found if t not in needed and not builder.tensors[t].resident)
 
 
 def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:
@@ -357,7 +362,7 @@ def _with_in_place(
     """Return the operators, with the tensors that they may overwrite."""
     readers = Counter(t for operator in builder.operators for t in operator.reads)
     given = set(held_by((n for n in builder.storages if n.op != "call_function"), builder.storages))
-    immutable = _from_zeros_without_memory(builder)
+    immutable = from_zeros_without_memory(builder.storages)
     made: list[Operator] = []
     for call, node in zip(builder.operators, builder.nodes, strict=True):
         free: list[int] = []
@@ -373,17 +378,6 @@ def _with_in_place(
                 free.append(tensor)
         made.append(replace(call, in_place=tuple(free)) if free else call)
     return made
-
-
-def _from_zeros_without_memory(builder: _Builder) -> set[Node]:
-    """Return the calls that depend on a gradient of zeros (`sgn`'s). Torch keeps it without memory,
-    and perhaps results computed from it, so that they cannot be overwritten."""
-    found: set[Node] = set()
-    for node in builder.storages:  # in the graph's order
-        zeros = node.target is aten._efficientzerotensor.default
-        if zeros or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _untouched_bytes(builder: _Builder, model: nn.Module, captured: Captured) -> int:

@@ -112,11 +112,13 @@ class PrimalReader:
 
 @dataclass(eq=False)
 class Hooks:
-    """The functions that the compiled callable runs. The executor's runtime, `owner`, sets them."""
+    """The functions that the compiled callable runs. The executor's runtime, `owner`, sets them.
+    `tangents` are the layouts in which AOTAutograd hands gradients over (`aot.of_any_size`)."""
 
     forward: Boxed | None = None
     backward: Boxed | None = None
     owner: object = None
+    tangents: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from memopt.errors import CaptureError
 from memopt.models.collective import Collective, CollectiveKind
@@ -69,6 +69,15 @@ def collective_of(node: Node) -> Collective | None:
         size_bytes=sum(tensor.nbytes for tensor in tensors),
         stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
     )
+
+
+def members_in(module: GraphModule) -> tuple[int, ...]:
+    """Return the ranks that a graph communicates with, ascending."""
+    found: set[int] = set()
+    for node in module.graph.nodes:
+        if is_collective(node.target):
+            found.update(_ranks_of(str(node.args[-1])))
+    return tuple(sorted(found))
 
 
 def _values(argument: Any) -> Any:

@@ -152,6 +152,7 @@ class Extension:
             outputs=tuple(outputs),
             gradients=tuple(dict.fromkeys(kept)),
             tangents=tuple(tangents),
+            written_back=tuple(t for t in graph.written_back if t in outputs and t not in kept),
             extra_resident_bytes=graph.extra_resident_bytes + more_bytes,
         )
         return replace(

@@ -9,7 +9,7 @@ A kernel of memopt's own names its twin in its attribute `over` (`kernels/kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -158,3 +158,15 @@ def _alike(value: Any, result: torch.Tensor) -> bool:
         and value.device == result.device
         and _whole(value)
     )
+
+
+def from_zeros_without_memory(nodes: Iterable[Node]) -> set[Node]:
+    """Return the calls, of a graph's nodes in order, that depend on a gradient of zeros (`sgn`'s).
+    Torch keeps it without memory, and perhaps results computed from it, so that they cannot be
+    overwritten."""
+    found: set[Node] = set()
+    for node in nodes:
+        zeros = node.target is _aten._efficientzerotensor.default
+        if zeros or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

@@ -32,6 +32,11 @@ from memopt.torch_private.tensors import version_of
 
 _COPIED: dict[Any, int] = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy.default: 1}
 """Operators that make a copy, and the position of the argument that they copy."""
+RETURNS_DTENSOR = (
+    "the model returns a DTensor; return its local tensor (to_local()), or all of it "
+    "(full_tensor()); under loss_parallel compute the loss in the model, and return its "
+    "full_tensor()"
+)
 
 
 @dataclass(frozen=True)
@@ -306,6 +311,8 @@ def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     place = {d.idx: i for i, d in enumerate(output.meta["desc"]) if isinstance(d, plain)}
     copies = []
     for position in outputs.copied:
+        if position not in place:
+            raise CaptureError(RETURNS_DTENSOR)
         copy = results[place[position]]
         if not isinstance(copy, Node) or copy.target not in _COPIED:
             raise CaptureError(

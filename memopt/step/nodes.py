@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from memopt.step.kernel import FusedKernel
 from memopt.step.operators import RUN_ONCE, Substitute
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload, aten
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
 """Operators tagged as random, like their relatives, that refuse any dropout."""
+
+_BATCH_NORM_TRAINING_ARGUMENT = {
+    "aten._native_batch_norm_legit_functional.default": 5,
+    "aten._batch_norm_with_update_functional.default": None,
+}
 
 ANY_OFFSET = "any_offset"
 """Key in the meta of views whose fake value starts where its root does, wherever they start."""
@@ -95,3 +101,16 @@ def module_paths(module: GraphModule) -> dict[Node, str]:
             path = ""
         paths[node] = path
     return paths
+
+
+def only_replaces_statistics(node: Node) -> bool:
+    """Return whether an operator that reads a value which the step overwrites may run again all the
+    same: batch norm in training mode uses its running statistics only for their new values, and a
+    compiled kernel contains no operator that must run once."""
+    if isinstance(node.target, FusedKernel):
+        return True
+    name = str(node.target)
+    if name not in _BATCH_NORM_TRAINING_ARGUMENT:
+        return False
+    position = _BATCH_NORM_TRAINING_ARGUMENT[name]
+    return position is None or bool(node.args[position])

@@ -20,7 +20,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memopt.errors import MemoptError, RankError
+from memopt.errors import CaptureError, MemoptError, RankError
 from memopt.torch_private.access import private
 from memopt.torch_private.distributed import timeout_of
 
@@ -154,6 +154,10 @@ _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary(
 another one may get the same address."""
 
 
+_COMMUNICATES: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+"""Model → the ranks that it communicates with in its own forward and backward, as far as found."""
+
+
 @contextmanager
 def together(ranks: Ranks | None) -> Iterator[None]:
     """Make all ranks measure in step with one another inside."""
@@ -224,7 +228,53 @@ def lost(error: Exception, doing: str) -> RankError:
     )
 
 
+def check_in_step(target: Any) -> None:
+    """Refuse a collective that this rank would run without the others.
+
+    Args:
+        target: an operator that is about to run while memopt plans.
+
+    Raises:
+        CaptureError: it is a collective, and this rank plans alone.
+    """
+    if str(target).startswith(_COLLECTIVES) and alone() and several_are_there():
+        raise CaptureError(
+            f"the model communicates with other ranks ({target}) where no graph holds it, in a "
+            "hook or in a function that is not traced (memopt.opaque), so that ranks that plan "
+            "would wait for one another: communicate in the forward itself, by torch.distributed "
+            "or its functional collectives, or outside of what is planned"
+        )
+
+
+_COLLECTIVES = ("c10d.", "_c10d_functional.")
+
+
+def several_are_there() -> bool:
+    """Return whether a default group of several processes is there. (The `fake` group's are
+    not.)"""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1 and distributed.get_backend() != "fake"
+
+
+def is_searched(model: nn.Module) -> bool:
+    """Return whether the ranks that a model communicates with are known."""
+    return model in _COMMUNICATES
+
+
+def note_members(model: nn.Module, members: tuple[int, ...]) -> None:
+    """Note the ranks that a model communicates with in its own forward and backward."""
+    _COMMUNICATES[model] = members
+
+
 def members_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ranks that run a model together, ascending: they hold parts of it, or it is known
+    to communicate with them."""
+    return tuple(sorted({*sharers_of(model), *_COMMUNICATES.get(model, ())}))
+
+
+def sharers_of(model: nn.Module) -> tuple[int, ...]:
     """Return the ranks that hold parts of a model's parameters or buffers, ascending; none if it
     has no DTensors."""
     members: set[int] = set()
@@ -236,8 +286,8 @@ def members_of(model: nn.Module) -> tuple[int, ...]:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """Return the processes that hold parts of a model's parameters; None: this one has all of it,
-    or is alone (the `fake` process group's ranks do not exist)."""
+    """Return the processes that run a model together (`members_of`); None: this one runs it by
+    itself, or is alone (the `fake` process group's ranks do not exist)."""
     return _ranks(members_of(model))
 
 

@@ -18,7 +18,7 @@ from memopt.programs.serialize import fingerprint
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, repeated
 from memopt.step.objects import Opened
-from memopt.step.ranks import members_of
+from memopt.step.ranks import sharers_of
 from memopt.torch_private import pytree
 
 _LARGEST_EXAMPLE_BYTES = 2**44
@@ -73,7 +73,7 @@ def record_of(
         kernels=kernels,
         aten_regions=aten_regions,
         channels_last=channels_last,
-        ranks=max(1, len(members_of(model))),
+        ranks=max(1, len(sharers_of(model))),
         rules=rules,
     )
 

@@ -94,6 +94,23 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return function
 
 
+def tangent_layouts(joint: Any) -> list[Any]:
+    """Return the layouts in which a compiled joint graph takes its outputs' gradients."""
+    metadata = getattr(joint._aot_state, attribute_name(f"{_AOT}.schemas.AOTState.fw_metadata"))
+    name = attribute_name(f"{_AOT}.schemas.ViewAndMutationMeta.subclass_tangent_meta")
+    found: list[Any] = getattr(metadata, name)
+    return found
+
+
+def of_any_size(layouts: list[Any]) -> None:
+    """Let a compiled joint graph take gradients of any size, row-major. AOTAutograd would copy them
+    into tensors of the size that it was compiled with."""
+    made = private(f"{_AOT}.schemas.MemoryFormatMeta")
+    name = attribute_name(f"{_AOT}.schemas.PlainTensorMeta.memory_format")
+    for layout in layouts:
+        setattr(layout, name, made(memory_format=torch.contiguous_format))
+
+
 @contextlib.contextmanager
 def no_donated_buffers(joint: Any) -> Iterator[None]:
     """Compile without donated buffers, so that retain_graph=True works. AOTAutograd then leaves

@@ -141,3 +141,10 @@ def data_parallel_around() -> Any:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")()
+
+
+def reducing_later() -> bool:
+    """Whether the DistributedDataParallel whose forward is running leaves gradients to be reduced
+    in a later step: it accumulates them (`no_sync`)."""
+    around = data_parallel_around()
+    return around is not None and not around.require_backward_grad_sync

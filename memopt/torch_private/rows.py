@@ -221,6 +221,12 @@ DEVICES = (
         needs="distributed",
     ),
     *rows(
+        "trace differentiable collectives",
+        "torch.distributed._functional_collectives",
+        "REDUCE_OP_TO_STR",
+        needs="distributed",
+    ),
+    *rows(
         "wait for ranks as long as their group does",
         "torch.distributed.ProcessGroup",
         "_get_backend",

@@ -183,6 +183,14 @@ AOT = (
     ),
     *rows("let retain_graph=True work", f"{_AOT}.schemas.AOTState", "fw_metadata"),
     *rows("let retain_graph=True work", f"{_AOT}.schemas.ViewAndMutationMeta", "bw_donated_idxs"),
+    *rows("trace with a symbol for a length", "torch._dynamo", "maybe_mark_dynamic"),
+    *rows(
+        "run one capture at several lengths",
+        f"{_AOT}.schemas",
+        "MemoryFormatMeta",
+        "PlainTensorMeta.memory_format",
+        "ViewAndMutationMeta.subclass_tangent_meta",
+    ),
     *rows(
         "hand lists of arguments to AOTAutograd's functions",
         f"{_AOT}.utils",

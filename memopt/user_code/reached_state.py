@@ -125,7 +125,8 @@ class ReachedState:
             case type() | types.ModuleType():
                 if not _left_alone(one):
                     self._variables.append((one, dict(vars(one)), set()))
-                return getattr(one, "__mro__", ())
+                # Modules may answer any name, as torch.classes does.
+                return one.__mro__ if isinstance(one, type) else ()
             case _ if isinstance(one, _RUNNING) or self._is_numpy(one):
                 return ()
             case _:
@@ -281,12 +282,15 @@ def _functions(value: Any) -> Iterator[Any]:
 
 
 def _slots(kind: type) -> list[str]:
-    """Return the attributes of a class that are in no `__dict__`."""
+    """Return the attributes of a class written in Python that are in no `__dict__`. A property of
+    a subclass may hide one of them; those of other classes may be read-only."""
     return [
         name
         for one in kind.__mro__
+        if "__slots__" in vars(one)
         for name, value in vars(one).items()
         if isinstance(value, types.MemberDescriptorType) and not _left_alone(one)
+        if next(vars(k)[name] for k in kind.__mro__ if name in vars(k)) is value
     ]
 
 

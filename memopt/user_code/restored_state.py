@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call
 from memopt.step.numerics import precisions, set_precision
+from memopt.step.ranks import check_in_step
 from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -83,6 +84,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        check_in_step(func)
         given = kwargs or {}
         for position, argument in _written(func):
             value = args[position] if position < len(args) else given.get(argument)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 import memopt
 from memopt.capture import block_copies, equal_blocks
 from memopt.capture import capture as capturing
-from memopt.capture.periods import Period, longest_period
+from memopt.models.periods import Period, longest_period
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.step.memory_layout import storage_of

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import memopt
 from memopt.step.backend import backend_of
@@ -58,6 +59,32 @@ def test_dropout_and_residuals(way: str, device: torch.device) -> None:
     plan = check(own_net(str(device)), **WAYS[way])
     assert (plan.host_peak_bytes > 0) == (way in ("offload", "joint"))
     assert ("slots[" in plan.code) == (way == "placed")
+
+
+class Averages(nn.Module):
+    """Each block has statistics, a counter and an average that is as large as its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(96) for _ in range(4))
+        for number in range(4):
+            self.register_buffer(f"average_{number}", torch.zeros(64, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = norm(layer(x)).relu()
+            average = self.get_buffer(f"average_{number}")
+            average.copy_(0.9 * average + 0.1 * x.detach())
+        return x
+
+
+@pytest.mark.parametrize("way", BY_WAY)
+def test_what_buffers_become_is_gone_when_the_loss_runs(way: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    one = Subject(Averages().to(device), (torch.randn(64, 96).to(device),), Tensor.sum)
+    plan = check(one, **WAYS[way])
+    assert len(plan.graph.written_back) == 4 * 4
 
 
 def test_within_a_host_budget(device: torch.device) -> None:

@@ -37,6 +37,22 @@ def test_fast_and_slow_hosts() -> None:
     assert find_device("GB200").to_host_bytes_per_s < grace.to_host_bytes_per_s
 
 
-def test_an_unknown_device_is_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown device 'B200'; memopt knows H100, H200, A100"):
-        find_device("B200")
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("RTX4090", "RTX4090-24GB"),
+        ("rtx 4090", "RTX4090-24GB"),
+        ("A100-40", "A100-SXM-40GB"),
+        ("l40s", "L40S-48GB"),
+        ("M2-Ultra", "M2-Ultra-192GB"),
+    ],
+)
+def test_names_as_people_write_them(name: str, found: str) -> None:
+    assert find_device(name).name == found
+
+
+def test_an_unknown_device_is_told_the_near_ones_or_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown device 'RTX4080'; did you mean RTX4090"):
+        find_device("RTX4080")
+    with pytest.raises(ValueError, match=r"unknown device 'toaster'; memopt knows H100, H200"):
+        find_device("toaster")

@@ -22,6 +22,8 @@ from memopt.step.captured import Captured
 from memopt.step.inputs import to_call
 from tests.executor.harness import Case, check
 
+MINIMUM: dict[str, Any] = {"budget": "min", "strategy": "rotor", "progress": False}
+
 
 class Normed(nn.Module):
     """Every normalisation, each behind an operator that autocast casts."""
@@ -86,7 +88,7 @@ def test_parameters_are_cast_once_and_nothing_is_in_the_backward(kept: bool) -> 
 def test_another_way_of_casting_is_refused() -> None:
     model = Attends()
     with autocast():
-        planned = memopt.plan(model, rows(), budget="min", progress=False).apply(model)
+        planned = memopt.plan(model, rows(), **MINIMUM).apply(model)
     with (
         torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
         pytest.raises(GuardError, match="planned with cache_enabled=True"),
@@ -97,7 +99,7 @@ def test_another_way_of_casting_is_refused() -> None:
 def test_a_backward_under_autocast_is_warned_of_once() -> None:
     model = Attends()
     with autocast():
-        planned = memopt.plan(model, rows(), budget="min", progress=False).apply(model)
+        planned = memopt.plan(model, rows(), **MINIMUM).apply(model)
         with pytest.warns(UserWarning, match="Call backward\\(\\) after it"):
             planned(*rows()).sum().backward()
         model.zero_grad()

@@ -167,9 +167,12 @@ def net_of(leave: Callable[..., Any]) -> Net:
     return Net(leave)
 
 
+QUICK: dict[str, Any] = {"strategy": "rotor", "progress": False, "cache": False}
+
+
 def planned(net: Net) -> PlannedModule:
     inputs = (torch.randn(4, 3), [{"gone": torch.ones(2)}])
-    module: Any = memopt.plan(net, inputs, budget="min", progress=False, cache=False).apply(net)
+    module: Any = memopt.plan(net, inputs, budget="min", **QUICK).apply(net)
     assert isinstance(module, PlannedModule)
     return module
 

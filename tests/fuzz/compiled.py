@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from benchmarks.same_masks import same_masks
 from memopt.kernels.compiled.dropout import SEEDS
 from memopt.profiler import Profiled
 from tests.fuzz.modules import drawn_cases, drawn_module
+from tests.kernels.compiled.same_masks import same_masks
 from tests.sweeps.grammar import RandomModule
 from tests.sweeps.modules import Found, sweep_module, train
 

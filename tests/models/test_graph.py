@@ -66,6 +66,24 @@ def test_refused(build, message):
         build()
 
 
+def test_what_is_written_back_is_an_output_that_nothing_needs_later() -> None:
+    tensors = [*GRAPH.tensors, Tensor("new", 8)]
+    count = Operator("count", (4,), (13,), 0.0)
+    operators = [*GRAPH.operators[:3], count, *GRAPH.operators[3:]]
+
+    def made(outputs: tuple[int, ...] = (6, 13), count: int | None = None, **more) -> Graph:
+        return Graph(tensors, operators[:count], outputs, written_back=(13,), **more)
+
+    graph = made(gradients=GRAPH.gradients, tangents=GRAPH.tangents)
+    assert graph.kept == {*GRAPH.kept, 13}
+    assert graph.kept_to_end == GRAPH.kept
+    for wrong in ({"outputs": (6,)}, {"gradients": (13,)}):
+        with pytest.raises(ValueError, match="tensor 13 is written back"):
+            made(**{"gradients": GRAPH.gradients, "tangents": GRAPH.tangents} | wrong)
+    with pytest.raises(ValueError, match="at a loss boundary; there is none"):
+        made(count=4)
+
+
 def test_derived_properties():
     assert GRAPH.resident == {0, 1, 2, 3}
     assert GRAPH.resident_bytes == 964

@@ -16,7 +16,6 @@ from memopt.models.budget import check_budget, format_bytes, parse_budget, split
 from memopt.models.codec import codec
 from memopt.models.graph import Graph, Implementation, Operator, Tensor, TensorKind
 from memopt.models.optimizer_names import optimizer_name
-from memopt.models.quantize import SlotScale, slot_scale
 from memopt.models.reader import Reader
 from memopt.models.record import ModelRecord, difference
 from memopt.models.same_graph import as_captured, graph_difference, resized, with_figures
@@ -223,19 +222,13 @@ def test_budgets() -> None:
     assert error.__reduce__() == (InfeasibleBudgetError, ("no", 5, 9, True))
 
 
-def test_names_rules_and_slots() -> None:
+def test_names_and_rules() -> None:
     assert optimizer_name(" AdamW ") == "adamw"
     with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
         optimizer_name("lion")
     for wrong in ({"micro_batches": 0}, {"clip_norm": -1.0}, {"norm_type": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             StepRules(**wrong)
-    scale = slot_scale(1000, 3)
-    assert (scale, scale.size_slots(335), scale.budget_slots(667)) == (SlotScale(334), 2, 1)
-    with pytest.raises(ValueError, match="slots must be at least 1"):
-        slot_scale(1000, 0)
-    with pytest.raises(ValueError, match="slot_bytes must be at least 1"):
-        SlotScale(0)
 
 
 def test_implementations_that_are_worse_in_everything_are_left_out() -> None:

@@ -192,6 +192,28 @@ def drawing(rng: random.Random, graph: Graph) -> Graph:
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
 
 
+def writing_back(graph: Graph, size_bytes: int = 30) -> Graph:
+    """The graph with a new buffer value from each forward operator's result, which the framework
+    writes back when the forward is over, one of them a second result of the operator itself."""
+    tensors, operators = list(graph.tensors), list(graph.operators[: graph.first_backward])
+    first = len(tensors)
+    for index, operator in enumerate(graph.operators[: graph.first_backward]):
+        tensors.append(Tensor(f"new.{index}", size_bytes, TensorKind.OUTPUT))
+        if index == 0 and not operator.implementations:
+            operators[0] = replace(operator, writes=(*operator.writes, len(tensors) - 1))
+        else:
+            count = Operator(f"count.{index}", operator.writes[:1], (len(tensors) - 1,), 0.125)
+            operators.insert(operators.index(operator) + 1, count)
+    new = tuple(range(first, len(tensors)))
+    return replace(
+        graph,
+        tensors=tuple(tensors),
+        operators=(*operators, *graph.operators[graph.first_backward :]),
+        outputs=(*new, *graph.outputs),
+        written_back=new,
+    )
+
+
 def _fitting(
     graph: Graph, index: int, choice: Implementation, sizes: dict[int, int]
 ) -> tuple[int, ...]:

@@ -22,6 +22,16 @@ FULL_SECTIONS = [
 have no placement within six bytes."""
 
 
+def is_order(tasks: Tasks, order: Sequence[int]) -> bool:
+    """Whether `order` holds every task once, after its predecessors."""
+    position = {task: i for i, task in enumerate(order)}
+    return sorted(order) == [*range(len(tasks))] and all(
+        position[other] < position[task]
+        for task, earlier in enumerate(tasks.before)
+        for other in earlier
+    )
+
+
 def all_orders(graph: Graph) -> Iterator[Program]:
     """Every valid program that runs each operator once, in every topological order."""
     steps: list[int | None] = [*range(len(graph.operators))]

@@ -4,10 +4,14 @@ import ast
 import importlib
 import inspect
 from dataclasses import replace as with_fields
+from random import Random
 
 import pytest
 
+from memopt.errors import InvalidProgramError
+from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
+from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Implementation, Operator, Phase, Tensor
 from memopt.models.instances import three_layers
 from memopt.programs.instructions import (
@@ -22,6 +26,7 @@ from memopt.programs.instructions import (
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import Violation, ViolationCode, memory_use, validate
+from tests.models.training_graphs import writing_back
 
 Code = ViolationCode
 X, W1, W2, W3, A1, A2, Y, DY, D2, G3, D1, G2, G1 = range(13)
@@ -309,3 +314,47 @@ def test_every_code_has_a_mutation():
     elsewhere = {Code.OVER_BUDGET, Code.OVER_HOST_BUDGET, Code.ARENA_OVER_BUDGET}
     elsewhere |= {Code.COLLECTIVE_ORDER}
     assert named | elsewhere == set(Code)
+
+
+WRITTEN_BACK = writing_back(random_graph(Random(5), 3))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_written_back_takes_memory_until_the_boundary(seed: int) -> None:
+    graph = writing_back(random_graph(Random(seed), 4))
+    program, use = store_all(graph), memory_use(graph, store_all(graph))
+    assert validate(graph, program) is None
+    assert replay(graph, program).step_bytes == tuple(use.during)
+    kept = with_fields(graph, written_back=())
+    more = memory_use(kept, store_all(kept)).during
+    size = sum(graph.tensors[t].size_bytes for t in graph.written_back)
+    at = program.boundary
+    assert at is not None
+    assert use.during[:at] == more[:at]
+    assert use.during[at:] == [one - size for one in more[at:]]
+    assert memory_lower_bound(graph) <= use.peak
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_is_written_back_is_freed_by_the_boundary_alone(after: bool) -> None:
+    listed = list(store_all(WRITTEN_BACK))
+    at, tensor = listed.index(LossBoundary()), WRITTEN_BACK.written_back[0]
+    wrong = Program([*listed[: at + after], Free(tensor), *listed[at + after :]])
+    found = validate(WRITTEN_BACK, wrong)
+    assert found is not None
+    assert found.code is (Code.FREED_ABSENT if after else Code.RESULT_FREED)
+
+
+def test_what_is_written_back_is_live_at_the_boundary() -> None:
+    first = WRITTEN_BACK.written_back[-1]
+    listed = [
+        with_fields(x, outputs=tuple(t for t in x.outputs if t != first))
+        if isinstance(x, Compute)
+        else x
+        for x in store_all(WRITTEN_BACK)
+    ]
+    found = validate(WRITTEN_BACK, Program(listed))
+    assert found is not None
+    assert (found.code, found.instruction) == (Code.RESULT_MISSING, listed.index(LossBoundary()))
+    with pytest.raises(InvalidProgramError, match="is not on the device"):
+        replay(WRITTEN_BACK, Program(listed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,38 @@ def test_nothing_changes(run: Callable[..., None]) -> None:
     before = _state(*owned)
     run(model, call, loss, target)
     assert _same(before, _state(*owned))
+
+
+class Answering(types.ModuleType):
+    """A module that has every attribute, as torch.classes does."""
+
+    def __getattr__(self, name: str) -> object:
+        return object()
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+class Hiding(Slotted):
+    """Computes what its base keeps in a slot, as mpmath's constants do."""
+
+    @property
+    def value(self) -> object:  # type: ignore[override]
+        return object()
+
+
+ANSWERING, HIDING = Answering("answering"), Hiding()
+
+
+def test_globals_of_a_loss_that_answer_any_name_or_hide_a_slot() -> None:
+    def loss(output: Tensor) -> Tensor:
+        if output.dim() == 9:
+            print(ANSWERING.any, HIDING.value)
+        return output.square().mean()
+
+    with state_restored(nn.Linear(2, 2), Call((torch.ones(2),), {}), loss):
+        assert loss(torch.ones(2)) == 1
 
 
 def test_a_whole_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from memopt.pricing.memory import metered
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+QUICK: dict[str, Any] = {"strategy": "rotor", "progress": False}
 
 
 class Network(nn.Sequential):
@@ -73,7 +77,7 @@ def accumulating(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 def smallest(**options: bool) -> int:
-    plan = memopt.plan(network(), X, budget="min", progress=False, **options)
+    plan = memopt.plan(network(), X, budget="min", **QUICK, **options)
     assert plan.budget is not None
     return plan.budget
 
@@ -84,7 +88,7 @@ def between() -> int:
 
 
 def wrapped(budget: int | str) -> nn.Module:
-    return memopt.wrap(network(), budget, progress=False)
+    return memopt.wrap(network(), budget, **QUICK)
 
 
 def test_dropped_gradients_need_no_larger_budget() -> None:

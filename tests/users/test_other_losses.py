@@ -67,7 +67,7 @@ def both(output: Any) -> Tensor:
 def test_the_loss_may_come_from_other_outputs(loss_of: Callable[[Any], Tensor]) -> None:
     model = llama(attention_dropout=0.1)
     reference, batches = copy.deepcopy(model), [batch()] * 3
-    memopt.wrap(model, "min")
+    memopt.wrap(model, "min", "rotor")
     torch.manual_seed(0)
     got = steps(model, loss_of, batches)
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_losses_take_turns() -> None:
     """The third is met while the second is metered, by a profile that no planning could share."""
     model = llama()
     reference, batches = copy.deepcopy(model), [batch()]
-    memopt.wrap(model, "min")
+    memopt.wrap(model, "min", "rotor")
     for loss_of in (lambda output: output.loss, of_logits):
         got = steps(model, loss_of, batches)
         assert all(map(torch.equal, got, steps(reference, loss_of, batches)))
@@ -92,7 +92,7 @@ def test_losses_take_turns() -> None:
 def test_several_calls_before_the_first_backward() -> None:
     model = llama()
     reference = copy.deepcopy(model)
-    memopt.wrap(model, "min")
+    memopt.wrap(model, "min", "rotor")
     for one in (model, reference):
         losses = [of_logits(one(**batch())) for _ in range(2)]
         for loss in losses:
@@ -110,14 +110,14 @@ def test_outputs_may_be_changed_in_place() -> None:
 
     model = llama()
     reference = copy.deepcopy(model)
-    memopt.wrap(model, "min")
+    memopt.wrap(model, "min", "rotor")
     got, expected = (steps(one, changing, [batch()] * 2) for one in (model, reference))
     assert all(map(torch.equal, got, expected))
 
 
 def test_a_named_loss_still_refuses_other_outputs() -> None:
     model = llama()
-    memopt.wrap(model, "min", loss_fn=lambda output: output.loss)
+    memopt.wrap(model, "min", "rotor", loss_fn=lambda output: output.loss)
     with pytest.raises(memopt.ExecutionError, match="does not use it"):
         steps(model, of_logits, [batch()])
 
@@ -127,7 +127,7 @@ def test_masks_of_ones_are_dropped_as_eager_drops_them() -> None:
     model = llama()
     reference = copy.deepcopy(model)
     batches = [batch(), batch(padded=True), batch()]
-    memopt.wrap(model, "min")
+    memopt.wrap(model, "min", "rotor")
     got = steps(model, lambda output: output.loss, batches)
     assert all(map(torch.equal, got, steps(reference, lambda output: output.loss, batches)))
     assert model.calls.planned == 3

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def check(name: str, folder: Path, steps: int, meter: StepMeter | None) -> None:
     make, how = CASES[name]
     plain, reference = trained(make, folder, steps, **how)
-    callback = MemoptCallback(0.97, improve=False)
+    callback = MemoptCallback("min", improve=False)
     watch, model = trained(make, folder, steps, callback, meter, **how)
     assert watch.logged == plain.logged
     assert len(watch.logged) == steps

@@ -112,17 +112,6 @@ class Tasks:
         """Return the largest memory of a valid order, bytes."""
         return max(self.profile(order), default=self.base)
 
-    def is_valid(self, order: Sequence[int]) -> bool:
-        """Tell whether `order` holds every task once, after its predecessors."""
-        position = {task: i for i, task in enumerate(order)}
-        if len(position) != len(self) or len(order) != len(self):
-            return False
-        return all(
-            position[other] < position[task]
-            for task, earlier in enumerate(self.before)
-            for other in earlier
-        )
-
 
 def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> Lists:
     """Group pairs by their first element: return the second elements, in order, of each task."""

@@ -123,6 +123,7 @@ class Folding:
             extra_resident_bytes=whole.extra_resident_bytes,
             allocator_owned=kept(whole.allocator_owned),
             repeated=whole.repeated,
+            written_back=kept(whole.written_back),
         )
 
     def _folded(self, i: int) -> Operator:

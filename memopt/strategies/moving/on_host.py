@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt.models.graph import Graph
 from memopt.models.variants import variant
-from memopt.programs.instructions import Program
+from memopt.programs.instructions import Free, Program
 
 SHARES = (1.0, 0.0, 0.75, 0.5, 0.25)
 """Shares of the bytes that updates change, to be changed by the host."""
@@ -49,7 +49,7 @@ def possible(graph: Graph, program: Program) -> list[HostUpdate]:
     """Return the updates of a program that the host could run, in its order: those whose gradient
     is one tensor, which the program does not move, and frees after them."""
     moved = {t for x in program for t in x.effects(graph).host_begins}
-    freed = set(_frees(graph, program).values())
+    freed = set(_frees(program).values())
     found = []
     for _, run in program.computes:
         operator = graph.operators[run.op]
@@ -90,12 +90,10 @@ def without(
     gone = {position for position, run in program.computes if run.op in ops}
     rest = Program(x for position, x in enumerate(program) if position not in gone)
     gradients = {one.gradient: one for one in updates}
-    freed = _frees(graph, rest).items()
+    freed = _frees(rest).items()
     return rest, {i: gradients[tensor] for i, tensor in freed if tensor in gradients}
 
 
-def _frees(graph: Graph, program: Program) -> dict[int, int]:
+def _frees(program: Program) -> dict[int, int]:
     """Map positions of Frees to their tensors."""
-    runs = dict(program.computes)
-    ends = ((i, x.effects(graph).ends) for i, x in enumerate(program) if i not in runs)
-    return {position: tensors[0] for position, tensors in ends if tensors}
+    return {position: x.tensor for position, x in enumerate(program) if isinstance(x, Free)}

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.models.quantize import SlotScale
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.grouping import expand
 from memopt.strategies.rotor.model import ChainArrays
@@ -36,7 +35,7 @@ def most_stages(deadline: Deadline, slots: int, table_bytes: int) -> int:
 
 def ungrouped(chain: Chain, coarse: PlanSet, ends: tuple[int, ...]) -> PlanSet:
     """Return the schedules of a chain of groups as the chain's own."""
-    arrays = ChainArrays.of(chain, SlotScale(1))
+    arrays = ChainArrays.of(chain, 1)
     fixed = chain.resident_bytes + chain.input_bytes
 
     def measured(codes: Codes) -> tuple[int, float, Codes]:

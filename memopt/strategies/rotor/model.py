@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.models.chain import Chain
-from memopt.models.quantize import SlotScale
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -74,8 +73,8 @@ class ChainArrays(NamedTuple):
     options: Options
 
     @classmethod
-    def of(cls, chain: Chain, scale: SlotScale) -> ChainArrays:
-        """Make the arrays of `chain`, with sizes counted in slots of `scale`."""
+    def of(cls, chain: Chain, slot_bytes: int) -> ChainArrays:
+        """Make the arrays of `chain`, with sizes counted in slots of so many bytes."""
         n = len(chain)
         stages = chain.stages
         output = np.array([chain.activation_bytes(i) for i in range(n + 1)], np.int64)
@@ -90,14 +89,13 @@ class ChainArrays(NamedTuple):
         backward_s = np.array([0.0, *(stage.backward_time_s for stage in stages)])
         before = np.concatenate((np.zeros(1, np.int64), output[:-1]))
         gradient_before = np.concatenate((np.zeros(1, np.int64), gradient[:-1]))
-        slot = scale.slot_bytes
         saving = saved + overhead
         reverse = gradient + later + gradient_before + parameter + saved + backward
         return cls(
             length=n,
-            slot=slot,
-            output=-(-output // slot),
-            saved=-(-saved // slot),
+            slot=slot_bytes,
+            output=-(-output // slot_bytes),
+            saved=-(-saved // slot_bytes),
             output_bytes=output,
             saved_bytes=saved,
             gradient=gradient + later,
@@ -114,7 +112,7 @@ class ChainArrays(NamedTuple):
                 saving[:, None],
                 reverse[:, None],
                 (forward_s + backward_s)[:, None],
-                slot,
+                slot_bytes,
             ),
         )
 
@@ -133,3 +131,19 @@ def options_of(
 
 def _padded(values: list[int]) -> Int64Array:
     return np.array([0, *values], np.int64)
+
+
+def bytes_of_slot(whole_bytes: int, slots: int) -> int:
+    """Divide a chain's memory without recomputation (`whole_bytes`) into this many slots; return
+    the bytes of one.
+
+    That memory, not the budget: one table then answers every budget, and a larger budget never gets
+    a slower plan because its slots are larger. Sizes in slots are rounded up (Rotor §5.2 says down,
+    and a plan made that way may exceed its budget).
+
+    Raises:
+        ValueError: slots is below 1.
+    """
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}; use None for exact memory")
+    return max(1, -(-whole_bytes // slots))

@@ -32,11 +32,6 @@ def steps_of(codes: Iterable[int]) -> tuple[ChainStep, ...]:
     return tuple(ChainStep(MOVES[int(code) % CODE_BASE], int(code) // CODE_BASE) for code in codes)
 
 
-def codes_of(steps: Iterable[ChainStep]) -> tuple[int, ...]:
-    """Return the codes of chain steps."""
-    return tuple(CODE_BASE * step.stage + MOVES.index(step.move) for step in steps)
-
-
 class TooLarge(Exception):
     """A table would be larger than allowed; it was not allocated.
 

@@ -16,13 +16,13 @@ from typing import ClassVar
 from memopt.errors import TableTooLargeError
 from memopt.models.chain import Chain
 from memopt.models.device import Device
-from memopt.models.quantize import SlotScale, slot_scale
 from memopt.models.status import Status
 from memopt.programs.solution import Solution
 from memopt.reductions.chain_replay import replay_chain
 from memopt.solvers.recent import RecentAnswers
 from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
+from memopt.strategies.rotor.model import bytes_of_slot
 from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged
 from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
 from memopt.strategies.store_all import store_all_bytes
@@ -128,7 +128,7 @@ class TableStrategy(ChainStrategy):
             )
 
     @abstractmethod
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+    def plan(self, chain: Chain, slot_bytes: int, exact: bool, limits: SolveLimits) -> PlanSet:
         """Return the schedules of one table; raises TooLarge."""
 
     def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
@@ -139,14 +139,16 @@ class TableStrategy(ChainStrategy):
             if self.slots is not None:
                 most = min(most, EXACT_TABLE_BYTES)
             try:
-                return self.plan(chain, SlotScale(1), True, SolveLimits(most, deadline))
+                return self.plan(chain, 1, True, SolveLimits(most, deadline))
             except TooLarge as error:
                 note = {"note": f"not exact: {error}"}
         slots = self.slots or DEFAULT_SLOTS
         while True:
             try:
                 limits = SolveLimits(self.table_bytes, deadline)
-                plans = self.plan(chain, slot_scale(store_all_bytes(chain), slots), False, limits)
+                plans = self.plan(
+                    chain, bytes_of_slot(store_all_bytes(chain), slots), False, limits
+                )
                 return plans.with_stats(None, slots=slots, **note)
             except TooLarge as error:
                 note = {"note": f"fewer slots: {error}"}
@@ -198,13 +200,13 @@ class Rotor(TableStrategy):
             return plans
         # A table that is stopped at once has the schedule of least memory.
         limits = SolveLimits(self.table_bytes, Deadline(-math.inf))
-        scale = slot_scale(store_all_bytes(chain), self.slots)
-        return merged(plans, self.plan(chain, scale, False, limits))
+        slot_bytes = bytes_of_slot(store_all_bytes(chain), self.slots)
+        return merged(plans, self.plan(chain, slot_bytes, False, limits))
 
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+    def plan(self, chain: Chain, slot_bytes: int, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.tables import persistent_plans
 
-        return persistent_plans(chain, scale, True, exact, limits)
+        return persistent_plans(chain, slot_bytes, True, exact, limits)
 
 
 @dataclass(frozen=True)
@@ -219,10 +221,10 @@ class Revolve(TableStrategy):
 
     exact_stages: int = 80
 
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
+    def plan(self, chain: Chain, slot_bytes: int, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.tables import persistent_plans
 
-        return persistent_plans(chain, scale, False, exact, limits)
+        return persistent_plans(chain, slot_bytes, False, exact, limits)
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,8 @@ class FloatingStrategy(TableStrategy):
             coarse.complete and persistent.complete, **fine.stats
         )
 
-    def plan(self, chain: Chain, scale: SlotScale, exact: bool, limits: SolveLimits) -> PlanSet:
-        return floating(chain, scale, self.kinds, exact, limits)
+    def plan(self, chain: Chain, slot_bytes: int, exact: bool, limits: SolveLimits) -> PlanSet:
+        return floating(chain, slot_bytes, self.kinds, exact, limits)
 
 
 @dataclass(frozen=True)
@@ -292,24 +294,24 @@ class RotorFree(FloatingStrategy):
 
 
 def floating(
-    chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
+    chain: Chain, slot_bytes: int, kinds: int, exact: bool, limits: SolveLimits
 ) -> PlanSet:
     """Return schedules of a floating program, and of the smaller classes if it is not exact."""
     from memopt.strategies.rotor.tables import floating_plans, persistent_plans
 
     if exact:
         try:
-            return floating_plans(chain, scale, kinds, True, limits)
+            return floating_plans(chain, slot_bytes, kinds, True, limits)
         except Stopped:
-            return persistent_plans(chain, scale, True, True, limits).with_stats(False)
+            return persistent_plans(chain, slot_bytes, True, True, limits).with_stats(False)
     smaller = (
-        persistent_plans(chain, scale, True, False, limits)
+        persistent_plans(chain, slot_bytes, True, False, limits)
         if kinds == 1
-        else floating(chain, scale, 1, False, limits)
+        else floating(chain, slot_bytes, 1, False, limits)
     )
     if not smaller.complete:
         return smaller
     try:
-        return merged(floating_plans(chain, scale, kinds, False, limits), smaller)
+        return merged(floating_plans(chain, slot_bytes, kinds, False, limits), smaller)
     except Stopped:
         return smaller.with_stats(False)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.models.chain import Chain
-from memopt.models.quantize import SlotScale
 from memopt.solvers.compiled import thread_count
 from memopt.solvers.running import Stopped
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
@@ -46,13 +45,13 @@ NEAR_STAGES = 250
 
 
 def persistent_plans(
-    chain: Chain, scale: SlotScale, split_saving: bool, exact: bool, limits: SolveLimits
+    chain: Chain, slot_bytes: int, split_saving: bool, exact: bool, limits: SolveLimits
 ) -> PlanSet:
     """Return schedules of the persistent program (or revolve) for every budget.
 
     Args:
         chain: the chain.
-        scale: slots of memory; one byte if `exact`.
+        slot_bytes: of a slot of memory; one byte if `exact`.
         split_saving: False for revolve: F_all^ℓ only right before B^ℓ.
         exact: tables of steps in exact bytes, not of slots.
         limits: when to stop. A stop leaves the schedule of least memory and, where the class has
@@ -62,7 +61,7 @@ def persistent_plans(
         TooLarge: the table would pass the limits; nothing of that size was allocated.
     """
     limits.check_bytes(INDEX_BYTES * (len(chain) + 2) ** 2)
-    c = ChainArrays.of(chain, scale)
+    c = ChainArrays.of(chain, slot_bytes)
     n = c.length
     floor, high = memory_bounds(c, 1, split_saving)
     candidates: list[tuple[int, float, Codes]] = []
@@ -83,8 +82,8 @@ def persistent_plans(
             trace(c, table, budgets)
             cells = int(table.values.size)
         else:
-            for part in _scales(scale, n, int(floor[1, n])):
-                fine = ChainArrays.of(chain, part.scale)
+            for part in _slot_tables(slot_bytes, n, int(floor[1, n])):
+                fine = ChainArrays.of(chain, part.slot_bytes)
                 try:
                     table = slot_table(fine, split_saving, limits, part)
                 except TooLarge:
@@ -100,27 +99,27 @@ def persistent_plans(
         trace(c, _nothing_known(floor), budgets)
     stats: dict[str, object] = {"mode": "exact" if exact else "slots", "cells": cells}
     if not exact:
-        stats["slot_bytes"] = scale.slot_bytes
+        stats["slot_bytes"] = slot_bytes
     return plan_set(candidates, optimal=exact and complete, complete=complete, stats=stats)
 
 
 class SlotTable(NamedTuple):
-    """One table of slots: its scale, its last slot (None: all), its share of the progress."""
+    """One table of slots: its last slot (None: all), and its share of the progress."""
 
-    scale: SlotScale
+    slot_bytes: int
     last_slot: int | None
     begin: float
     end: float
 
 
-def _scales(scale: SlotScale, stages: int, floor_bytes: int) -> list[SlotTable]:
+def _slot_tables(slot_bytes: int, stages: int, floor_bytes: int) -> list[SlotTable]:
     """Return the slots asked for, and finer ones near the least memory, where few slots fit."""
     near_bytes = NEAR_FLOOR * floor_bytes // 10
     fine_bytes = max(1, near_bytes // NEAR_SLOTS)
-    if stages > NEAR_STAGES or 2 * fine_bytes > scale.slot_bytes or near_bytes <= 0:
-        return [SlotTable(scale, None, 0.0, 1.0)]
-    fine = SlotTable(SlotScale(fine_bytes), near_bytes // fine_bytes, 0.75, 1.0)
-    return [SlotTable(scale, None, 0.0, 0.75), fine]
+    if stages > NEAR_STAGES or 2 * fine_bytes > slot_bytes or near_bytes <= 0:
+        return [SlotTable(slot_bytes, None, 0.0, 1.0)]
+    fine = SlotTable(fine_bytes, near_bytes // fine_bytes, 0.75, 1.0)
+    return [SlotTable(slot_bytes, None, 0.0, 0.75), fine]
 
 
 def traced(
@@ -202,7 +201,7 @@ def _nothing_known(floor: Int64Array) -> Rows:
 
 
 def floating_plans(
-    chain: Chain, scale: SlotScale, kinds: int, exact: bool, limits: SolveLimits
+    chain: Chain, slot_bytes: int, kinds: int, exact: bool, limits: SolveLimits
 ) -> PlanSet:
     """Return schedules of rotor-optimal (kinds = 1) or rotor-free (4) for every budget.
 
@@ -210,7 +209,7 @@ def floating_plans(
         TooLarge: the tables would pass the limits.
         Stopped: there is no table yet when the solve must end.
     """
-    c = ChainArrays.of(chain, scale)
+    c = ChainArrays.of(chain, slot_bytes)
     n = c.length
     index_bytes = 3 * 8 * kinds * (n + 2) ** 3
     limits.check_bytes(index_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.models.chain import Chain
-from memopt.models.quantize import SlotScale
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
@@ -71,7 +70,7 @@ class AlternativesTable:
         self.arrays = with_alternatives(chain, self.alternatives, slot)
         self.complete = False
         self.budgets: list[int] = []
-        part = SlotTable(SlotScale(slot), slots, 0.0, 0.9)
+        part = SlotTable(slot, slots, 0.0, 0.9)
         try:
             limits = SolveLimits(TABLE_BYTES, deadline)
             self.table = slot_table(self.arrays, True, limits, part)
@@ -155,7 +154,7 @@ def with_alternatives(
     """Make the arrays of a chain whose stages may be saved by their alternatives."""
     import numpy as np
 
-    c = ChainArrays.of(chain, SlotScale(slot))
+    c = ChainArrays.of(chain, slot)
     shape = len(chain) + 1, max(map(len, alternatives))
     saved, saving, reverse = (np.zeros(shape, np.int64) for _ in range(3))
     own_s = np.zeros(shape)

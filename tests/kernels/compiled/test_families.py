@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import memopt
-from benchmarks.same_masks import same_masks
 from benchmarks.steps import peak_of
 from memopt.capture.capture import capture
 from memopt.capture.training_call import training_call
@@ -22,6 +21,7 @@ from memopt.kernels.compiled import fuse
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.step.build import build
 from memopt.step.kernel import FusedKernel
+from tests.kernels.compiled.same_masks import same_masks
 from tests.zoo import FAMILIES, Family, call
 
 NAMES = [one.name for one in FAMILIES]

@@ -10,11 +10,11 @@ from torch import nn
 from torch.fx import Graph
 
 import memopt
-from benchmarks.same_masks import dropouts_in_kernels, same_masks
 from memopt.kernels.compiled.inductor import compiled
 from memopt.profiler import profile_model
 from memopt.step.kernel import PREFIX
 from memopt.step.region_graph import Subgraph, TensorLayout
+from tests.kernels.compiled.same_masks import dropouts_in_kernels, same_masks
 from tests.kernels.compiled.steps import (
     WIDTH,
     Block,

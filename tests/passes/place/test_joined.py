@@ -8,7 +8,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks.hard_placements import hard_placement
 from memopt.models.status import Status
 from memopt.passes.place.buffers import Layout
 from memopt.passes.place.feasibility import solve_capacity
@@ -16,6 +15,7 @@ from memopt.passes.place.joined import JoinedBuffers, fillers, find_joined
 from memopt.passes.place.search import Outcome, find_placement
 from memopt.strategies.olla import Buffer, place
 from tests.passes.oracles import FULL_SECTIONS, filled_up, overlap
+from tests.passes.place.hard_placements import hard_placement
 
 pytestmark = pytest.mark.xdist_group("address kernels")
 """In one worker: where nothing is compiled yet, two would take half a minute each for the same."""

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.forward_graphs import layered_graph, row_of
+from benchmarks.forward_graphs import row_of
 from memopt import plan
 from memopt.errors import MemoptError
 from memopt.models.bounds import time_lower_bound
@@ -28,6 +28,7 @@ from memopt.strategies.monet.forward_bound import ForwardBound
 from memopt.strategies.shared.incumbent import Incumbent
 from tests.brute_force.program_search import ProgramSearch, Rules
 from tests.strategies.monet.forward_graphs import forward_graph
+from tests.strategies.monet.layered_graphs import layered_graph
 
 SHARES = (0.9, 0.75, 0.6)
 

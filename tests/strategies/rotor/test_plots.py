@@ -8,14 +8,13 @@ import sys
 
 import pytest
 
-from memopt.report.rotor_plots import plot_memory, plot_schedule
-from memopt.report.trade_off_plots import plot_curves
-from memopt.strategies.rotor import Rotor, RotorFree, Sequential
+from memopt.report.rotor_plots import plot_schedule
+from memopt.strategies.rotor import Rotor, RotorFree
 from tests.strategies.rotor.chains import toy_chain
 
 
 @pytest.mark.parametrize("strategy", [Rotor(), RotorFree()])
-def test_a_schedule_and_its_memory(strategy, tmp_path):
+def test_a_schedule(strategy, tmp_path):
     chain = toy_chain()
     solution = strategy.solve(chain, 9000)
     axes = plot_schedule(chain, solution.steps)
@@ -24,19 +23,6 @@ def test_a_schedule_and_its_memory(strategy, tmp_path):
         solution.time_s
     )
     axes.figure.savefig(tmp_path / "schedule.png")
-    axes = plot_memory(chain, solution.steps, 9000)
-    assert "MiB" in axes.get_ylabel()
-    axes.figure.savefig(tmp_path / "memory.png")
-
-
-def test_curves_share_an_axis(tmp_path):
-    chain = toy_chain()
-    strategies = (Rotor(), RotorFree(), Sequential("best"))
-    curves = {strategy.name: strategy.curve(chain) for strategy in strategies}
-    axes = plot_curves(curves, chain.compute_time_s)
-    assert len(axes.lines) == 3
-    assert min(axes.lines[0].get_ydata()) == pytest.approx(1)
-    axes.figure.savefig(tmp_path / "curves.png")
 
 
 SAVED = """

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from memopt.models.chain import Chain, Stage
-from memopt.models.quantize import SlotScale
 from memopt.reductions.chain_replay import replay_chain
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor import tables
@@ -19,7 +18,7 @@ from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.persistent_kernels import Rows, memory_bounds, row
 from memopt.strategies.rotor.persistent_trace_kernels import persistent_schedule
 from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
-from memopt.strategies.rotor.schedules import SolveLimits, codes_of, steps_of
+from memopt.strategies.rotor.schedules import CODE_BASE, MOVES, SolveLimits, steps_of
 from memopt.strategies.rotor.steps_kernels import FAR, Steps, buffer, constant, evaluate, improve
 from memopt.strategies.rotor.tables import SlotTable, _exact_table, _nothing_known
 from tests.models.training_graphs import random_schedule
@@ -35,7 +34,7 @@ LIMITS = SolveLimits(2**30, Deadline(INF))
 
 
 def arrays(chain: Chain, slot: int) -> ChainArrays:
-    return ChainArrays.of(chain, SlotScale(slot))
+    return ChainArrays.of(chain, slot)
 
 
 def costly_forwards(seed: int, chain: Chain) -> Chain:
@@ -68,7 +67,7 @@ def with_options(seed: int, c: ChainArrays) -> ChainArrays:
 
 
 def slot_table(c: ChainArrays, split_saving: bool) -> Rows:
-    part = SlotTable(SlotScale(c.slot), None, 0.0, 1.0)
+    part = SlotTable(c.slot, None, 0.0, 1.0)
     return tables.slot_table(c, split_saving, LIMITS, part)
 
 
@@ -223,9 +222,10 @@ def test_the_cost_of_any_schedule() -> None:
         steps = random_schedule(chain, seed, detours=0.3)
         c = arrays(chain, 1)
         timeline = replay_chain(chain, steps)
-        peak, seconds = peak_and_time(c, np.array(codes_of(steps), np.int64))
+        codes = [CODE_BASE * step.stage + MOVES.index(step.move) for step in steps]
+        peak, seconds = peak_and_time(c, np.array(codes, np.int64))
         assert peak + chain.resident_bytes + chain.input_bytes == timeline.peak_bytes
         assert seconds == pytest.approx(timeline.time_s)
-        assert steps_of(codes_of(steps)) == steps
+        assert steps_of(codes) == steps
         dropped += any("drop" in step.move for step in steps)
     assert dropped > 20

@@ -1,0 +1,324 @@
+"""The ladder: ways to make a training step fit a device, in the order of their cost in tokens/s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from memopt.api.cluster import on_mesh, tokens_of
+from memopt.api.refusal import unit_meant
+from memopt.api.sharding import shard
+from memopt.api.solving import planned_device, reporting_on, solve
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import parse_budget
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.models.mesh import Mesh
+from memopt.models.optimizer_names import optimizer_name
+from memopt.models.options import Pricing, StepOptions
+from memopt.models.progress import Progress
+from memopt.plan_record import PlanRecord
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.report.ladder import Ladder, Rung, memory_parts
+from memopt.stages import profiled_for
+from memopt.strategies import resolve
+from memopt.strategies.target import chain_view
+
+if TYPE_CHECKING:
+    from memopt.profiler.variants import Variant, VariantStep
+
+RECOMPUTE, OFFLOAD = "recompute plan", "activation offload"
+Only: TypeAlias = Literal["all", "asked", "devices"]
+_WAYS = {"store-all": "", "rotor": RECOMPUTE, "dynprog": OFFLOAD}
+"""Strategy → how a rung says that it is used."""
+_FEWER_BITS = {"adam": "adam-8bit", "adamw": "adamw-8bit"}
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A rung to try: what of the step is changed, and how that is said."""
+
+    variant: Variant
+    optimizer: str | None
+    chunked: bool
+    said: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a ladder is asked for.
+
+    Attributes:
+        device: to train on.
+        budget_bytes: of its memory.
+        optimizer: a name; None: no state is charged.
+        lora: rank of adapters; 0: all parameters are trained.
+        ranks: devices that the user has.
+        dtype: of the parameters; None: the model's own.
+    """
+
+    device: Device
+    budget_bytes: int
+    optimizer: str | None = None
+    lora: int = 0
+    ranks: int = 1
+    dtype: str | None = None
+
+
+def ladder(
+    model: Any,
+    inputs: Any,
+    *,
+    device: Device | str,
+    budget: int | str | None = None,
+    optimizer: str | None = "adamw",
+    lora: int = 0,
+    rank: int = 16,
+    ranks: int = 1,
+    step: StepOptions | None = None,
+    only: Only = "all",
+    progress: bool | Progress = True,
+) -> Ladder:
+    """Estimate whether a step fits a device, what takes what, and how it can be made to fit.
+
+    Args:
+        model: an nn.Module, which stays as it is; it may be on meta.
+        inputs: of one device's step: a tensor, a tuple of positional or a dict of keyword
+            arguments.
+        device: a preset's name or a Device.
+        budget: total device memory; None: the device's capacity.
+        optimizer: a name, or None.
+        lora: rank of the adapters that the step is trained with; 0: it trains the parameters.
+        rank: of the adapters that a rung may add.
+        ranks: devices that parameters are sharded over; rungs may take more of them.
+        step: your loss and its targets, and what the step returns.
+        only: "asked": no change but recomputed and moved activations; "devices": and more devices.
+        progress: True shows a bar on a terminal; or your own callback.
+
+    Raises:
+        ValueError: no capacity, an unknown optimizer. CaptureError: as in `memopt.plan`.
+    """
+    place = planned_device(device, "estimate")
+    limit = place.capacity_bytes if budget is None else parse_budget(budget, 1)
+    if limit is None:
+        raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
+    if meant := unit_meant(limit):
+        raise ValueError(f"a budget of {limit} bytes holds no model. {meant.strip()}")
+    if optimizer is not None and not isinstance(optimizer, str):
+        raise ValueError("the ladder changes the optimizer: name it, such as optimizer='adamw'")
+    name = None if optimizer is None else optimizer_name(optimizer)
+    asked = Asked(place, limit, name, lora, ranks, _dtype_of(model))
+    with reporting_on(progress) as report:
+        made = _LadderMaker(asked, model, inputs, step or StepOptions(), report)
+        return made.ladder(rank, only)
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Freeze a model and give its blocks' linear layers adapters of this rank, in place."""
+    from memopt.profiler.adapters import adapted
+    from memopt.profiler.shallow import block_lists
+
+    return adapted(model, rank, inside=[one.path for one in block_lists(model)])
+
+
+def _dtype_of(model: Any) -> str | None:
+    dtypes = [str(p.dtype) for p in model.parameters() if p.is_floating_point()]
+    most = max(dtypes, key=dtypes.count, default=None)
+    return None if most is None else most.removeprefix("torch.")
+
+
+class _LadderMaker:
+    """Tries ways to fit; see `ladder`."""
+
+    def __init__(
+        self, asked: Asked, model: Any, inputs: Any, step: StepOptions, report: Progress
+    ) -> None:
+        from memopt.profiler.variants import Variants
+
+        self._asked, self._inputs = asked, inputs
+        pricing = Pricing(asked.device, "estimate")
+
+        def price(built: Any, given: Any) -> Any:
+            return profiled_for(built, given, step, pricing, asked.device, lambda _s, _w: None)
+
+        self._variants = Variants(model, inputs, asked.device, price, _sharded)
+        self._report = report
+
+    def ladder(self, rank: int, only: Only) -> Ladder:
+        """Try every way, the asked one first."""
+        asked = self._asked
+        ways = list(self._ways(rank))
+        if only != "all":
+            own = ways[0].variant
+            ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
+            ways = [w for w in ways if not w.chunked and w.optimizer == asked.optimizer]
+            ways = ways[: 1 if only == "asked" else None]
+        rungs: list[Rung] = []
+        for number, way in enumerate(ways):
+            self._report(number / len(ways), ", ".join(way.said) or "as asked")
+            if way.variant.ranks > asked.ranks and any(
+                rung.fits and rung.ranks > asked.ranks for rung in rungs
+            ):
+                continue  # fewer devices are enough
+            rungs += self._rungs(way)
+        first = self._graph(ways[0])
+        if first is None:
+            raise MemoptError("nothing was estimated")
+        whole, step = first
+        rungs.sort(key=lambda r: (not r.fits, -(r.samples_per_s or 0.0), r.needed_bytes or 0))
+        return Ladder(
+            device=asked.device,
+            budget_bytes=asked.budget_bytes,
+            ranks=asked.ranks,
+            dtype=asked.dtype,
+            optimizer=asked.optimizer,
+            lora=asked.lora,
+            unit="tokens/s" if tokens_of(self._inputs) else "examples/s",
+            parts=memory_parts(whole, step.with_optimizer(asked.optimizer).state.parts),
+            rungs=tuple(rungs),
+            notes=step.notes,
+        )
+
+    def _ways(self, rank: int) -> Iterator[_Way]:
+        """Yield the ways, the asked one first: each changes what the next one keeps."""
+        from memopt.profiler.variants import Variant
+
+        asked = self._asked
+        own = Variant(rank=asked.lora, ranks=asked.ranks)
+        first: tuple[str, ...] = ()
+        yield _Way(own, asked.optimizer, False, ())
+        if asked.dtype == "float32":
+            own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
+            yield _Way(own, asked.optimizer, False, first)
+        yield _Way(own, asked.optimizer, True, (*first, "chunked loss"))
+        fewer = _FEWER_BITS.get(asked.optimizer or "")
+        if fewer is None and (asked.optimizer or "").endswith("-fp32"):
+            fewer = (asked.optimizer or "").replace("-fp32", "-8bit")
+        if fewer is not None and not asked.lora:
+            said = (*first, "8-bit optimizer state")
+            yield _Way(own, fewer, False, said)
+            yield _Way(own, fewer, True, (*said, "chunked loss"))
+        adapted = replace(own, rank=asked.lora or rank)
+        name = f"LoRA r={adapted.rank}"
+        if not asked.lora:
+            yield _Way(adapted, asked.optimizer, False, (*first, name))
+            yield _Way(adapted, asked.optimizer, True, (*first, name, "chunked loss"))
+        if asked.ranks == 1:
+            packed = replace(adapted, quantized=True)
+            yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
+            yield _Way(packed, asked.optimizer, True, (*first, f"Q{name}", "chunked loss"))
+        if asked.device.network is not None:
+            for ranks in (2, 4, 8, 16, 32, 64):
+                if ranks > asked.ranks:
+                    said = (*first, f"sharded over {ranks}")
+                    yield _Way(replace(own, ranks=ranks), asked.optimizer, False, said)
+
+    def _graph(self, way: _Way) -> tuple[Graph, VariantStep] | None:
+        step = self._variants.step(way.variant)
+        graph = step.chunked if way.chunked else step.graph
+        if graph is None:
+            return None
+        more = step.with_optimizer(way.optimizer).state.bytes_total
+        return replace(graph, extra_resident_bytes=graph.extra_resident_bytes + more), step
+
+    def _holds(self, way: _Way) -> int | None:
+        """Return the bytes that a way holds whatever the plan, where that is known before its step
+        is captured: of sharded parameters, from those of fewer ranks."""
+        variant = way.variant
+        if variant.ranks <= self._asked.ranks:
+            return None
+        step = self._variants.step(replace(variant, ranks=self._asked.ranks))
+        figures = step.with_optimizer(way.optimizer)
+        held = 2 * figures.parameter_bytes + figures.state.bytes_total
+        return held * self._asked.ranks // variant.ranks
+
+    def _rungs(self, way: _Way) -> Iterator[Rung]:
+        """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
+        recomputed or moved."""
+        budget, known = self._asked.budget_bytes, self._holds(way)
+        if known is not None and known > budget:
+            return
+        found = self._graph(way)
+        if found is None:
+            return
+        graph, step = found
+        peak = replay(graph, store_all(graph)).peak_bytes
+        if peak <= budget:
+            yield self._rung(way, step, self._solved(graph, "store-all", None), "store-all")
+            return
+        yield _unfit(way, "", peak)
+        held = graph.resident_bytes
+        if held >= budget:
+            return
+        view = chain_view(graph)
+        for strategy in ("rotor", "dynprog"):
+            if strategy == "dynprog" and not self._asked.device.is_linked:
+                continue
+            try:
+                plan = self._solved(graph, strategy, view)
+            except InfeasibleBudgetError as error:
+                yield _unfit(way, _WAYS[strategy], error.smallest_budget_bytes)
+            except (ValueError, MemoptError):
+                continue  # not a chain, or no transfers in such a step
+            else:
+                yield self._rung(way, step, plan, strategy)
+
+    def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
+        return solve(
+            graph,
+            self._asked.budget_bytes,
+            resolve(strategy),
+            device=self._asked.device,
+            view=view,
+        )
+
+    def _rung(self, way: _Way, step: VariantStep, plan: PlanRecord, strategy: str) -> Rung:
+        figures, device = step.with_optimizer(way.optimizer), self._asked.device
+        # The update reads and writes state and parameters, and reads gradients.
+        share = figures.trained / max(1, step.figures.parameter_bytes)
+        moved = 2 * figures.state.bytes_total + 3 * min(1.0, 4 * share) * figures.parameter_bytes
+        update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
+        time_s = plan.step_time_s + update_s
+        samples = tokens_of(self._inputs) or _examples(self._inputs)
+        return Rung(
+            changes=_said(way, _WAYS[strategy]),
+            fits=True,
+            strategy=strategy,
+            peak_bytes=plan.peak_bytes,
+            needed_bytes=plan.peak_bytes,
+            step_time_s=time_s,
+            samples_per_s=samples * way.variant.ranks / time_s,
+            ranks=way.variant.ranks,
+            trained=figures.trained,
+            plan=plan,
+        )
+
+
+def _said(way: _Way, more: str) -> tuple[str, ...]:
+    return (*way.said, *([more] if more else []))
+
+
+def _unfit(way: _Way, more: str, needed: int | None) -> Rung:
+    return Rung(_said(way, more), False, needed_bytes=needed, ranks=way.variant.ranks)
+
+
+def _examples(inputs: Any) -> int:
+    from memopt.torch_private import pytree
+
+    sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
+    return next((int(size[0]) for size in sizes if len(size)), 1)
+
+
+@contextmanager
+def _sharded(model: Any, ranks: int) -> Iterator[Any]:
+    """Spread a model over ranks that need not exist; one: leave it as it is."""
+    if ranks == 1:
+        yield model
+        return
+    build: Callable[[Any], Any] = lambda mesh: shard(model, mesh)  # noqa: E731
+    spread: AbstractContextManager[Any] = on_mesh(build, Mesh(data=ranks), "estimate")
+    with spread as built:
+        yield built

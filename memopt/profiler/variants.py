@@ -1,0 +1,153 @@
+"""Steps of a model as it could be trained instead: in another dtype, with adapters, with its loss
+in chunks. Each is captured with few of its equal blocks, and priced for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import CaptureError
+from memopt.kernels.attach import with_implementations
+from memopt.kernels.cross_entropy import attach as attach_chunks
+from memopt.models.device import Device
+from memopt.models.graph import Graph, TensorKind
+from memopt.profiler.adapters import adapted
+from memopt.profiler.shallow import BlockList, WholeFigures, block_lists, meta_copy, whole_figures
+from memopt.programs.chosen import with_chosen
+from memopt.step.more_blocks import UnequalBlocksError, with_more_blocks
+from memopt.step.profiled import Profiled
+from memopt.step.shards import local_part
+from memopt.torch_private import pytree
+
+_CHUNKED = "chunked"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of a step is other than the user has it.
+
+    Attributes:
+        dtype: of parameters and floating inputs; None: the model's own.
+        rank: of adapters beside frozen weights; 0: none, everything is trained as it is.
+        quantized: whether weights beside adapters are held in 4 bits.
+        ranks: devices over which the parameters are sharded.
+    """
+
+    dtype: str | None = None
+    rank: int = 0
+    quantized: bool = False
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class VariantStep:
+    """A step of the whole model.
+
+    Attributes:
+        graph: of one rank's step; optimizer state is not charged.
+        chunked: the same with the loss in chunks; None: it has no such loss.
+        figures: of the parameters, without an optimizer.
+        notes: for the user.
+        copies: the model with few blocks, and the lists of its blocks, to count by.
+    """
+
+    graph: Graph
+    chunked: Graph | None
+    figures: WholeFigures
+    notes: tuple[str, ...]
+    copies: tuple[nn.Module, tuple[BlockList, ...]]
+    device: Device
+
+    def with_optimizer(self, name: str | None) -> WholeFigures:
+        """Count the parameters and the state of an optimizer."""
+        return _figures(*self.copies, name, self.device)
+
+
+Price = Callable[[nn.Module, Any], Profiled]
+"""Captures and prices a model's step with these inputs."""
+Shard = Callable[[nn.Module, int], AbstractContextManager[nn.Module]]
+"""Spreads a model over ranks that need not exist."""
+
+
+class Variants:
+    """The steps of a model's variants, each made once; the model stays as it is."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, device: Device, price: Price, shard: Shard
+    ) -> None:
+        self._model, self._inputs, self._device = model, inputs, device
+        self._price, self._shard = price, shard
+        self.lists = block_lists(model)
+        self.step = lru_cache(maxsize=None)(self._step)
+
+    def _step(self, variant: Variant) -> VariantStep:
+        """Return a variant's step.
+
+        Raises:
+            CaptureError, ValueError: it cannot be captured; see `memopt.plan`.
+        """
+        shallow = tuple(one for one in self.lists if one.more)
+        if shallow:
+            try:
+                return self._made(variant, shallow)
+            except (UnequalBlocksError, CaptureError, IndexError):
+                pass  # the whole model says what is wrong, if anything is
+        return self._made(variant, ())
+
+    def _made(self, variant: Variant, lists: tuple[BlockList, ...]) -> VariantStep:
+        model, inputs = meta_copy(self._model, lists), self._inputs
+        if variant.dtype is not None:
+            dtype = getattr(torch, variant.dtype)
+            model = model.to(dtype)
+            inputs = pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), inputs)
+        if variant.rank:
+            paths = [one.path for one in self.lists]
+            model = adapted(model, variant.rank, inside=paths, quantized=variant.quantized)
+        with self._shard(model, variant.ranks) as built:
+            profiled = self._price(built, inputs)
+            family = (("cross-entropy", attach_chunks),)
+            chosen = with_implementations(profiled, families=family, device=self._device)
+            graphs = [profiled.graph]
+            if any(x.implementations for x in chosen.graph.operators):
+                graphs.append(with_chosen(chosen.graph, _CHUNKED))
+            for one in lists:
+                kept = one.count - one.more
+                graphs = [with_more_blocks(graph, one.path, kept, one.more) for graph in graphs]
+            figures = _figures(built, lists, None, self._device)
+            lacking = [_parameter_bytes(graph) for graph in graphs]
+            few = _figures(built, (), None, self._device).parameter_bytes
+            unread = few - _parameter_bytes(profiled.graph)
+        if any(figures.parameter_bytes - unread != size for size in lacking):
+            raise UnequalBlocksError
+        if unread > 0:
+            more = [graph.extra_resident_bytes + unread for graph in graphs]
+            graphs = [
+                replace(g, extra_resident_bytes=size) for g, size in zip(graphs, more, strict=True)
+            ]
+        chunked = graphs[1] if len(graphs) > 1 else None
+        copies = built, lists
+        return VariantStep(graphs[0], chunked, figures, profiled.notes, copies, self._device)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _figures(
+    model: nn.Module, lists: tuple[BlockList, ...], optimizer: str | None, device: Device
+) -> WholeFigures:
+    def size_of(parameter: torch.Tensor) -> int:
+        return device.allocated_bytes(local_part(parameter).nbytes)
+
+    return whole_figures(model, lists, optimizer, size_of, device.block_bytes)
+
+
+def _parameter_bytes(graph: Graph) -> int:
+    return sum(t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)

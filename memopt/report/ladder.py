@@ -1,0 +1,176 @@
+"""The ladder of ways to fit a device, as a table; and what takes the memory of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from memopt.models.budget import format_bytes
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.plan_record import PlanRecord
+from memopt.programs.allocator_requests import reserved_by
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.report.fixed_bytes import fixed_bytes
+from memopt.report.peak import peak_of
+from memopt.report.texts import aligned, format_seconds, or_dash
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to train the step. Bytes are of one device, all in.
+
+    Attributes:
+        changes: what is other than asked, such as ("bfloat16", "recompute plan"); (): nothing.
+        fits: whether a plan of it fits the budget; that was validated.
+        strategy: of the plan.
+        peak_bytes: of the plan.
+        needed_bytes: the least budget known to be enough; None: none is known.
+        step_time_s: seconds of the step, its update included.
+        samples_per_s: tokens or examples per second, of all devices.
+        ranks: devices.
+        trained: parameters that are trained, of one device.
+        plan: the plan; of the model's graph, not for a model with weights.
+    """
+
+    changes: tuple[str, ...]
+    fits: bool
+    strategy: str = ""
+    peak_bytes: int | None = None
+    needed_bytes: int | None = None
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    ranks: int = 1
+    trained: int = 0
+    plan: PlanRecord | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The changes as one text."""
+        return ", ".join(self.changes) or "as asked"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Whether a step fits a device, what takes what, and the ways to make it fit; `print` it.
+
+    Attributes:
+        device: to train on.
+        budget_bytes: of one device.
+        ranks: devices that were asked for.
+        dtype: of the parameters.
+        optimizer: whose state is charged.
+        lora: rank of the adapters asked for; 0: none.
+        unit: of `Rung.samples_per_s`.
+        parts: (what, bytes) of the step as asked, in the framework's own order, at its peak.
+        rungs: those that fit, the fastest first; then the others, the smallest first.
+        notes: what to know about the figures.
+    """
+
+    device: Device
+    budget_bytes: int
+    ranks: int
+    dtype: str | None
+    optimizer: str | None
+    lora: int
+    unit: str
+    parts: tuple[tuple[str, int], ...]
+    rungs: tuple[Rung, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits as asked, without a change."""
+        return any(rung.fits and not rung.changes for rung in self.rungs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step as asked, without context and fragmentation."""
+        return sum(size for what, size in self.parts if what not in OUTSIDE)
+
+    def best(self) -> Rung | None:
+        """Return the fastest rung that fits; None if none does."""
+        return next((rung for rung in self.rungs if rung.fits), None)
+
+    def __str__(self) -> str:
+        what = [self.dtype or "", self.optimizer or "no optimizer"]
+        what += [f"LoRA r={self.lora}"] if self.lora else []
+        what += [f"sharded over {self.ranks}"] if self.ranks > 1 else []
+        head = f"{self.device.name}: {format_bytes(self.budget_bytes)}; {', '.join(what)}"
+        needs = format_bytes(self.peak_bytes)
+        best = self.best()
+        answer = f"It fits: {needs}." if self.fits else f"It does not fit: it takes {needs}."
+        if not self.fits and best is not None:
+            answer += f" It fits with: {best.name}."
+        sizes = [(what, format_bytes(size)) for what, size in self.parts]
+        table: list[tuple[str, ...]] = [("ladder", "fits", "needs", "step", self.unit, "cost")]
+        table += [self._cells(rung, best) for rung in self.rungs]
+        return "\n".join([head, answer, "", *aligned(sizes), "", *aligned(table), *self.notes])
+
+    def _cells(self, rung: Rung, best: Rung | None) -> tuple[str, ...]:
+        cost = "-"
+        if best is not None and rung.samples_per_s and best.samples_per_s:
+            mine, others = rung.samples_per_s / rung.ranks, best.samples_per_s / best.ranks
+            cost = f"{mine / others - 1:+.0%}" if rung is not best else ""
+        return (
+            rung.name,
+            "yes" if rung.fits else "no",
+            or_dash(rung.needed_bytes, format_bytes),
+            or_dash(rung.step_time_s, format_seconds),
+            or_dash(rung.samples_per_s, lambda rate: f"{rate:,.0f}"),
+            cost,
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the ladder for machines: bytes and seconds."""
+        rungs = []
+        for rung in self.rungs:
+            row = asdict(replace(rung, plan=None))
+            del row["plan"]
+            rungs.append({"name": rung.name, **row})
+        return {
+            "device": self.device.name,
+            "budget_bytes": self.budget_bytes,
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "ranks": self.ranks,
+            "dtype": self.dtype,
+            "optimizer": self.optimizer,
+            "lora": self.lora,
+            "unit": self.unit,
+            "parts_bytes": dict(self.parts),
+            "rungs": rungs,
+            "notes": list(self.notes),
+        }
+
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""Of CUDA, which a preset's capacity leaves out."""
+FRAGMENTS, CONTEXT = "fragmentation", "context (outside the budget)"
+OUTSIDE = (FRAGMENTS, CONTEXT)
+
+
+def memory_parts(
+    graph: Graph, optimizer_parts: Iterable[tuple[str, int]]
+) -> tuple[tuple[str, int], ...]:
+    """Return (what, bytes) of a step at its peak, in the framework's own order: what is there
+    throughout, then gradients, activations and workspace; and beside the peak, what the allocator
+    reserves on top of it and CUDA's context."""
+    program = store_all(graph)
+    listed = [(what, size) for what, size in fixed_bytes(graph, optimizer_parts)]
+    there = {what: size for what, size in listed if what != "gradients"}
+    peak = peak_of(graph, program)
+    consumers = () if peak is None else peak.consumers
+    words = {"gradient": "gradients", "workspace": "workspace"}
+    found = dict.fromkeys(("gradients", "activations", "workspace"), 0)
+    for one in consumers:
+        if one.kind != "resident":
+            found[words.get(one.kind, "activations")] += one.size_bytes
+    total = replay(graph, program).peak_bytes
+    found["activations"] += total - sum(there.values()) - sum(found.values())
+    parts = {**there, **found}
+    parts[FRAGMENTS] = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
+    parts[CONTEXT] = CONTEXT_BYTES
+    return tuple((what, size) for what, size in parts.items() if size)

@@ -1,0 +1,104 @@
+"""Hooks of torch's engines on a module: `replicate` and `fully_shard` gather its parameters before
+its forward, and prepare the reduction of its gradients after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from memopt.torch_private.modules import FORWARD_PRE_HOOKS, forward_hooks_of
+
+_ENGINES = "torch.distributed."
+
+
+def _is_engines(hook: Any) -> bool:
+    """Return whether a hook is a method of an engine's state."""
+    owner = getattr(hook, "__self__", None)
+    return owner is not None and type(owner).__module__.startswith(_ENGINES)
+
+
+def _registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks before and after a module's forward, by number."""
+    return getattr(module, FORWARD_PRE_HOOKS), forward_hooks_of(module)
+
+
+def has_engine(module: nn.Module) -> bool:
+    """Return whether an engine has hooks on the module's own calls."""
+    return any(_is_engines(hook) for hooks in _registries(module) for hook in hooks.values())
+
+
+@contextmanager
+def engine_off(module: nn.Module) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Take an engine's hooks off a module inside.
+
+    Yields:
+        Those before and those after its forward, in the order in which they run.
+    """
+    registries = _registries(module)
+    kept = [dict(hooks) for hooks in registries]
+    own = [[key for key, hook in hooks.items() if _is_engines(hook)] for hooks in kept]
+    for hooks, keys in zip(registries, own, strict=True):
+        for key in keys:
+            del hooks[key]
+    try:
+        before, after = ([kept[i][key] for key in own[i]] for i in range(2))
+        yield before, after
+    finally:
+        for hooks, old, keys in zip(registries, kept, own, strict=True):
+            _put_back(hooks, old, keys)
+
+
+def _put_back(hooks: dict[int, Any], old: Mapping[int, Any], keys: list[int]) -> None:
+    """Put hooks back where they were; others may have come or gone meanwhile."""
+    if not keys:
+        return
+    present = dict(hooks)
+    hooks.clear()
+    hooks.update((key, hook) for key, hook in old.items() if key in present or key in keys)
+    hooks.update(present)
+
+
+def with_engine_around(
+    module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what `run(*args, **kwargs)` does, with the engine's hooks before and after it in place
+    of around the module's own forward, from which they are off meanwhile."""
+    if not has_engine(module):
+        return run(*args, **kwargs)
+    with engine_off(module) as (before, after):
+        for hook in before:
+            found = hook(module, args, kwargs)
+            if found is not None:
+                args, kwargs = found
+        output = run(*args, **kwargs)
+        for hook in after:
+            found = hook(module, args, output)
+            output = output if found is None else found
+        return output
+
+
+@contextmanager
+def as_in_forward(module: Any) -> Iterator[None]:
+    """Let a module be inside as its engine has it in its forward: without the engine's hooks, and
+    with whole parameters. All ranks that share the parameters enter."""
+    if not has_engine(module):
+        yield
+        return
+    gathers = hasattr(module, "unshard")
+    if gathers:
+        module.unshard()
+    try:
+        with engine_off(module):
+            yield
+    finally:
+        if gathers:
+            module.reshard()
+
+
+def sharded_parts(module: nn.Module) -> list[str]:
+    """Return the names of the sub-modules that an engine gathers by themselves, innermost ones."""
+    names = [name for name, one in module.named_modules() if name and has_engine(one)]
+    return [name for name in names if not any(one.startswith(f"{name}.") for one in names)]
