@@ -134,6 +134,15 @@ def test_without_a_plan_everybody_is_asked(clock: Clock) -> None:
     assert search.best.name == "c"
 
 
+def test_in_a_short_time_the_leader_begins_without_a_plan_and_has_all_of_it(clock: Clock) -> None:
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, improving(0.4))
+    other = Curve(clock, "a", False, 0.0, 1e9, lambda _: 2.0)
+    search = portfolio(clock, 5.0, [leader, other])
+    assert (leader.spent_s, other.spent_s) == (5.0, -1.0)
+    assert search.best is not None
+    assert search.best.name == LEADER
+
+
 @pytest.mark.parametrize(
     ("plan_s", "ended"),
     [

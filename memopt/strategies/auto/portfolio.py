@@ -19,8 +19,8 @@ LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
 """Seconds: a search that may take less is not begun; one without a plan may take at least so many;
 the most for all members together."""
 BESIDE = 0.1
-"""Share of the time left: a member's before the leader, and that of all others together where the
-leader begins without a plan."""
+"""Share of the time left: a member's before the leader; and, where it is no less than LEAST_S, that
+of all others together where the leader begins without a plan."""
 NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
 
@@ -108,7 +108,8 @@ class Portfolio:
             if over and (self.best is not None or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
-            share_s = deadline.left_s * self._share(members[index:])
+            share_s = deadline.left_s
+            share_s *= self._share(members[index:], share_s)
             try:
                 known = self.programs
                 outcome = member.run(self.budget_bytes, self.device, share_s, report, known)
@@ -120,8 +121,8 @@ class Portfolio:
             if bound_s is not None and math.isfinite(bound_s):
                 self.least_s = max(self.least_s, bound_s)
 
-    def _share(self, members: Sequence[Member]) -> float:
-        """Return the share of the time left that the first of the members may take."""
+    def _share(self, members: Sequence[Member], left_s: float) -> float:
+        """Return the share of the seconds left that the first of the members may take."""
         first, names = members[0], [member.strategy.name for member in members]
         if first.quick and self.limit_s is None:
             # Machine code, which the first plan on a machine waits for, is not its to save.
@@ -129,7 +130,9 @@ class Portfolio:
         if self.leader not in names:
             return 1 / len(members)
         if names[0] == self.leader:
-            return 1.0 if self.best is not None or len(members) == 1 else 1 - BESIDE
+            # In less than a second no other finds a plan that the leader does not.
+            others = self.best is None and BESIDE * left_s >= LEAST_S
+            return 1 - BESIDE if others and len(members) > 1 else 1.0
         # What comes before the leader must leave it nearly all the time.
         return BESIDE
 

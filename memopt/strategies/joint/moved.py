@@ -10,16 +10,27 @@ import numpy as np
 
 from memopt.models.bounds import needed_operators
 from memopt.models.device import Device
+from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import live_bytes
 from memopt.programs.liveness import with_frees
+from memopt.programs.replay import replay
 from memopt.strategies.joint.equal_layers import EqualLayers
 from memopt.strategies.shared.run_table import Flags, Ints, RunTable
 from memopt.strategies.shared.timing import TIMINGS, Link, Timing
 
 NEVER = 1 << 60
 """A number of bytes above any budget."""
+SMALL = 1e-3
+"""Tensors below this share of the bytes that the step adds to the resident ones never move."""
+
+
+def least_moved(graph: Graph, whole: Program) -> int:
+    """Return the least bytes of a tensor that may move and counts in the relaxation; `whole` is the
+    program of the step as it is."""
+    peak_bytes = replay(graph, whole).peak_bytes
+    return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,7 +27,7 @@ from memopt.strategies.joint.deep_planning import (
 from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
-from memopt.strategies.joint.moved import Moved, Mover
+from memopt.strategies.joint.moved import Moved, Mover, least_moved
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
 from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
@@ -38,31 +39,22 @@ from memopt.strategies.shared.members import Member
 from memopt.strategies.shared.run_table import Ints, RunTable
 from memopt.strategies.target import Target
 
-START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.4, 0.4, 0.4, 0.4
-"""Shares of the time left: for single strategies' plans, the relaxation, programs in larger
-budgets, and descents beyond the first."""
+FIRST_SHARE, START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.2, 0.4, 0.4, 0.4, 0.4
+"""Shares of the time left: for the descent before all else, single strategies' plans, the
+relaxation, programs in larger budgets, and descents beyond the first."""
 CHECKS, MOST_CHECKS = 4.0, 0.3
 """Time kept for the last checks, in times of storing everything, and its most of the time left."""
-SMALL = 1e-3
-"""Tensors below this share of the bytes that the step adds to the resident ones never move."""
 DESCENTS, BUDGETS, SWEPT = 12, 10, 32
 """Starts of the local search, and larger budgets for recomputation by rotor and by stages."""
 HEATS = (3e-4, 1e-2, 3e-3)
 """Start temperatures of annealings, each from the best so far; the second suits large tensors."""
-CHANGES_EACH = 50
-"""Annealing tries at most this many changes per operator, or the number of operators if more."""
+FIRST_CHANGES, CHANGES_EACH = 1500, 50
+"""The most changes of the first descent; and of annealing per operator, or as many as those."""
 PROVED, CLOSE = 1e-6, 2e-3
 """Gaps at which a plan is optimal, and at which it is too good for slow searches."""
 MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
 """Strategies that only move, and strategies that start where the relaxation has no plan close to
 the bound. The others start if a descent from these plans finds none either."""
-
-
-def least_moved(graph: Graph, whole: Program) -> int:
-    """Return the least bytes of a tensor that may move and counts in the relaxation; `whole` is the
-    program of the step as it is."""
-    peak_bytes = replay(graph, whole).peak_bytes
-    return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
 
 
 @dataclass(eq=False)
@@ -95,6 +87,7 @@ class JointPlanning:
     small: list[Program] = field(default_factory=list)
     decisions: tuple[Decisions, Moved] | None = None
     changes_tried: int = 0
+    cut: bool = False
     least_bytes: int | None = None
     known: tuple[Program, ...] = ()
     stats: dict[str, object] = field(default_factory=dict)
@@ -148,6 +141,7 @@ class JointPlanning:
             self._unlimited()
         possible = memory_lower_bound(self.graph) <= self.limit_bytes
         if not self.done and possible and not self._deep(members):
+            self._begin()
             self._relax()
             movers, chains = (
                 [member for member in members if member.strategy.name in names]
@@ -222,11 +216,8 @@ class JointPlanning:
         """Return the best decisions of the local search, and the runs of the best program."""
         found = [] if self.decisions is None else [self.decisions[0]]
         if self.best is not None:
-            try:
-                runs = self.table.runs_of(self.best[0])
-            except KeyError:
-                return found
-            found.append(self._local_search().start(runs))
+            with suppress(KeyError):
+                found.append(self._local_search().start(self.table.runs_of(self.best[0])))
         return found
 
     @property
@@ -234,8 +225,8 @@ class JointPlanning:
         """Tell whether the best plan is as fast as any plan can be that runs nothing twice."""
         if self.best is None or not self.host_bytes:
             return False
-        problem = graph_problem(self.graph, self.device)
-        return self.best[1] <= problem.lower_bound_s(self.limit_bytes)
+        least_s = graph_problem(self.graph, self.device).lower_bound_s(self.limit_bytes)
+        return self.best[1] <= least_s
 
     def _start(self, members: Sequence[Member]) -> None:
         """Get plans of single strategies, within their share of the time."""
@@ -263,10 +254,23 @@ class JointPlanning:
 
     def _seed(self, program: Program) -> None:
         """Keep a program's runs for the local search."""
-        try:
+        with suppress(KeyError):  # of implementations that may not be chosen here
             self.runs.append(self.table.runs_of(program))
-        except KeyError:
-            return  # by implementations that may not be chosen here
+
+    def _begin(self) -> None:
+        """Descend for a while from rotor's programs within larger budgets, which the mover makes
+        fit by transfers: a good plan early on, however long the rest takes."""
+        if self.deadline.passed(0.1, "joint: larger budgets"):
+            return
+        more_bytes = replay(self.graph, self.small[0]).peak_bytes - self.limit_bytes
+        budgets = [self.limit_bytes + part * more_bytes // BUDGETS for part in range(BUDGETS)]
+        until = self.deadline.within(FIRST_SHARE * self.deadline.left_s)
+        for program in (self.small[0], *programs_of_chain(self.graph, budgets, until)):
+            self._seed(program)
+        known, until = self._distinct(), self.deadline.within(FIRST_SHARE * self.deadline.left_s)
+        if known and not self.near:
+            self.runs = [moved.runs for moved in known[1:]]
+            self._descent(self._local_search().start(known[0].runs), until, FIRST_CHANGES)
 
     def _relax(self) -> None:
         """Solve the relaxation: a bound, and programs close to it."""
@@ -289,26 +293,15 @@ class JointPlanning:
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Offer Rotor's programs within larger budgets; the mover makes them fit by transfers."""
-        if self.deadline.passed(0.5, "joint: larger budgets"):
+        """Offer rotor-menus' programs within larger budgets; the mover makes them fit."""
+        if self.near or self.deadline.passed(0.5, "joint: larger budgets"):
             return
         timeline = replay(self.graph, self.small[0])
-        budgets = [
-            self.limit_bytes + part * (timeline.peak_bytes - self.limit_bytes) // BUDGETS
-            for part in range(BUDGETS)
-        ]
-        for program in (self.small[0], *programs_of_chain(self.graph, budgets, self.deadline)):
-            self._seed(program)
-        if self.near:
-            return
-        # The link cannot take more during a step of twice the time.
-        most_bytes = min(self.limit_bytes, timeline.peak_bytes)
-        if self.host_bytes:
-            moved = 2 * timeline.time_s * self.device.to_host_bytes_per_s  # may be infinite
-            most_bytes = int(min(self.limit_bytes + moved, timeline.peak_bytes))
+        # The link cannot take more during a step of twice the time; it may be infinitely fast.
+        moved = 2 * timeline.time_s * self.device.to_host_bytes_per_s if self.host_bytes else 0
+        most_bytes = int(min(self.limit_bytes + moved, timeline.peak_bytes))
         until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
-        stages = programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed)
-        for program in stages:
+        for program in programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed):
             self.offer(program, "stages")
             self._seed(program)
 
@@ -319,12 +312,23 @@ class JointPlanning:
         if known and self.best is None:
             self.offer(self.mover.program(known[0]), "starts")
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
-        for number, moved in enumerate(known[:DESCENTS]):
-            over = self.deadline.passed(0.6, "joint: local search") or (number and not until.left_s)
-            if not over:
-                search = self._local_search()
-                search.descend(search.start(moved.runs))
-                self._finish(search)
+        starts = [self._local_search().start(moved.runs) for moved in known[:DESCENTS]]
+        if self.cut and self.decisions is not None:
+            # The fastest start may pass the first descent's plan; the better of both goes on.
+            for at in starts[:1]:
+                self._descent(at, until)
+            starts[:1] = [self.decisions[0]]
+        for number, at in enumerate(starts):
+            if (until.left_s or not number) and not self.deadline.passed(0.6, "joint: descents"):
+                self._descent(at, self.deadline)
+
+    def _descent(self, at: Decisions, until: Deadline, most: int | None = None) -> None:
+        """Descend from decisions, by at most so many changes."""
+        search = LocalSearch(self.mover, until, self.bound_s, self.seed, most)
+        search.descend(at)
+        self._finish(search)
+        self.cut = until.over or search.tried == most
+        self.deadline.over |= until.over and until.left_s > 0  # interrupted
 
     def _distinct(self) -> list[Moved]:
         """Return the known runs that fit, each once, without unread runs; the fastest first."""

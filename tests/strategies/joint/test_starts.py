@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from memopt.models.budget import Budget
@@ -13,6 +15,7 @@ from memopt.solvers.running import Deadline
 from memopt.strategies import Joint, resolve
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.neighbours import Decisions
+from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
 from memopt.strategies.shared.graph_problem import graph_problem
@@ -52,6 +55,23 @@ def test_its_starts_are_the_strategies_of_their_names() -> None:
     starts = [member.strategy for member in Joint().starts(blocks(3), linked=True)]
     assert starts == [resolve(strategy.name) for strategy in starts]
     assert {strategy.name for strategy in starts} == {"rotor-menus", "offload-graph", "monet"}
+
+
+def test_a_relaxation_that_takes_all_the_time_leaves_an_improved_plan() -> None:
+    graph, device = blocks(9), Device(to_host_bytes_per_s=1.0)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    rotor = min(
+        replay(graph, program).time_s for program in programs_of_chain(graph, [budget], Deadline())
+    )
+
+    def takes_all(planning: JointPlanning) -> None:
+        planning.deadline.at_s = 0.0
+
+    with mock.patch.object(JointPlanning, "_relax", takes_all):
+        solution = Joint().solve(graph, budget, device=device)
+    assert solution.stats["source"] == "local search"
+    assert solution.time_s is not None
+    assert solution.time_s < rotor
 
 
 def asked(seconds_a_byte: float) -> tuple[bool, float, float]:
