@@ -22,20 +22,23 @@ EVERY_KIND = {
 
 SOME_KINDS = {
     "memopt.passes.early_collectives",
+    "memopt.passes.joint_model",
     "memopt.passes.order_and_place",
+    "memopt.programs.validate_placement",
     "memopt.strategies.shared.kernel_choice",
 }
 RUNS_ONLY = {
     "memopt.programs.in_place",
+    "memopt.programs.lifetimes",
     "memopt.programs.liveness",
     "memopt.programs.moved",
     "memopt.programs.updates_together",
     "memopt.programs.validate_moved",
     "memopt.programs.validate_network",
-    "memopt.programs.validate_placement",
     "memopt.reductions.coarsen",
     "memopt.reductions.lower",
     "memopt.reductions.updates",
+    "memopt.strategies.moving.on_host",
     "memopt.strategies.shared.fastest_runs",
     "memopt.strategies.shared.graph_model",
     "memopt.strategies.shared.stage_alternatives",

@@ -28,7 +28,7 @@ from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
 
 if TYPE_CHECKING:
-    from memopt.profiler.variants import Variant, VariantStep
+    from memopt.profiler.variants import StepVariant, VariantStep
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 Only: TypeAlias = Literal["all", "asked", "devices"]
@@ -44,14 +44,14 @@ _FEWER_BITS = {"adam": "adam-8bit", "adamw": "adamw-8bit"}
 class _Way:
     """A rung to try: what of the step is changed, and how that is said."""
 
-    variant: Variant
+    variant: StepVariant
     optimizer: str | None
     chunked: bool
     said: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LadderRequest:
     """What a ladder is asked for.
 
     Attributes:
@@ -114,7 +114,7 @@ def ladder(
     if optimizer is not None and not isinstance(optimizer, str):
         raise ValueError("the ladder changes the optimizer: name it, such as optimizer='adamw'")
     name = None if optimizer is None else optimizer_name(optimizer)
-    asked = Asked(place, limit, name, lora, ranks, _dtype_of(model))
+    asked = LadderRequest(place, limit, name, lora, ranks, _dtype_of(model))
     with reporting_on(progress) as report:
         made = _LadderMaker(asked, model, inputs, step or StepOptions(), report)
         return made.ladder(rank, only)
@@ -138,7 +138,7 @@ class _LadderMaker:
     """Tries ways to fit; see `ladder`."""
 
     def __init__(
-        self, asked: Asked, model: Any, inputs: Any, step: StepOptions, report: Progress
+        self, asked: LadderRequest, model: Any, inputs: Any, step: StepOptions, report: Progress
     ) -> None:
         from memopt.profiler.variants import Variants
 
@@ -186,10 +186,10 @@ class _LadderMaker:
 
     def _ways(self, rank: int) -> Iterator[_Way]:
         """Yield the ways, the asked one first: each changes what the next one keeps."""
-        from memopt.profiler.variants import Variant
+        from memopt.profiler.variants import StepVariant
 
         asked = self._asked
-        own = Variant(rank=asked.lora, ranks=asked.ranks)
+        own = StepVariant(rank=asked.lora, ranks=asked.ranks)
         first: tuple[str, ...] = ()
         yield _Way(own, asked.optimizer, False, ())
         if asked.dtype == "float32":

@@ -190,8 +190,9 @@ class Graph:
             where they are read (whole steps; `memopt.programs.moved`). Not a tensor that an
             operator writes by another name.
         repeated: whether movable tensors may stay on the device from one step to the next.
-        written_back: outputs that are new values of buffers and inputs, which the framework copies
-            there when the forward is over: the loss boundary reads and ends them.
+        written_back: outputs that are new values of buffers and inputs, which no operator reads and
+            which the framework copies there when the forward is over: the loss boundary reads and
+            ends them.
     """
 
     tensors: tuple[Tensor, ...]

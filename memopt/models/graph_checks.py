@@ -6,15 +6,14 @@ from typing import Any
 
 
 def check_written_back(graph: Any) -> None:
-    """Check that what is written back is needed until the loss boundary alone."""
-    later = {*graph.gradients, *graph.tangents}
-    for operator in graph.operators[graph.first_backward :]:
-        later.update(operator.reads, *(way.reads or () for way in operator.implementations))
+    """Check that nothing but the loss boundary needs what is written back."""
+    needed = {*graph.gradients, *graph.tangents}
+    for operator in graph.operators:
+        needed.update(operator.reads, *(way.reads or () for way in operator.implementations))
     for index in graph.written_back:
-        if index not in graph.outputs or index in graph.resident or index in later:
+        if index not in graph.outputs or index in graph.resident or index in needed:
             raise ValueError(
-                f"Graph: tensor {index} is written back: a computed output, which nothing "
-                "needs after the loss boundary"
+                f"Graph: tensor {index} is written back: a computed output, which nothing reads"
             )
     if graph.written_back and graph.is_forward:
         raise ValueError("Graph: values are written back at a loss boundary; there is none")

@@ -30,7 +30,7 @@ _CHUNKED = "chunked"
 
 
 @dataclass(frozen=True)
-class Variant:
+class StepVariant:
     """What of a step is other than the user has it.
 
     Attributes:
@@ -87,7 +87,7 @@ class Variants:
         self.lists = block_lists(model)
         self.step = lru_cache(maxsize=None)(self._step)
 
-    def _step(self, variant: Variant) -> VariantStep:
+    def _step(self, variant: StepVariant) -> VariantStep:
         """Return a variant's step.
 
         Raises:
@@ -101,7 +101,7 @@ class Variants:
                 pass  # the whole model says what is wrong, if anything is
         return self._made(variant, ())
 
-    def _made(self, variant: Variant, lists: tuple[BlockList, ...]) -> VariantStep:
+    def _made(self, variant: StepVariant, lists: tuple[BlockList, ...]) -> VariantStep:
         model, inputs = meta_copy(self._model, lists), self._inputs
         if variant.dtype is not None:
             dtype = getattr(torch, variant.dtype)

@@ -334,14 +334,14 @@ def _written_back(
     builder: _Builder, captured: Captured, operators: Iterable[Operator]
 ) -> tuple[int, ...]:
     """Return the outputs that hold nothing but new values of buffers and inputs, which AOTAutograd
-    copies there and drops when the forward is over. A forward without a backward drops them, too,
-    but at its very end."""
+    copies there and drops when the forward is over, and that nothing reads: what runs again after
+    it could not. A forward without a backward drops them, too, but at its very end."""
     if not any(one.phase is Phase.BACKWARD for one in operators):
         return ()
     count = len(captured.mutated)
     needed = {*held_by(captured.forward_outputs[count:], builder.storages)}
     needed |= {*held_by(captured.gradients, builder.storages)}
-    needed |= {t for one in operators if one.phase is not Phase.FORWARD for t in one.reads}
+    needed |= {t for one in operators for t in one.reads}
     found = held_by(captured.forward_outputs[:count], builder.storages)
     return tuple(t for t in found if t not in needed and not builder.tensors[t].resident)
 

@@ -66,7 +66,7 @@ def test_refused(build, message):
         build()
 
 
-def test_what_is_written_back_is_an_output_that_nothing_needs_later() -> None:
+def test_what_is_written_back_is_an_output_that_nothing_reads() -> None:
     tensors = [*GRAPH.tensors, Tensor("new", 8)]
     count = Operator("count", (4,), (13,), 0.0)
     operators = [*GRAPH.operators[:3], count, *GRAPH.operators[3:]]
@@ -80,6 +80,10 @@ def test_what_is_written_back_is_an_output_that_nothing_needs_later() -> None:
     for wrong in ({"outputs": (6,)}, {"gradients": (13,)}):
         with pytest.raises(ValueError, match="tensor 13 is written back"):
             made(**{"gradients": GRAPH.gradients, "tangents": GRAPH.tangents} | wrong)
+    operators[4] = with_fields(operators[4], reads=(*operators[4].reads, 13))
+    with pytest.raises(ValueError, match="13 is written back"):
+        made(gradients=GRAPH.gradients, tangents=GRAPH.tangents)
+    operators[4] = GRAPH.operators[3]
     with pytest.raises(ValueError, match="at a loss boundary; there is none"):
         made(count=4)
 
