@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
+from memopt.profiler import session
 from memopt.profiler.session import measured_again_if_busy, profile_model
 from memopt.step.profiled import Baseline
 
@@ -30,7 +32,9 @@ def _poison(directory: Path) -> None:
             connection.execute("UPDATE costs SET value = ? WHERE key = ?", (json.dumps(value), key))
 
 
-def test_kernels_that_outlast_the_step_are_measured_again(tmp_path: Path) -> None:
+def test_kernels_that_outlast_the_step_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     inputs = torch.randn(512, 256)
     options = MeasureOptions(cap_s=0.5, max_rounds=3, cache=ProfileCache(tmp_path))
@@ -48,6 +52,8 @@ def test_kernels_that_outlast_the_step_are_measured_again(tmp_path: Path) -> Non
     assert shares == sorted(shares)
     poisoned = 1000 * sum(operator.time_s for operator in first.graph.operators)
     assert sum(operator.time_s for operator in again.graph.operators) < poisoned / 10
+    # On a busy machine the new costs may be of a busy moment, too.
+    monkeypatch.setattr(session, "_SUSPICIOUS", float("inf"))
     third = profile_model(model, inputs, options=options)
     assert third.graph == again.graph  # the cache has the new costs
 
