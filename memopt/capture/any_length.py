@@ -43,12 +43,7 @@ def any_length(
         call: an example call, its length at least 2.
         where: position among the call's arguments → its dimensions of that length.
     """
-    made: dict[int, torch.Tensor] = {}
-    for position, dims in where.items():
-        tensor = call.leaves[position]
-        if id(tensor) not in made:
-            made[id(tensor)] = of_varying_length(tensor, dims)
-    varying = call.with_tensors(lambda tensor: made.get(id(tensor), tensor))
+    varying = call.with_tensors_at(where, lambda at, one: of_varying_length(one, where[at]))
     try:
         position, dims = next(iter(where.items()))
         return _symbols(model, varying, call.leaves[position].shape[dims[0]])

@@ -15,10 +15,10 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from memopt.capture.block_runs import BlockRun, CopiedNames, run_of
+from memopt.capture.block_runs import CopiedNames
 from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
 from memopt.capture.periods import plain, read_by
-from memopt.models.periods import Period, longest_period
+from memopt.models.periods import BlockRun, Period, longest_period, run_of
 from memopt.step.memory_layout import storage_of
 from memopt.step.nodes import tensors_of
 from memopt.torch_private import pytree

@@ -3,56 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from memopt.capture.equal_blocks import CUT
-from memopt.models.periods import Period
+from memopt.models.periods import BlockRun, run_of
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
-
-
-@dataclass(frozen=True)
-class BlockRun:
-    """A run of equal parts in the joint graph.
-
-    Attributes:
-        parts: its place.
-        way: 1 in the forward, -1 in the backward: how the block's number changes.
-        first: the number of the first part.
-    """
-
-    parts: Period
-    way: int
-    first: int
-
-    def number(self, position: int) -> int:
-        """Return the number of the part that a position belongs to."""
-        return self.first + self.way * ((position - self.parts.start) // self.parts.length)
-
-    def offset(self, position: int) -> int:
-        """Return a position's offset in its part."""
-        return (position - self.parts.start) % self.parts.length
-
-    def at(self, number: int, offset: int) -> int:
-        """Return a position, given by its part's number and its offset there."""
-        return self.parts.at((number - self.first) * self.way, offset)
-
-    def holds(self, position: int) -> bool:
-        """Whether a position is in the run."""
-        return self.parts.start <= position < self.parts.end
-
-    def has(self, number: int) -> bool:
-        """Whether a part is in the run."""
-        return 0 <= (number - self.first) * self.way < self.parts.count
-
-
-def run_of(runs: Iterable[BlockRun], position: int) -> BlockRun | None:
-    """Return the run that a position is in."""
-    return next((run for run in runs if run.holds(position)), None)
 
 
 class CopiedNames:

@@ -136,11 +136,15 @@ def generate(
         `backward(primals, arguments, saved) -> gradients`, where `arguments` is the token and
         the tangents, emptied at once, and so is `saved`.
     """
-    made = functools.partial(_generate, halves, swap, random, recorder, arenas, homes, in_parts)
-    forward, backward, source = made(True)
+
+    @functools.cache
+    def made(direct: bool) -> tuple[Any, Any, str]:
+        source, globals_ = written(halves, swap, random, recorder, arenas, homes, in_parts, direct)
+        compiled(source, globals_)
+        return globals_["forward"], globals_["backward"], source
+
     # With the same variables across the boundary, so that one half can follow the other's.
-    otherwise = functools.cache(functools.partial(made, False))
-    return *either((forward, backward), lambda: otherwise()[:2]), source
+    return *either(made(True)[:2], lambda: made(False)[:2]), made(True)[2]
 
 
 def either(direct: tuple[Any, Any], otherwise: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -157,22 +161,6 @@ def either(direct: tuple[Any, Any], otherwise: Callable[[], tuple[Any, Any]]) ->
     return planned_forward, planned_backward
 
 
-def _generate(
-    halves: Halves,
-    swap: Any,
-    random: Any,
-    recorder: Recorder | None,
-    arenas: Arenas | None,
-    homes: Homes | None,
-    in_parts: bool,
-    direct: bool,
-) -> tuple[Any, Any, str]:
-    """Compile a program as `generate` does; `direct`: for plain tensors with nobody looking on."""
-    source, globals_ = written(halves, swap, random, recorder, arenas, homes, in_parts, direct)
-    compiled(source, globals_)
-    return globals_["forward"], globals_["backward"], source
-
-
 def written(
     halves: Halves,
     swap: Any,
@@ -183,7 +171,8 @@ def written(
     in_parts: bool = False,
     direct: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the source of a program's two functions, and what it reads by name."""
+    """Return the source of a program's two functions, and what it reads by name; see `generate`.
+    `direct`: for plain tensors with nobody looking on."""
     globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch, "homes": homes}
     if recorder is not None:
         globals_["record"] = recorder

@@ -332,14 +332,13 @@ def _power_of_2(length: int) -> int:
 
 def _of_length(call: Call, where: Where, size: int) -> Call:
     """Return a call whose tensors, repeated, have another length."""
-    made: dict[int, torch.Tensor] = {}
-    for position, dims in where:
-        tensor = call.leaves[position]
-        if id(tensor) in made:
-            continue
-        longer = tensor.detach()
-        for dim in dims:
+    dims_at = dict(where)
+
+    def longer(position: int, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.detach()
+        for dim in dims_at[position]:
             rows = torch.arange(size, device=tensor.device) % tensor.shape[dim]
-            longer = longer.index_select(dim, rows)
-        made[id(tensor)] = longer.requires_grad_(tensor.requires_grad)
-    return call.with_tensors(lambda tensor: made.get(id(tensor), tensor))
+            made = made.index_select(dim, rows)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return call.with_tensors_at(dims_at, longer)

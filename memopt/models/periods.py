@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 _CANDIDATES = 16
@@ -33,6 +33,52 @@ class Period:
     def at(self, part: int, offset: int) -> int:
         """Return a position, given by its part and its offset there."""
         return self.start + part * self.length + offset
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """A run of the parts of a period, numbered as a model's blocks are.
+
+    Attributes:
+        parts: its place.
+        way: 1 where numbers go up, as in the forward, -1 where they go down, as in the backward.
+        first: the number of the first part.
+    """
+
+    parts: Period
+    way: int
+    first: int
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of its parts, ascending."""
+        other = self.first + self.way * (self.parts.count - 1)
+        return range(min(self.first, other), max(self.first, other) + 1)
+
+    def number(self, position: int) -> int:
+        """Return the number of the part that a position belongs to."""
+        return self.first + self.way * ((position - self.parts.start) // self.parts.length)
+
+    def offset(self, position: int) -> int:
+        """Return a position's offset in its part."""
+        return (position - self.parts.start) % self.parts.length
+
+    def at(self, number: int, offset: int) -> int:
+        """Return a position, given by its part's number and its offset there."""
+        return self.parts.at((number - self.first) * self.way, offset)
+
+    def holds(self, position: int) -> bool:
+        """Whether a position is in the run."""
+        return self.parts.start <= position < self.parts.end
+
+    def has(self, number: int) -> bool:
+        """Whether a part is in the run."""
+        return 0 <= (number - self.first) * self.way < self.parts.count
+
+
+def run_of(runs: Iterable[BlockRun], position: int) -> BlockRun | None:
+    """Return the run that a position is in."""
+    return next((run for run in runs if run.holds(position)), None)
 
 
 def longest_period(

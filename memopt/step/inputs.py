@@ -86,6 +86,18 @@ class Call:
         args, kwargs = pytree.tree_map_only(Tensor, made_of, self.opened)
         return replace(self, args=args, kwargs=kwargs)
 
+    def with_tensors_at(
+        self, positions: Iterable[int], made_of: Callable[[int, Tensor], Tensor]
+    ) -> Call:
+        """Return the same call with the tensors at these positions among its leaves, wherever they
+        are, replaced by `made_of(position, tensor)`."""
+        made: dict[int, Tensor] = {}
+        for position in positions:
+            tensor = self.leaves[position]
+            if id(tensor) not in made:
+                made[id(tensor)] = made_of(position, tensor)
+        return self.with_tensors(lambda tensor: made.get(id(tensor), tensor))
+
 
 class _WithoutHistory(torch.autograd.Function):
     """Returns the value itself; its gradient goes nowhere."""

@@ -10,10 +10,10 @@ where anything differs there is no deeper graph.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memopt.models.graph import Graph, Operator, Phase
-from memopt.models.periods import Period, longest_period
+from memopt.models.periods import BlockRun, Period, longest_period, run_of
 
 _LEAST = 3
 """Two blocks to compare, and a neighbour: the first of a run reads what is not repeated."""
@@ -21,33 +21,6 @@ _LEAST = 3
 
 class UnequalBlocksError(Exception):
     """The graph's operators do not repeat themselves block by block."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Equal parts of the graph, numbered as blocks of the model are.
-
-    Attributes:
-        parts: its place among the operators.
-        way: 1 where numbers go up, -1 where they go down.
-        first: number of the first part.
-    """
-
-    parts: Period
-    way: int
-    first: int
-
-    @property
-    def numbers(self) -> range:
-        """The numbers of its parts, ascending."""
-        other = self.first + self.way * (self.parts.count - 1)
-        return range(min(self.first, other), max(self.first, other) + 1)
-
-    def number(self, position: int) -> int:
-        return self.first + self.way * ((position - self.parts.start) // self.parts.length)
-
-    def at(self, number: int, offset: int) -> int:
-        return self.parts.at((number - self.first) * self.way, offset)
 
 
 def with_more_blocks(graph: Graph, path: str, kept: int, more: int) -> Graph:
@@ -92,14 +65,14 @@ def _longest(graph: Graph, places: Iterable[int], parts: int = 0) -> Period:
     return replace(found, start=found.start + start)
 
 
-def _runs(graph: Graph, path: str) -> tuple[_Run, ...]:
+def _runs(graph: Graph, path: str) -> tuple[BlockRun, ...]:
     """Find the runs of the blocks' forward, backward and, if there are any, updates."""
     inside = f"{path}."
     phases: dict[Phase, list[int]] = {phase: [] for phase in Phase}
     for place, operator in enumerate(graph.operators):
         phases[operator.phase].append(place)
     own = [i for i in phases[Phase.FORWARD] if graph.operators[i].module.startswith(inside)]
-    forward = _Run(_longest(graph, own), 1, 0)
+    forward = BlockRun(_longest(graph, own), 1, 0)
     numbers = {
         t: forward.number(i)
         for i in range(forward.parts.start, forward.parts.end)
@@ -110,7 +83,7 @@ def _runs(graph: Graph, path: str) -> tuple[_Run, ...]:
         reading = [i for i in phases[phase] if numbers.keys() & set(graph.operators[i].reads)]
         if not phases[phase]:
             continue
-        run = _Run(_longest(graph, reading, forward.parts.count), way, 0)
+        run = BlockRun(_longest(graph, reading, forward.parts.count), way, 0)
         found = []
         for part in range(1, run.parts.count - 1):
             places = range(run.parts.at(part, 0), run.parts.at(part + 1, 0))
@@ -156,7 +129,7 @@ class _Deepened:
         for key, members in self._members.items():
             self._copy(key, members)
 
-    def _add_families(self, run: _Run) -> None:
+    def _add_families(self, run: BlockRun) -> None:
         operators, cut = self._graph.operators, self._cut
         for number in run.numbers:
             for offset in range(run.parts.length):
@@ -176,7 +149,7 @@ class _Deepened:
         self._family[tensor] = key, number
         self._members.setdefault(key, {})[number] = tensor
 
-    def _compare(self, run: _Run) -> None:
+    def _compare(self, run: BlockRun) -> None:
         """Check that a block and the next read the same tensors, or each its own ones.
 
         Raises:
@@ -217,7 +190,7 @@ class _Deepened:
             return self._copies[key, number - self._cut]
         return self._members[key][number - self._more]
 
-    def _instance(self, run: _Run, number: int, offset: int, by: int) -> Operator:
+    def _instance(self, run: BlockRun, number: int, offset: int, by: int) -> Operator:
         """Return an operator of block `number` as one of a block `by` later in the deeper model."""
         operator = self._graph.operators[run.at(number, offset)]
         if operator.implementations and operator.phase is not Phase.UPDATE:
@@ -247,12 +220,12 @@ class _Deepened:
         names = (self._graph.operators[forward.at(cut, i)] for i in range(forward.parts.length))
         copied = max((self._block_of(operator.module) for operator in names), default=0)
         for place, operator in enumerate(self._graph.operators):
-            run = next((r for r in self._runs if r.parts.start <= place < r.parts.end), None)
+            run = run_of(self._runs, place)
             if run is None:
                 self._check_outside(operator)
                 yield replace(operator, module=self._moved_on(operator.module, copied))
                 continue
-            number, offset = run.number(place), (place - run.parts.start) % run.parts.length
+            number, offset = run.number(place), run.offset(place)
             if number == cut and run.way < 0 and offset == 0:
                 yield from self._copied(run, range(more, 0, -1))
             yield self._instance(run, number, offset, 0 if number <= cut else more)
@@ -289,7 +262,7 @@ class _Deepened:
         if not at_edge or len(dict(read)) < len(set(read)):
             raise UnequalBlocksError
 
-    def _copied(self, run: _Run, numbers: Iterable[int]) -> Iterator[Operator]:
+    def _copied(self, run: BlockRun, numbers: Iterable[int]) -> Iterator[Operator]:
         for number in numbers:
             for offset in range(run.parts.length):
                 yield self._instance(run, self._cut, offset, number)
