@@ -153,8 +153,8 @@ class OffloadGraph(Strategy):
         """Answer a budget below the floor: no plan, but the plan at the floor, in which every
         absence moves (none, if the host has no room).
 
-        If outputs may be computed in place afterwards, a program may need less, so that the floor
-        is no proof then.
+        If outputs may be computed in place afterwards, or the loss boundary writes buffers back
+        before anything is fetched for it, a program may need less: the floor is no proof then.
         """
         floor_bytes, graph = problem.floor_bytes, problem.graph
         search = _Candidates(problem, floor_bytes, self._host_bytes)
@@ -162,8 +162,11 @@ class OffloadGraph(Strategy):
         if search.best is None:
             search.offer(store_all(graph), "nothing moves")
         least = search.solution(self.name, started)
+        if least.peak_bytes is not None and least.peak_bytes <= budget_bytes:
+            return least
         in_place = any(operator.in_place for operator in graph.operators)
-        proved = not in_place or budget_bytes < memory_lower_bound(graph)
+        above = in_place or bool(graph.written_back)
+        proved = not above or budget_bytes < memory_lower_bound(graph)
         return Solution(
             Status.INFEASIBLE if proved else Status.UNKNOWN,
             smallest_budget_bytes=least.peak_bytes,

@@ -129,10 +129,13 @@ class GraphProblem:
         return bound
 
     def _taken_over_bytes(self) -> npt.NDArray[np.int64]:
-        """Return, for each point, the most bytes that an in-place output saves there."""
+        """Return, for each point, the most bytes that an in-place output, or the loss boundary's
+        writing back, saves there."""
         saved = np.zeros(len(self.operators), dtype=np.int64)
         for point, op in enumerate(self.operators):
-            if op is not None and self.graph.operators[op].in_place:
+            if op is None:
+                saved[point] = _written_back_bytes(self.graph)
+            elif self.graph.operators[op].in_place:
                 first = self.graph.operators[op].writes[0]
                 saved[point] = self.graph.tensors[first].size_bytes
         return saved
@@ -145,6 +148,8 @@ def graph_problem(graph: Graph, device: Device) -> GraphProblem:
     point = program.steps_before
     runs = dict(program.computes)
     operators = [runs[i].op if i in runs else None for i in program.steps]
+    # What is fetched for the loss boundary comes while what it writes back is still there.
+    there = [_written_back_bytes(graph) if op is None else 0 for op in operators]
     touches = {
         lifetime.tensor: [point[lifetime.begin], *(point[i] for i in lifetime.readers)]
         for lifetime in lifetimes(graph, program).device
@@ -163,7 +168,12 @@ def graph_problem(graph: Graph, device: Device) -> GraphProblem:
         graph=graph,
         device=device,
         operators=tuple(operators),
-        need_bytes=np.array([timeline.step_bytes[i] for i in program.steps], dtype=np.int64),
+        need_bytes=np.array([timeline.step_bytes[i] for i in program.steps], dtype=np.int64)
+        + there,
         absences=tuple(absences),
         produced={absence.tensor: touches[absence.tensor][0] for absence in absences},
     )
+
+
+def _written_back_bytes(graph: Graph) -> int:
+    return sum(graph.tensors[tensor].size_bytes for tensor in graph.written_back)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import memopt
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import Budget
 from memopt.models.device import Device
@@ -41,6 +42,7 @@ from memopt.strategies.offload.dynprog import DynProg, Greedy
 from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.graph_schedule import Scheduled, schedule
 from memopt.strategies.shared.graph_problem import Absence, GraphProblem, graph_problem
+from tests.models.training_graphs import writing_back
 from tests.strategies.monet.graphs import in_place_graph
 
 SHARES = (0.0, 0.3, 0.7)
@@ -261,3 +263,18 @@ def test_computing_in_place_is_not_faster_than_the_bound() -> None:
         larger += figures.peak_bytes < replay(graph, plain, slow).peak_bytes
         assert graph_problem(graph, slow).lower_bound_s(figures.peak_bytes) <= figures.time_s
     assert larger > 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_fetched_for_the_boundary_comes_beside_what_it_writes_back(seed: int) -> None:
+    graph = writing_back(random_graph(Random(seed), 6 + seed), 300)
+    device = random_device(Random(seed))
+    asked: dict[str, Any] = {"strategy": "offload-graph", "device": device, "progress": False}
+    for share in ("min", 0.6, 0.8):
+        budget: Any = share
+        try:
+            plan = memopt.plan(graph, budget=budget, **asked)
+        except InfeasibleBudgetError as error:
+            plan = memopt.plan(graph, budget=error.smallest_budget_bytes, **asked)
+        assert plan.budget is not None
+        assert validate(graph, plan.program, Budget(plan.budget)) is None
