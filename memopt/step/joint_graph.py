@@ -223,15 +223,25 @@ def gradients_as_kept(module: GraphModule, call: Call) -> None:
     kept: dict[int, Node] = {}
     for position, (primal, gradient) in enumerate(zip(split.primals, split.gradients, strict=True)):
         if isinstance(gradient, Node) and _is_leaf(primal, call):
-            like, value = primal.meta["val"], gradient.meta["val"]
-            # A DTensor's mesh is also an input, and with its gradient an output, of the graph.
-            if isinstance(like, torch.Tensor) and not _keeps(value, like):
+            like = primal.meta["val"]
+            if not isinstance(like, torch.Tensor):
+                # A DTensor's mesh is also an input, and with its gradient an output, of the graph:
+                # as an attribute of the graph if another model has the mesh, too.
+                if _is_mesh_of(module, gradient, like):
+                    kept[position] = primal
+            elif not _keeps(gradient.meta["val"], like):
                 kept[position] = _copy(module, split.output, gradient, like)
     if not kept:
         return
     gradients = [kept.get(i, split.gradients[i]) for i in split.given]
     split.output.args = ([*split.forward_outputs, *gradients],)
     module.recompile()
+
+
+def _is_mesh_of(module: GraphModule, node: Node, like: Any) -> bool:
+    """Return whether an attribute of the graph is the object that an input is traced as."""
+    held = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return held is not None and getattr(held, "real_obj", held) == getattr(like, "real_obj", like)
 
 
 def _is_leaf(primal: Node, call: Call) -> bool:
