@@ -25,7 +25,7 @@ from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Joint
 from memopt.strategies.auto.portfolio import BESIDE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
-from memopt.strategies.joint.incumbent import Incumbent
+from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome
 from memopt.strategies.shared.worth import Payback, worth_s
 
@@ -197,7 +197,7 @@ def test_an_incumbent_leaves_no_more_time_than_a_faster_program_could_gain(clock
     stored = store_all(graph)
     step_s = replay(graph, stored).time_s
     for pays in (False, True):
-        search = Incumbent(graph, None, LINK, 0.0, Deadline(clock.now_s + 60.0), pays=pays)
+        search = JointIncumbent(graph, None, LINK, 0.0, Deadline(clock.now_s + 60.0), pays=pays)
         search.bound_s = step_s - 0.01
         clock.now_s += 0.5
         search.offer(stored, "store-all")

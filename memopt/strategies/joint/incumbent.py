@@ -20,7 +20,7 @@ PROVED, CLOSE = 1e-6, 2e-3
 
 
 @dataclass(eq=False)
-class Incumbent:
+class JointIncumbent:
     """The fastest program so far.
 
     Attributes:

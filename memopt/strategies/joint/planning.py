@@ -25,7 +25,7 @@ from memopt.strategies.joint.deep_planning import (
     folded_into,
 )
 from memopt.strategies.joint.equal_layers import RepeatedLayers
-from memopt.strategies.joint.incumbent import PROVED, Incumbent
+from memopt.strategies.joint.incumbent import PROVED, JointIncumbent
 from memopt.strategies.joint.larger_budgets import rotor_programs_above, stage_programs_above
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
@@ -57,7 +57,7 @@ the bound. The others start if a descent from these plans finds none either."""
 
 
 @dataclass(eq=False)
-class JointPlanning(Incumbent):
+class JointPlanning(JointIncumbent):
     """The state of planning one budget.
 
     Attributes:
