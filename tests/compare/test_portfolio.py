@@ -161,6 +161,15 @@ def test_says_why_it_ended(clock: Clock, plan_s: float, ended: str) -> None:
     assert portfolio(clock, 5.0, [one]).ended == ended
 
 
+def test_once_there_is_a_plan_a_slow_member_does_not_keep_the_user_waiting(clock: Clock) -> None:
+    members = [
+        Curve(clock, "sequential", True, 2.0, 2.0, lambda _: 3.0),
+        Curve(clock, "rotor", True, 0.0, 1e9, lambda _: 2.0),
+    ]
+    Portfolio(1, LINK, None, LEAST_S, 10.0, quick_s=2.5).run(members)  # type: ignore[arg-type]
+    assert members[1].spent_s == 0.5
+
+
 def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock) -> None:
     first = Curve(clock, "sequential", True, 0.0, 0.1, lambda _: 1.02)
     leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: 1.015)

@@ -48,6 +48,8 @@ class Portfolio:
     gap: float = NOTHING_FASTER
     limit_s: float | None = None
     leader: str = ""
+    quick_s: float = MOST_S
+    """Seconds in which members begin that have their plan at once, as soon as one of them has."""
     bounding: frozenset[str] = frozenset()
     """Members whose bound holds for the plans of all members."""
     outcomes: list[MemberOutcome] = field(default_factory=list)
@@ -81,9 +83,9 @@ class Portfolio:
         has its plan at once, which the worth of a search does not stop."""
         if self.limit_s is not None:
             return self.began_s + self.limit_s
-        if quick:
-            return self.began_s + MOST_S
         best = self.best
+        if quick:
+            return self.began_s + (MOST_S if best is None else self.quick_s)
         if best is None:
             return self.began_s + max(WITHOUT_S, worth_s(self.base_s))
         worth = worth_s(best.time_s - self.least_s)

@@ -19,11 +19,12 @@ from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.auto.portfolio import NOTHING_FASTER, Portfolio
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
+from memopt.strategies.budget_search import MANY
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.joint.strategy import Joint
 from memopt.strategies.olla.strategy import Olla
 from memopt.strategies.shared.members import Member, MemberOutcome, fitting, for_forward
-from memopt.strategies.shared.worth import LEAST_S, STEPS, worth_s
+from memopt.strategies.shared.worth import LEAST_S, MOST_S, STEPS, worth_s
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 ORDER = Olla(place=False)
@@ -37,6 +38,8 @@ LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
 """Not run on anything: slow solvers whose place monet takes."""
 MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
+FIRST_S = 2.5
+"""Seconds for the first plan of a graph of many operators, beside what its chain takes."""
 OWN_S = 60.0
 """Seconds for all members that the user names, where there is no limit."""
 SMALL = 60
@@ -174,6 +177,7 @@ class Auto(Strategy):
         """Begin a search."""
         step = isinstance(cost_model, Graph) and not has_updates(cost_model)
         # Without a budget the step as it is ends no search: within one, a faster plan is found.
+        many = isinstance(cost_model, Graph) and len(cost_model.operators) >= MANY
         free = budget_bytes is None and isinstance(cost_model, Graph) and cost_model.is_forward
         return Portfolio(
             budget_bytes,
@@ -185,6 +189,7 @@ class Auto(Strategy):
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
             gap=NOTHING_FASTER if self.members or free else self.gap,
             limit_s=OWN_S if limit_s is None and self.members else limit_s,
+            quick_s=FIRST_S if many else MOST_S,
             leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
             bounding=frozenset({LEADER} if step and not self.members else ()),
         )
