@@ -27,7 +27,7 @@ from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
-from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
+from memopt.strategies.budget_search import FEWER_PROBES, MANY, PROBES, Attempt, best_that_fits
 from memopt.strategies.checkpointed_blocks import or_checkpointed
 
 
@@ -125,7 +125,8 @@ class Target:
         if self.linearized is None or budget_bytes is None:
             return self._overlapped(attempt(budget_bytes))
         # One table of a recomputing strategy answers every budget; the others solve anew.
-        probes = PROBES if self.strategy.features.recompute else 0
+        probes = PROBES if len(self.graph.operators) < MANY else FEWER_PROBES
+        probes *= self.strategy.features.recompute
         return best_that_fits(self.linearized, attempt, budget_bytes, probes, deadline)
 
     def fastest(
