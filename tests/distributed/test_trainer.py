@@ -67,7 +67,7 @@ def both(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
     """Train without and with the callback, in its defaults and within the smallest budget."""
     from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
-    from memopt.integrations.hugging_face import MemoptCallback
+    from memopt.integrations.hugging_face import MemoptCallback  # isort: skip
 
     expected, own = trained(rank, ranks, folder, None)
     found = []
