@@ -27,7 +27,9 @@ class Style:
         apart: the model returns its logits, for a loss that is not compiled with it.
         loss: "float": cross entropy of logits in float32; "own": of logits in their dtype;
             "in place": Megatron's, which overwrites float32 logits; "chunks": of eight parts.
-        packed: query, key and value are views of one result, which the value keeps alive.
+        packed: query, key and value are views of one result, which the value keeps alive. Adapters
+            of some of the three are widened by an index_copy, whose backward keeps what it copies.
+        held: the caller has a name for the logits until the next step.
         lora: layers with adapters, of "query key value projection mlp head"; and their rank.
         tensor: ranks that share each layer.
     """
@@ -42,6 +44,7 @@ class Style:
     lora_dropout: float = 0.0
     wide_softmax: bool = False
     apart: bool = False
+    held: bool = False
 
 
 class Norm(nn.Module):
@@ -67,21 +70,42 @@ class Norm(nn.Module):
 class Linear(nn.Module):
     """A linear layer, frozen beside an adapter of low rank where there are adapters."""
 
-    def __init__(self, wide: int, narrow: int, bias: bool, name: str, style: Style) -> None:
+    def __init__(
+        self, wide: int, narrow: int, bias: bool, name: str, style: Style, key: int = 0
+    ) -> None:
         super().__init__()
         self.base = nn.Linear(wide, narrow, bias=bias)
         self.base.requires_grad_(not style.rank)
         self.drop = style.lora_dropout
         self.narrow = self.widen = None
+        self.padded = 0
         if name in style.lora:
+            if style.packed and name == "query" and "key" not in style.lora:
+                self.padded = narrow - key
             self.narrow = nn.Linear(wide, style.rank, bias=False)
-            self.widen = nn.Linear(style.rank, narrow, bias=False)
+            self.widen = nn.Linear(style.rank, narrow - (key if self.padded else 0), bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
         if self.narrow is not None and self.widen is not None:
-            y = y + self.widen(self.narrow(functional.dropout(x, self.drop))) * 2.0
+            more = self.widen(self.narrow(functional.dropout(x, self.drop)))
+            more = _Padded.apply(more, y.shape[-1]) if self.padded else more
+            y = y + more * 2.0
         return y
+
+
+class _Padded(torch.autograd.Function):
+    """Takes the memory of index_copy into zeros, whose backward keeps what it copied."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(given)
+        return functional.pad(given, (0, width - given.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (given,) = ctx.saved_tensors
+        return torch.where(given == given, slope[..., : given.shape[-1]], 0), None
 
 
 class Layer(nn.Module):
@@ -103,7 +127,8 @@ class Layer(nn.Module):
         if style.packed:
             sizes = {"query": self.heads + 2 * self.groups}
         for name, count in sizes.items():
-            setattr(self, name, Linear(width, count * self.head, bias, name, style))
+            key = self.groups * self.head
+            setattr(self, name, Linear(width, count * self.head, bias, name, style, key))
         self.out = Linear(self.heads * self.head, width, bias, "projection", style)
         inner = shape["ffn"] // parts
         self.up = Linear(width, inner, bias, "mlp", style)
@@ -219,7 +244,10 @@ class Decoder(nn.Module):
             x = layer(x, self.turns)
         parts = self.norm(x).chunk(8 if self.style.loss == "chunks" else 1, 1)
         logits = [self.head(part).flatten(0, 1) for part in parts]
-        return logits if targets is None else self.loss(logits, targets)
+        if targets is None:
+            return logits
+        loss = self.loss(logits, targets)
+        return (loss, *(one.detach() for one in logits)) if self.style.held else loss
 
     def loss(self, logits: list[Tensor], targets: Tensor) -> Tensor:
         """Return the loss of the logits of each part of a sequence."""

@@ -136,6 +136,7 @@ def style_of(row: Mapping[str, Any]) -> Style:
         scores=row.get("attention") == "scores",
         wide_softmax=row.get("softmax") == "float32",
         packed=source.startswith("litgpt"),
+        held=source.startswith("litgpt"),
         loss="chunks" if row.get("loss") == "chunked" or source.startswith("litgpt") else loss,
         lora=lora,
         rank=row.get("lora_rank", 0),

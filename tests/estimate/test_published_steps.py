@@ -24,6 +24,7 @@ STYLES = {
     "eager": (GATED, Style()),
     "scores": ({**SHAPE, "tied": True, "bias": True}, Style(scores=True, loss="in place")),
     "adapters": (GATED, Style(packed=True, loss="own", lora=("query", "mlp"), rank=4)),
+    "held": (GATED, Style(packed=True, held=True, lora=("query", "key", "value"), rank=4)),
     "half": (SHAPE, Style(eager=False, loss="chunks", tensor=2)),
     "parallel": ({**SHAPE, "parallel_residual": True}, Style()),
     "norms of heads": ({**GATED, "qk_norm": True}, Style(scores=True, wide_softmax=True)),
@@ -36,7 +37,8 @@ def test_decoders_train(name: str) -> None:
     shape, style = STYLES[name]
     model = Decoder(shape, style, 2, 16, first=True)
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    model(ids, ids).backward()
+    found = model(ids, ids)
+    (found[0] if style.held else found).backward()
     for path, parameter in model.named_parameters():
         trained = not style.rank or ".narrow." in path or ".widen." in path
         assert (parameter.grad is not None) == trained, path
