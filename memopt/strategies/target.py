@@ -133,9 +133,9 @@ class Target:
         self, solution: Solution, budget_bytes: int | None, device: Device | None
     ) -> Solution:
         """Return the solution, or, from a strategy that recomputes, checkpointed blocks if
-        collectives make those faster."""
+        collectives make those faster, or if it has no plan and those fit."""
         again = self.strategy.features.recompute and self.graph.network_time_s > 0
-        if budget_bytes is None or not (again and solution.plans):
+        if budget_bytes is None or not again:
             return solution
         made = partial(self.program, budget_bytes=budget_bytes, device=device)
         return or_checkpointed(self.graph, solution, made, budget_bytes, device)
