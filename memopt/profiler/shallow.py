@@ -16,7 +16,7 @@ from torch import nn
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.shards import local_part
 
-KEPT = 6
+KEPT = 4
 """Blocks that are captured: two to compare, their neighbours, and two whose edges differ."""
 _NUMBERS = ("idx", "id", "index", "number")
 
