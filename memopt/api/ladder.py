@@ -22,7 +22,7 @@ from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.report.ladder import Ladder, Rung, memory_parts
+from memopt.report.ladder import CHUNKED, OFFLOAD, RECOMPUTE, Ladder, Rung, memory_parts
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
@@ -30,7 +30,6 @@ from memopt.strategies.target import chain_view
 if TYPE_CHECKING:
     from memopt.profiler.variants import StepVariant, VariantStep
 
-CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 Only: TypeAlias = Literal["all", "asked", "devices"]
 _LEAST_BYTES = 2**20
 _SAVES = 0.97
@@ -84,6 +83,7 @@ def ladder(
     step: StepOptions | None = None,
     only: Only = "all",
     progress: bool | Progress = True,
+    heard: Callable[[Rung], None] | None = None,
 ) -> Ladder:
     """Estimate whether a step fits a device, what takes what, and how it can be made to fit.
 
@@ -100,6 +100,7 @@ def ladder(
         step: your loss and its targets, and what the step returns.
         only: "asked": no change but recomputed and moved activations; "devices": and more devices.
         progress: True shows a bar on a terminal; or your own callback.
+        heard: is called with each rung as soon as it is known.
 
     Raises:
         ValueError: no capacity, an unknown optimizer. CaptureError: as in `memopt.plan`.
@@ -117,7 +118,7 @@ def ladder(
     asked = LadderRequest(place, limit, name, lora, ranks, _dtype_of(model))
     with reporting_on(progress) as report:
         made = _LadderMaker(asked, model, inputs, step or StepOptions(), report)
-        return made.ladder(rank, only)
+        return made.ladder(rank, only, heard or (lambda _rung: None))
 
 
 def with_adapters(model: Any, rank: int) -> Any:
@@ -152,7 +153,7 @@ class _LadderMaker:
         self._report = report
         self._peaks: dict[_Way, int] = {}
 
-    def ladder(self, rank: int, only: Only) -> Ladder:
+    def ladder(self, rank: int, only: Only, heard: Callable[[Rung], None]) -> Ladder:
         """Try every way, the asked one first."""
         asked = self._asked
         ways = list(self._ways(rank))
@@ -164,13 +165,16 @@ class _LadderMaker:
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
-            if not _needless(way, rungs, asked.ranks):
-                rungs += self._rungs(way)
+            if _needless(way, rungs, asked.ranks):
+                continue
+            for rung in self._rungs(way, _offload_pays(rungs)):
+                rungs.append(rung)
+                heard(rung)
         first = self._graph(ways[0])
         if first is None:
             raise MemoptError("nothing was estimated")
         whole, step = first
-        rungs.sort(key=lambda r: (not r.fits, -(r.samples_per_s or 0.0), r.needed_bytes or 0))
+        rungs.sort(key=lambda r: (not r.fits, -r.rate_of_one, r.needed_bytes or 0))
         return Ladder(
             device=asked.device,
             budget_bytes=asked.budget_bytes,
@@ -237,9 +241,9 @@ class _LadderMaker:
         held = figures.parameter_bytes + figures.trained_bytes + figures.state.bytes_total
         return held * self._asked.ranks // variant.ranks
 
-    def _rungs(self, way: _Way) -> Iterator[Rung]:
+    def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
         """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
-        recomputed or moved."""
+        recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
         budget, known = self._asked.budget_bytes, self._holds(way)
         if known is not None and known > budget:
             return
@@ -258,9 +262,11 @@ class _LadderMaker:
         held = graph.resident_bytes
         if held >= budget:
             return
-        view = chain_view(graph)
+        view, fitted = chain_view(graph), False
         for strategy in ("rotor", "dynprog"):
-            if strategy == "dynprog" and not self._asked.device.is_linked:
+            if strategy == "dynprog" and not (
+                self._asked.device.is_linked and (offload or not fitted)
+            ):
                 continue
             try:
                 plan = self._solved(graph, strategy, view)
@@ -269,6 +275,7 @@ class _LadderMaker:
             except (ValueError, MemoptError):
                 continue  # not a chain, or no transfers in such a step
             else:
+                fitted = True
                 yield self._rung(way, step, plan, strategy)
 
     def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
@@ -309,6 +316,16 @@ def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
         return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
+
+
+def _offload_pays(rungs: list[Rung]) -> bool:
+    """Whether moving activations was faster than recomputing them, where both were tried."""
+    rates = {rung.changes: rung.rate_of_one for rung in rungs}
+    return all(
+        rates[(*changes[:-1], OFFLOAD)] >= rate
+        for changes, rate in rates.items()
+        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
+    )
 
 
 def _said(way: _Way, more: str) -> tuple[str, ...]:
