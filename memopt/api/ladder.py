@@ -310,9 +310,11 @@ class _LadderMaker:
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
     """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, or one on fewer devices, of which there are `ranks`."""
+    without its loss in chunks, or one on fewer devices, of which there are `ranks`: on several, one
+    that trains the same."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
-    if way.variant.ranks > ranks and any(rung.fits and rung.ranks > ranks for rung in rungs):
+    more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
+    if way.variant.ranks > ranks and any(more):
         return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)

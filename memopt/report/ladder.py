@@ -56,6 +56,11 @@ class Rung:
         return ", ".join(self.changes) or "as asked"
 
     @property
+    def is_as_asked(self) -> bool:
+        """Whether it trains the same, but for rounding in the same numbers."""
+        return SAME.issuperset(self.changes)
+
+    @property
     def rate_of_one(self) -> float:
         """Tokens or examples per second of one device; 0: unknown."""
         return (self.samples_per_s or 0.0) / self.ranks
@@ -112,9 +117,7 @@ class Ladder:
     def best_as_asked(self) -> Rung | None:
         """Return the fastest rung that fits and trains the same, in the same numbers, on the same
         devices; None if none does."""
-        return next(
-            (rung for rung in self.rungs if rung.fits and SAME.issuperset(rung.changes)), None
-        )
+        return next((rung for rung in self.rungs if rung.fits and rung.is_as_asked), None)
 
     def __str__(self) -> str:
         what = [self.dtype or "", self.optimizer or "no optimizer"]
