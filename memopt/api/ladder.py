@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.cluster import on_mesh, tokens_of
+from memopt.api.moved_rungs import moved_plan
 from memopt.api.refusal import unit_meant
 from memopt.api.sharding import shard
 from memopt.api.solving import planned_device, reporting_on, solve
@@ -22,8 +23,18 @@ from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.report.ladder import CHUNKED, OFFLOAD, RECOMPUTE, Ladder, Rung, memory_parts
+from memopt.report.ladder import (
+    CHUNKED,
+    FROZEN,
+    MOVED,
+    OFFLOAD,
+    RECOMPUTE,
+    Ladder,
+    Rung,
+    memory_parts,
+)
 from memopt.stages import profiled_for
+from memopt.step.more_blocks import UnequalBlocksError
 from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
 
@@ -259,11 +270,9 @@ class _LadderMaker:
         yield _unfit(way, "", peak)
         if way.chunked and peak > _SAVES * self._peaks.get(replace(way, said=(), chunked=False), 0):
             return
-        held = graph.resident_bytes
-        if held >= budget:
-            return
-        view, fitted = chain_view(graph), False
-        for strategy in ("rotor", "dynprog"):
+        view, fitted = None, False
+        for strategy in ("rotor", "dynprog") if graph.resident_bytes < budget else ():
+            view = view or chain_view(graph)
             if strategy == "dynprog" and not (
                 self._asked.device.is_linked and (offload or not fitted)
             ):
@@ -277,6 +286,24 @@ class _LadderMaker:
             else:
                 fitted = True
                 yield self._rung(way, step, plan, strategy)
+        if not fitted and not way.chunked:
+            yield from self._moved(way, step)
+
+    def _moved(self, way: _Way, step: VariantStep) -> Iterator[Rung]:
+        """Yield the rung with parameters and state on the host, where no other plan of it fits."""
+        device, what = self._asked.device, FROZEN if way.variant.rank else MOVED
+        if not device.is_linked or way.variant.quantized or way.variant.ranks > 1:
+            return
+        try:
+            graph = self._variants.movable(way.variant, way.optimizer)
+            found = moved_plan(graph, self._asked.budget_bytes, device)
+        except (ValueError, MemoptError, UnequalBlocksError):
+            return  # blocks that cannot be told apart with their updates, or not a chain
+        if isinstance(found, PlanRecord):
+            time_s = None if way.variant.rank else found.step_time_s
+            yield self._rung(way, step, found, "rotor", what, time_s)
+        else:
+            yield _unfit(way, what, found)
 
     def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
         return solve(
@@ -287,15 +314,23 @@ class _LadderMaker:
             view=view,
         )
 
-    def _rung(self, way: _Way, step: VariantStep, plan: PlanRecord, strategy: str) -> Rung:
+    def _rung(
+        self,
+        way: _Way,
+        step: VariantStep,
+        plan: PlanRecord,
+        strategy: str,
+        how: str | None = None,
+        whole_s: float | None = None,
+    ) -> Rung:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
         # The update reads and writes state and parameters, and reads gradients.
         moved = 2 * figures.state.bytes_total + 3 * figures.trained_bytes
         update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
-        time_s = plan.step_time_s + update_s
+        time_s = plan.step_time_s + update_s if whole_s is None else whole_s
         samples = tokens_of(self._inputs) or _examples(self._inputs)
         return Rung(
-            changes=_said(way, _WAYS[strategy]),
+            changes=_said(way, how or _WAYS[strategy]),
             fits=True,
             strategy=strategy,
             peak_bytes=plan.peak_bytes,

@@ -30,20 +30,14 @@ def in_four_bits(graph: Graph, element_bytes: int, device: Device) -> Graph:
         element_bytes: of one element of these weights.
         device: to price for.
     """
-    names = {tensor.name for tensor in graph.tensors}
     tensors, operators = list(graph.tensors), list[Operator]()
     sizes: dict[int, int] = {}
-    for index, tensor in enumerate(graph.tensors):
-        beside = tensor.name.removesuffix(_FROZEN) + _BESIDE
-        if (
-            tensor.kind is TensorKind.PARAMETER
-            and tensor.name.endswith(_FROZEN)
-            and beside in names
-        ):
-            packed = packed_bytes(tensor.size_bytes // element_bytes)
-            held = sum(map(device.allocated_bytes, packed))
-            sizes[index] = tensor.size_bytes
-            tensors[index] = replace(tensor, size_bytes=held, kind=TensorKind.BUFFER)
+    for index in frozen_weights(graph):
+        tensor = tensors[index]
+        packed = packed_bytes(tensor.size_bytes // element_bytes)
+        held = sum(map(device.allocated_bytes, packed))
+        sizes[index] = tensor.size_bytes
+        tensors[index] = replace(tensor, size_bytes=held, kind=TensorKind.BUFFER)
     for operator in graph.operators:
         made: dict[int, int] = {}
         for weight in dict.fromkeys(operator.reads):
@@ -67,6 +61,18 @@ def in_four_bits(graph: Graph, element_bytes: int, device: Device) -> Graph:
         reads = tuple(made.get(t, t) for t in operator.reads)
         operators.append(replace(operator, reads=reads) if made else operator)
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
+def frozen_weights(graph: Graph) -> tuple[int, ...]:
+    """Return the tensors of the weights that have an adapter."""
+    names = {tensor.name for tensor in graph.tensors}
+    return tuple(
+        index
+        for index, tensor in enumerate(graph.tensors)
+        if tensor.kind is TensorKind.PARAMETER
+        and tensor.name.endswith(_FROZEN)
+        and tensor.name.removesuffix(_FROZEN) + _BESIDE in names
+    )
 
 
 def packed_bytes(elements: int) -> tuple[int, int]:
