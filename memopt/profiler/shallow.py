@@ -16,8 +16,10 @@ from torch import nn
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.shards import local_part
 
-KEPT = 6
-"""Blocks that are captured: two to compare, their neighbours, and two whose edges differ."""
+KEPT = 4
+"""Blocks that are captured: two to compare, and their neighbours."""
+KEPT_OF_WHOLE = 6
+"""Of a whole step: updates have neighbours of their own."""
 _NUMBERS = ("idx", "id", "index", "number")
 
 
@@ -29,16 +31,18 @@ class BlockList:
         path: of the list, such as "model.layers".
         start: index of the first equal block.
         count: of the equal blocks.
+        kept: so many a shallow copy has.
     """
 
     path: str
     start: int
     count: int
+    kept: int = KEPT
 
     @property
     def more(self) -> int:
         """How many blocks a shallow copy lacks."""
-        return max(0, self.count - KEPT)
+        return max(0, self.count - self.kept)
 
 
 def block_lists(model: nn.Module) -> tuple[BlockList, ...]:
@@ -97,7 +101,7 @@ def _plain(module: nn.Module) -> Iterator[Hashable]:
 
 
 def meta_copy(model: nn.Module, lists: Iterable[BlockList] = ()) -> nn.Module:
-    """Return a copy of a model on meta, with at most `KEPT` equal blocks in each of these lists."""
+    """Return a copy of a model on meta, with at most `kept` equal blocks in each of these lists."""
     memo: dict[int, object] = {}
     for module in model.modules():
         for _, tensor in _tensors(module):

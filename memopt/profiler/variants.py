@@ -18,8 +18,17 @@ from memopt.kernels.attach import with_implementations
 from memopt.kernels.cross_entropy import attach as attach_chunks
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.profiler.adapters import adapted
-from memopt.profiler.shallow import BlockList, WholeFigures, block_lists, meta_copy, whole_figures
+from memopt.profiler.adapters import Adapted, adapted
+from memopt.profiler.four_bits import frozen_weights, in_four_bits
+from memopt.profiler.shallow import (
+    KEPT_OF_WHOLE,
+    BlockList,
+    WholeFigures,
+    block_lists,
+    meta_copy,
+    whole_figures,
+)
+from memopt.profiler.whole_steps import whole_step
 from memopt.programs.chosen import with_chosen
 from memopt.step.more_blocks import UnequalBlocksError, with_more_blocks
 from memopt.step.profiled import Profiled
@@ -56,6 +65,7 @@ class VariantStep:
         figures: of the parameters, without an optimizer.
         notes: for the user.
         copies: the model with few blocks, and the lists of its blocks, to count by.
+        movable: makes the whole step with an optimizer's name, its parameters and state movable.
     """
 
     graph: Graph
@@ -64,6 +74,7 @@ class VariantStep:
     notes: tuple[str, ...]
     copies: tuple[nn.Module, tuple[BlockList, ...]]
     device: Device
+    movable: Callable[[str | None], Graph]
 
     def with_optimizer(self, name: str | None) -> WholeFigures:
         """Count the parameters and the state of an optimizer."""
@@ -87,12 +98,33 @@ class Variants:
         self.lists = block_lists(model)
         self.step = lru_cache(maxsize=None)(self._step)
 
+    def movable(self, variant: StepVariant, optimizer: str | None) -> Graph:
+        """Return a variant's step whose parameters and state, or only frozen weights, may live on
+        the host.
+
+        Raises:
+            UnequalBlocksError: the updates of its blocks cannot be told apart.
+        """
+        step = self.step(variant)
+        if variant.rank:
+            frozen = frozen_weights(step.graph)
+            held = step.with_optimizer(optimizer).state.bytes_total
+            held += step.graph.extra_resident_bytes
+            return replace(step.graph, movable=frozen, extra_resident_bytes=held)
+        try:
+            return step.movable(optimizer)
+        except UnequalBlocksError:
+            lists = tuple(replace(one, kept=KEPT_OF_WHOLE) for one in self.lists)
+            return self._made(variant, tuple(one for one in lists if one.more)).movable(optimizer)
+
     def _step(self, variant: StepVariant) -> VariantStep:
         """Return a variant's step.
 
         Raises:
             CaptureError, ValueError: it cannot be captured; see `memopt.plan`.
         """
+        if variant.quantized:
+            return self._in_four_bits(self.step(replace(variant, quantized=False)))
         shallow = tuple(one for one in self.lists if one.more)
         if shallow:
             try:
@@ -100,6 +132,12 @@ class Variants:
             except (UnequalBlocksError, CaptureError, IndexError):
                 pass  # the whole model says what is wrong, if anything is
         return self._made(variant, ())
+
+    def _in_four_bits(self, step: VariantStep) -> VariantStep:
+        frozen = next(m for m in step.copies[0].modules() if isinstance(m, Adapted)).base
+        size = next(frozen.parameters()).element_size()
+        chunked = step.chunked and in_four_bits(step.chunked, size, self._device)
+        return replace(step, graph=in_four_bits(step.graph, size, self._device), chunked=chunked)
 
     def _made(self, variant: StepVariant, lists: tuple[BlockList, ...]) -> VariantStep:
         model, inputs = meta_copy(self._model, lists), self._inputs
@@ -109,7 +147,7 @@ class Variants:
             inputs = pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), inputs)
         if variant.rank:
             paths = [one.path for one in self.lists]
-            model = adapted(model, variant.rank, inside=paths, quantized=variant.quantized)
+            model = adapted(model, variant.rank, inside=paths)
         with self._shard(model, variant.ranks) as built:
             profiled = self._price(built, inputs)
             family = (("cross-entropy", attach_chunks),)
@@ -117,9 +155,7 @@ class Variants:
             graphs = [profiled.graph]
             if any(x.implementations for x in chosen.graph.operators):
                 graphs.append(with_chosen(chosen.graph, _CHUNKED))
-            for one in lists:
-                kept = one.count - one.more
-                graphs = [with_more_blocks(graph, one.path, kept, one.more) for graph in graphs]
+            graphs = [_deepened(graph, lists) for graph in graphs]
             figures = _figures(built, lists, None, self._device)
             lacking = [_parameter_bytes(graph) for graph in graphs]
             few = _figures(built, (), None, self._device).parameter_bytes
@@ -133,7 +169,19 @@ class Variants:
             ]
         chunked = graphs[1] if len(graphs) > 1 else None
         copies = built, lists
-        return VariantStep(graphs[0], chunked, figures, profiled.notes, copies, self._device)
+        device, notes = self._device, profiled.notes
+
+        def movable(optimizer: str | None) -> Graph:
+            graph = _deepened(whole_step(profiled, optimizer, device), lists)
+            return replace(graph, extra_resident_bytes=graphs[0].extra_resident_bytes)
+
+        return VariantStep(graphs[0], chunked, figures, notes, copies, device, movable)
+
+
+def _deepened(graph: Graph, lists: tuple[BlockList, ...]) -> Graph:
+    for one in lists:
+        graph = with_more_blocks(graph, one.path, one.count - one.more, one.more)
+    return graph
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -71,7 +71,7 @@ def check(found: Ladder) -> None:
         assert rung.peak_bytes is not None
         assert rung.peak_bytes <= found.budget_bytes
         assert validate(rung.plan.graph, rung.plan.program, Budget(found.budget_bytes)) is None
-    rates = [rung.samples_per_s or 0.0 for rung in fitting]
+    rates = [rung.rate_of_one for rung in fitting]
     assert rates == sorted(rates, reverse=True)
     assert list(found.rungs[: len(fitting)]) == fitting
     assert [row["name"] for row in found.figures()["rungs"]] == [rung.name for rung in found.rungs]
