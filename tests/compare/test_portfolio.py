@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.report.searched import searched
 from memopt.solvers.running import Deadline
-from memopt.strategies import Auto, Joint
+from memopt.strategies import Auto, Joint, resolve
 from memopt.strategies.auto.portfolio import BESIDE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome
 from memopt.strategies.shared.worth import Payback, worth_s
+from tests.strategies.joint.chains import blocks
 
 LEAST_S, ROUND = 1.0, 1e-9
 LINK = Device(to_host_bytes_per_s=2.0)
@@ -213,6 +215,21 @@ def test_an_incumbent_leaves_no_more_time_than_a_faster_program_could_gain(clock
         assert search.deadline.left_s == pytest.approx(worth_s(0.01) - 0.5 if pays else 59.5)
         search.raise_bound(step_s)
         assert search.deadline.left_s == pytest.approx(0.0 if pays else 59.5)
+
+
+def test_joint_knows_whether_moving_beats_recomputing() -> None:
+    graph, fast = blocks(8), Device(to_host_bytes_per_s=1e9)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    search = JointIncumbent(graph, budget, fast, math.inf, Deadline())
+    assert not search.moving_wins
+    again = solve(graph, budget, resolve("sequential"), device=fast)
+    moved = solve(graph, budget, resolve("offload-graph"), device=fast)
+    for plan, wins in ((again, False), (moved, True), (again, True)):
+        assert plan.program is not None
+        search.offer(plan.program, "")
+        assert search.moving_wins == wins
+    assert search.recomputed_s == again.step_time_s
+    assert search.best_s == moved.step_time_s
 
 
 def test_joint_ends_within_its_gap() -> None:

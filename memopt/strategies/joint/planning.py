@@ -113,8 +113,9 @@ class JointPlanning(JointIncumbent):
                 for names in (MOVERS, CHAINS)
             )
             if not self.done:
-                # First, since what it learns about stages also serves the larger budgets.
-                self._start([member for member in chains if not self.near])
+                if not self.moving_wins:
+                    # First, since what it learns about stages also serves the larger budgets.
+                    self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
