@@ -115,6 +115,7 @@ def test_streams_hold_gathered_weights_and_gradients(monkeypatch: pytest.MonkeyP
 
 def test_the_exposure_is_fitted_and_the_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ROW, {**ROW, "name": "b", "source": "y"})
+    monkeypatch.setattr(steps, "FITTED", 4.0)
     times = dict.fromkeys(estimate.TIMES, 0.0) | {"exposed": 0.1}
     parts = {"parameters": 2.0**30}
     rows = [estimate.Row(n, (2**30, 2**30), (1.0, 0.9), parts, times) for n in ("a", "b")]
