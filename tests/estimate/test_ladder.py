@@ -111,7 +111,7 @@ def test_the_whole_ladder() -> None:
 
 @pytest.mark.parametrize(
     ("lora", "share", "name"),
-    [(4, 0.6, "moved frozen weights"), (0, 0.4, "moved parameters and state")],
+    [(4, 0.8, "moved frozen weights"), (0, 0.6, "moved parameters and state")],
 )
 def test_what_does_not_fit_even_without_activations_moves(
     lora: int, share: float, name: str
