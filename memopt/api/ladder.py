@@ -34,7 +34,6 @@ from memopt.report.ladder import (
     memory_parts,
 )
 from memopt.stages import profiled_for
-from memopt.step.more_blocks import UnequalBlocksError
 from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
 
@@ -297,8 +296,8 @@ class _LadderMaker:
         try:
             graph = self._variants.movable(way.variant, way.optimizer)
             found = moved_plan(graph, self._asked.budget_bytes, device)
-        except (ValueError, MemoptError, UnequalBlocksError):
-            return  # blocks that cannot be told apart with their updates, or not a chain
+        except (ValueError, MemoptError):
+            return  # not a chain
         if isinstance(found, PlanRecord):
             time_s = None if way.variant.rank else found.step_time_s
             yield self._rung(way, step, found, "rotor", what, time_s)

@@ -68,7 +68,8 @@ def fits(
         more = {} if solve is None else {"solved": {solve: answer}}
         say_json({**asked.header, **found.figures(), **more})
     elif not model.quiet:
-        say(f"batch {model.batch}, sequence {model.sequence}")
+        if asked.header:
+            say(", ".join(f"{what} {size}" for what, size in asked.header.items()))
         say(str(found))
         if solve is not None:
             best = "the fewest" if solve == "gpus" else "the largest"
@@ -86,7 +87,8 @@ class _Asked:
         step: StepOptions,
     ) -> None:
         self._model, self._budget, self._ranks, self._step = model, budget, ranks, step
-        self.header = {"batch": model.batch, "sequence": model.sequence}
+        sizes = model.model.startswith("hf:")  # a factory chooses its own
+        self.header = {"batch": model.batch, "sequence": model.sequence} if sizes else {}
 
     def _given(self, **sizes: int) -> tuple[NamedModel, dict[str, Any]]:
         """Return the model and the arguments of `ladder`, with other sizes."""

@@ -18,8 +18,6 @@ from memopt.step.shards import local_part
 
 KEPT = 4
 """Blocks that are captured: two to compare, and their neighbours."""
-KEPT_OF_WHOLE = 6
-"""Of a whole step: updates have neighbours of their own."""
 _NUMBERS = ("idx", "id", "index", "number")
 
 
@@ -31,18 +29,16 @@ class BlockList:
         path: of the list, such as "model.layers".
         start: index of the first equal block.
         count: of the equal blocks.
-        kept: so many a shallow copy has.
     """
 
     path: str
     start: int
     count: int
-    kept: int = KEPT
 
     @property
     def more(self) -> int:
         """How many blocks a shallow copy lacks."""
-        return max(0, self.count - self.kept)
+        return max(0, self.count - KEPT)
 
 
 def block_lists(model: nn.Module) -> tuple[BlockList, ...]:
@@ -101,7 +97,7 @@ def _plain(module: nn.Module) -> Iterator[Hashable]:
 
 
 def meta_copy(model: nn.Module, lists: Iterable[BlockList] = ()) -> nn.Module:
-    """Return a copy of a model on meta, with at most `kept` equal blocks in each of these lists."""
+    """Return a copy of a model on meta, with at most `KEPT` equal blocks in each of these lists."""
     memo: dict[int, object] = {}
     for module in model.modules():
         for _, tensor in _tensors(module):

@@ -21,7 +21,6 @@ from memopt.models.graph import Graph, TensorKind
 from memopt.profiler.adapters import Adapted, adapted
 from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import (
-    KEPT_OF_WHOLE,
     BlockList,
     WholeFigures,
     block_lists,
@@ -65,7 +64,6 @@ class VariantStep:
         figures: of the parameters, without an optimizer.
         notes: for the user.
         copies: the model with few blocks, and the lists of its blocks, to count by.
-        movable: makes the whole step with an optimizer's name, its parameters and state movable.
     """
 
     graph: Graph
@@ -74,7 +72,6 @@ class VariantStep:
     notes: tuple[str, ...]
     copies: tuple[nn.Module, tuple[BlockList, ...]]
     device: Device
-    movable: Callable[[str | None], Graph]
 
     def with_optimizer(self, name: str | None) -> WholeFigures:
         """Count the parameters and the state of an optimizer."""
@@ -99,23 +96,15 @@ class Variants:
         self.step = lru_cache(maxsize=None)(self._step)
 
     def movable(self, variant: StepVariant, optimizer: str | None) -> Graph:
-        """Return a variant's step whose parameters and state, or only frozen weights, may live on
-        the host.
-
-        Raises:
-            UnequalBlocksError: the updates of its blocks cannot be told apart.
-        """
+        """Return a variant's whole step, whose parameters and state may live on the host; of one
+        with adapters the step up to its gradients, whose frozen weights may."""
         step = self.step(variant)
+        state = step.with_optimizer(optimizer).state.bytes_total
         if variant.rank:
-            frozen = frozen_weights(step.graph)
-            held = step.with_optimizer(optimizer).state.bytes_total
-            held += step.graph.extra_resident_bytes
-            return replace(step.graph, movable=frozen, extra_resident_bytes=held)
-        try:
-            return step.movable(optimizer)
-        except UnequalBlocksError:
-            lists = tuple(replace(one, kept=KEPT_OF_WHOLE) for one in self.lists)
-            return self._made(variant, tuple(one for one in lists if one.more)).movable(optimizer)
+            held = step.graph.extra_resident_bytes + state
+            movable = frozen_weights(step.graph)
+            return replace(step.graph, movable=movable, extra_resident_bytes=held)
+        return whole_step(step.graph, state, self._device)
 
     def _step(self, variant: StepVariant) -> VariantStep:
         """Return a variant's step.
@@ -155,7 +144,9 @@ class Variants:
             graphs = [profiled.graph]
             if any(x.implementations for x in chosen.graph.operators):
                 graphs.append(with_chosen(chosen.graph, _CHUNKED))
-            graphs = [_deepened(graph, lists) for graph in graphs]
+            for one in lists:
+                kept = one.count - one.more
+                graphs = [with_more_blocks(graph, one.path, kept, one.more) for graph in graphs]
             figures = _figures(built, lists, None, self._device)
             lacking = [_parameter_bytes(graph) for graph in graphs]
             few = _figures(built, (), None, self._device).parameter_bytes
@@ -169,19 +160,7 @@ class Variants:
             ]
         chunked = graphs[1] if len(graphs) > 1 else None
         copies = built, lists
-        device, notes = self._device, profiled.notes
-
-        def movable(optimizer: str | None) -> Graph:
-            graph = _deepened(whole_step(profiled, optimizer, device), lists)
-            return replace(graph, extra_resident_bytes=graphs[0].extra_resident_bytes)
-
-        return VariantStep(graphs[0], chunked, figures, notes, copies, device, movable)
-
-
-def _deepened(graph: Graph, lists: tuple[BlockList, ...]) -> Graph:
-    for one in lists:
-        graph = with_more_blocks(graph, one.path, one.count - one.more, one.more)
-    return graph
+        return VariantStep(graphs[0], chunked, figures, profiled.notes, copies, self._device)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

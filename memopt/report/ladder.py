@@ -147,7 +147,9 @@ class Ladder:
             "yes" if rung.fits else "no",
             or_dash(rung.needed_bytes, format_bytes),
             or_dash(rung.step_time_s, format_seconds),
-            or_dash(rung.samples_per_s, lambda rate: f"{rate:,.0f}"),
+            or_dash(
+                rung.samples_per_s, lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+            ),
             cost,
         )
 
