@@ -71,9 +71,9 @@ def install(
         segments = Segments(between, random, mover if isinstance(mover, StreamSwap) else None)
         halves = replace(halves, segments=segments)
     layout = None if interpreted else arena_layout(lowering, program, device)
-    arenas = order = None
-    if layout is not None:
-        arenas = (CheckedArenas if checked else Arenas)(layout, family)
+    order = None
+    kind = CheckedArenas if checked else Arenas
+    arenas = None if layout is None else kind(layout, family)
     if interpreted:
         forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
@@ -96,12 +96,7 @@ def install(
     return Installed(
         forward=random.settling(forward),
         backward=random.settling(backward),
-        watched=tuple(
-            i
-            for i in sorted(halves.backward_primals)
-            if i not in captured.mutated
-            and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
-        ),
+        watched=_watched(halves),
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
         watched_outputs=halves.outputs_read_later,
@@ -110,6 +105,17 @@ def install(
         partial=partial,
         segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
+    )
+
+
+def _watched(halves: Halves) -> tuple[int, ...]:
+    """Return the primals that the backward reads and that nothing may change before."""
+    captured = halves.captured
+    return tuple(
+        i
+        for i in sorted(halves.backward_primals)
+        if i not in captured.mutated
+        and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
     )
 
 

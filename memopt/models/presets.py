@@ -334,22 +334,8 @@ CPU_CORE = Device(
     source="one core of a server CPU, orders of magnitude only; memopt.measure_device() calibrates",
 )
 
-PRESETS: tuple[Device, ...] = (
-    V100_PCIE,
-    P100,
-    A100,
-    H100,
-    H100_PCIE_4,
-    H200,
-    GH200,
-    GB200,
-    A100_40,
-    B200,
-    MI300X,
-    *CARDS,
-    *APPLE,
-    CPU_CORE,
-)
+_GPUS = (V100_PCIE, P100, A100, H100, H100_PCIE_4, H200, GH200, GB200, A100_40, B200, MI300X)
+PRESETS: tuple[Device, ...] = (*_GPUS, *CARDS, *APPLE, CPU_CORE)
 """Every device that memopt knows by name."""
 
 ALIASES = {
