@@ -149,7 +149,11 @@ class Writer(ExpressionWriter):
         self.above = not runs_below_autograd(node.target)
         into = self.into_arena(op, node, outputs, reads)
         text = into or self.run_of(op, node, in_place)
-        indent, text = self.drawing(op, text)
+        indent = "    " if operator.random else ""
+        if self.halves.segments is not None and self.position in self.halves.segments.positions:
+            text, indent = self.between_graphs(op, text), ""
+        elif operator.random:
+            self.draw(op)
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
         self.lay_out(node, kept, implementation is None and in_place is None and into is None)
@@ -184,21 +188,15 @@ class Writer(ExpressionWriter):
             self.held.discard(in_place)
             self.free(in_place)
 
-    def drawing(self, op: int, text: str) -> tuple[str, str]:
-        """Write what an operator's random numbers need around its call; return the indentation of
-        the call, and the call."""
+    def draw(self, op: int) -> None:
+        """Emit what stands above the call of a random operator."""
         repeated = op in self.halves.repeated_random
-        if self.halves.segments is not None and self.position in self.halves.segments.positions:
-            return "", self.between_graphs(op, text)
         if repeated and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
-            return "    ", text
-        if not self.lowering.graph.operators[op].random:
-            return "", text
+            return
         self.emit("with random.lock:")
         if repeated:
             self.emit(f"    state_{op} = random.save()")
-        return "    ", text
 
     def between_graphs(self, op: int, text: str) -> str:
         """Return a call that runs between two captured graphs, if they are captured."""

@@ -66,14 +66,12 @@ def install(
     if homes is not None:
         homes.swap = mover
     random = RandomStates(device)
-    segments = None
-    if between is not None:
-        segments = Segments(between, random, mover if isinstance(mover, StreamSwap) else None)
-        halves = replace(halves, segments=segments)
+    segments = None if between is None else Segments(between, random, mover)
+    halves = replace(halves, segments=segments)
     layout = None if interpreted else arena_layout(lowering, program, device)
-    order = None
-    kind = CheckedArenas if checked else Arenas
-    arenas = None if layout is None else kind(layout, family)
+    arenas = order = None
+    if layout is not None:
+        arenas = (CheckedArenas if checked else Arenas)(layout, family)
     if interpreted:
         forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
@@ -109,7 +107,6 @@ def install(
 
 
 def _watched(halves: Halves) -> tuple[int, ...]:
-    """Return the primals that the backward reads and that nothing may change before."""
     captured = halves.captured
     return tuple(
         i
