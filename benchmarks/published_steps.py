@@ -28,6 +28,9 @@ CAUSES = {
     "megatron-9": "times: deterministic kernels",
     "megatron-89 megatron-90 megatron-91 megatron-92": "peaks: the fused loss is TorchScript, "
     "whose fusion differs between the two generations of GPUs",
+    "torchtitan-2024-1 torchtitan-2024-4": "peaks: as much lacks as one more float32 copy of the "
+    "logits; which is not found",
+    "raschka-8 raschka-10": "peaks: Inductor keeps what memopt's regions make again",
     "raschka-6": "times: scores are scaled and masked by kernels of their own",
     "deepspeed-8255-4": "times: the allocator frees and asks again near the GPU's capacity: three "
     "times the seconds of 2,048 tokens for half as many more",

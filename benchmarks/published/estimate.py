@@ -25,6 +25,7 @@ from benchmarks.cluster import GRAND_TETON_2025
 from benchmarks.cluster_llama import published_step
 from benchmarks.published import measurements, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
+from benchmarks.published.reserved import DTYPES, expandable, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -67,7 +68,6 @@ MEMORY_ONLY = {"A10G": replace(_A100, name="A10G")}
 """GPUs whose times nobody published: only peaks are estimated."""
 ALL_DEVICES = DEVICES | MEMORY_ONLY
 _MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNKNOWN = {
     "quantized": "weights in 4 bits", "offload": "offloaded tensors", "adapter": "other adapters",
     "ep": "experts", "uneven_stages": "stages of unlike depth", "cuda_graphs": "CUDA graphs",
@@ -162,7 +162,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
     row = row_of(name)
     shape, style, first = _shape_of(row), style_of(row), row.get("pp", 1) == 1
     sequence, sharded = row["sequence"] // row.get("cp", 1), row.get("sharding") == "parameters"
-    dtype, sizes = _DTYPES[row["parameters"]], Counter[str]()
+    dtype, sizes = DTYPES[row["parameters"]], Counter[str]()
 
     def build(mesh: Any = None) -> nn.Module:
         with torch.device("meta"):
@@ -241,7 +241,7 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
     reserved = 0
-    if _memory_of(row) == "peak_reserved_bytes":
+    if _memory_of(row) == "peak_reserved_bytes" and not expandable(row):
         reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
@@ -340,34 +340,15 @@ def estimated(_: Any, name: str) -> list[Row]:
         "library": at("library", own),
     }
     if _gradients_stay(row) and not sharded:
-        parts["gradients"] = trained * _DTYPES[row["gradients"]].itemsize
+        parts["gradients"] = trained * DTYPES[row["gradients"]].itemsize
     if _memory_of(row) == "peak_reserved_bytes":
         parts["fragments"] = at("fragments", kept)
     if _memory_of(row) == "peak_reserved_bytes" and sharded:
-        parts["streams"] = _streams_bytes(row, b["trained"] - a["trained"], a["trained"], low)
+        parts["streams"] = streams_bytes(row, b["trained"] - a["trained"], a["trained"], low)
     memory = float(row.get(_memory_of(row), 0)), sum(parts.values())
     times = {what: at(what, own) for what in TIMES}
     step = _time_of(row), _step_s(row, at("time", own), trained)
     return [Row(name, memory, step, parts, times)]
-
-
-def _streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: int) -> float:
-    """Return what FSDP2 holds beside a step's own tensors, by torch's _fsdp_collectives.py.
-
-    It gathers on one stream and reduces on another, whose cached blocks no other stream takes: the
-    tables' and two layers' gathered weights, and all gradients, which are gone when the next step's
-    activations are largest. Embedding and head are one group, whole from forward to backward.
-
-    Args:
-        row: a published row.
-        layer: one rank's parameters of a layer.
-        shallow, layers: its parameters of a model of so many layers.
-    """
-    ranks, depth = row.get("dp", 1), measurements().models[row["model"]]["layers"]
-    tables = shallow - layers * layer
-    gathered = 2 * ranks * (tables + 2 * layer)
-    reduced = _DTYPES[row["gradients"]].itemsize * (tables + depth * layer)
-    return gathered + ranks * tables + reduced
 
 
 def _in_flight(row: Mapping[str, Any], stages: int) -> int:
@@ -398,7 +379,7 @@ def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
     ranks = row.get("dp", 1) if row.get("sharding") != "parameters" else 1
     total = turns(row) * batch_s
     if ranks > 1:
-        size = int(trained * _DTYPES[row["gradients"]].itemsize)
+        size = int(trained * DTYPES[row["gradients"]].itemsize)
         sent = Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor)
         total += device.collective_time_s(sent)
     moved = trained * (2 * row["state_bytes"] + 8) / (ranks if row.get("sharding") else 1)

@@ -48,7 +48,7 @@ started with CUDA graphs"), a little more from Python."""
 _TRANSFER_LATENCY_S = 10e-6
 
 
-_PRODUCT_EXPOSURE = 4.0
+_PRODUCT_EXPOSURE = 3.5
 """Fitted to half of the sources in docs/results/published.md, where the other half shows the same.
 Assumed for what is not an A100 or H100."""
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
 from memopt.step.accelerator import Accelerator, Generator
+from memopt.step.backend import BACKENDS
 from tests.device import accelerator
 from tests.executor.fake_graphs import Call, CallRecorder, CaptureError
 
@@ -119,6 +121,13 @@ class Runtime(Accelerator):
         if _now:
             raise CaptureError("a capture looks at the generator's state")
         return super().generator(device)
+
+
+def record_streams(device: torch.device, patch: pytest.MonkeyPatch) -> None:
+    """Let memopt's streams and events on a kind of device be such that a capture records."""
+    row = replace(BACKENDS[device.type], register_host=None)  # torch pins, which a capture sees
+    vars(row)["runtime"] = Runtime(device.type)
+    patch.setitem(BACKENDS, device.type, row)
 
 
 class _Recorder(CallRecorder):

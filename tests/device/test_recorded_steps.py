@@ -21,9 +21,8 @@ from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP, between_graphs
 from memopt.executor.graph_segments import Segments
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
-from memopt.step.backend import BACKENDS
 from tests.device import accelerator
-from tests.device.recorded_graphs import RecordedGraphs, Runtime
+from tests.device.recorded_graphs import RecordedGraphs, record_streams
 from tests.executor.fake_graphs import CaptureError
 
 LINK = memopt.Device(name="link", to_host_bytes_per_s=1e9, from_host_bytes_per_s=1e9)
@@ -46,9 +45,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def recorded_streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(BACKENDS[device.type], register_host=None)  # torch pins, which a capture sees
-    vars(row)["runtime"] = Runtime(device.type)
-    monkeypatch.setitem(BACKENDS, device.type, row)
+    record_streams(device, monkeypatch)
 
 
 def planned(model: nn.Module, x: Tensor, **how: Any) -> memopt.Plan:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import published_steps as steps
-from benchmarks.published import Measurements, estimate, measurements
+from benchmarks.published import Measurements, estimate, measurements, reserved
 from benchmarks.published.decoder import Decoder, Style
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocabulary": 256}
@@ -47,7 +47,7 @@ def test_decoders_train(name: str) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
     source = {"title": "t", "url": "https://x", "date": "2026-01-01", "licence": "MIT"}
     found = Measurements({"megatron": source, "y": source}, {"m": SHAPE}, rows)
-    for module in (estimate, steps):
+    for module in (estimate, reserved, steps):
         monkeypatch.setattr(module, "measurements", lambda: found)
     for kept in (estimate._by_name, estimate._captured):
         kept.cache_clear()
@@ -109,12 +109,13 @@ def test_streams_hold_gathered_weights_and_gradients(monkeypatch: pytest.MonkeyP
     # 4 layers of 10 on each of 2 ranks, tables of 6: gathered in bfloat16, gradients in float32.
     gathered, tables, gradients = 2 * 2 * (6 + 2 * 10), 2 * 6, 4 * (6 + 4 * 10)
     row = {**ROW, "sharding": "parameters"}
-    assert estimate._streams_bytes(row, 10, 36, 3) == gathered + tables + gradients
+    assert reserved.streams_bytes(row, 10, 36, 3) == gathered + tables + gradients
     use(monkeypatch)
 
 
 def test_the_exposure_is_fitted_and_the_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ROW, {**ROW, "name": "b", "source": "y"})
+    monkeypatch.setattr(steps, "FITTED", 4.0)
     times = dict.fromkeys(estimate.TIMES, 0.0) | {"exposed": 0.1}
     parts = {"parameters": 2.0**30}
     rows = [estimate.Row(n, (2**30, 2**30), (1.0, 0.9), parts, times) for n in ("a", "b")]

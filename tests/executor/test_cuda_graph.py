@@ -191,15 +191,14 @@ def test_what_a_capture_holds_beyond_the_plan() -> None:
     assert why_not(lowering, plan.program, torch.device("cuda"), needed + 1000, 1000) is None
 
 
-@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
-def test_on_a_gpu() -> None:
-    """The same steps, captured and not, on the device."""
+def check_on(device: torch.device, cuda_graph: Any) -> None:
+    """The same steps, captured and not, on a device."""
     torch.manual_seed(0)
-    model, twin = Net().cuda(), Net().cuda()
+    model, twin = Net().to(device), Net().to(device)
     twin.load_state_dict(model.state_dict())
-    x = torch.randn(8, 12, device="cuda")
+    x = torch.randn(8, 12).to(device)
     how = {"strategy": "rotor", "place": True, "progress": False, "cache": False}
-    module = memopt.plan(model, x, **how).apply(model, cuda_graph=True)
+    module = apply_plan(memopt.plan(model, x, **how), model, cuda_graph=cuda_graph)
     plain = memopt.plan(twin, x, **how).apply(twin)
     for _ in range(WARM_UP + 3):
         x = torch.randn_like(x)
@@ -207,3 +206,8 @@ def test_on_a_gpu() -> None:
             one(x).square().sum().backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
+def test_on_a_gpu() -> None:
+    check_on(torch.device("cuda"), True)
