@@ -24,10 +24,11 @@ from memopt.programs.solution import Solution
 from memopt.report.searched import searched
 from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Joint, resolve
+from memopt.strategies.auto import strategy
 from memopt.strategies.auto.portfolio import BESIDE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
-from memopt.strategies.shared.members import MemberOutcome
+from memopt.strategies.shared.members import MemberOutcome, fitting
 from memopt.strategies.shared.worth import Payback, worth_s
 from tests.strategies.joint.chains import blocks
 
@@ -161,6 +162,21 @@ def test_in_a_short_time_the_leader_begins_without_a_plan_and_has_all_of_it(cloc
 def test_says_why_it_ended(clock: Clock, plan_s: float, ended: str) -> None:
     one = Curve(clock, "sequential", True, 0.0, 0.1, lambda _: plan_s)
     assert portfolio(clock, 5.0, [one]).ended == ended
+
+
+def test_what_members_share_is_made_within_the_limit(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chain of a large graph takes seconds."""
+
+    def slow(*given: Any) -> Any:
+        clock.now_s += 3.0
+        return fitting(*given)
+
+    monkeypatch.setattr(strategy, "fitting", slow)
+    found = Auto().solve(steps()[0], 1, device=LINK, time_limit_s=2.0)
+    assert found.stats["tried"] == ()
+    assert found.stats["solve_s"] == 3.0
 
 
 def test_once_there_is_a_plan_a_slow_member_does_not_keep_the_user_waiting(clock: Clock) -> None:
