@@ -20,8 +20,8 @@ from torch.nn import functional
 import memopt
 from benchmarks.steps import CPU, peak_of
 
-WIDTH, LAYERS, WORDS = 192, 8, 512
-SHARES = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05)
+WIDTH, LAYERS, WORDS = 192, 6, 512
+SHARES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 
 
 class Block(nn.Module):
