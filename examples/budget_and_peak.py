@@ -3,7 +3,7 @@
 `activation_memory_budget` is a share of what autograd would save. A step's peak has more in it, so
 that a smaller share may need more memory (pytorch 197838). memopt's budget is the step's peak.
 
-    python -m examples.budget_and_peak --out docs/results/budget_and_peak.png
+    python -m examples.budget_and_peak --out docs/gallery/budget-and-peak.png
 
 trains nothing: it measures one step per budget, on the CPU, and draws both.
 """
@@ -84,12 +84,13 @@ def planned_peak(ids: Tensor, budget: int) -> int | None:
     return peak_of(model, lambda: planned(ids).backward(), CPU)
 
 
-def main(out: Path | None, shares: tuple[float, ...] = SHARES) -> list[tuple[float, int, int]]:
-    """Print, draw and return (share or MiB, ...) rows: share, torch's peak, memopt's at it."""
+def main(out: Path | None, shares: tuple[float, ...] = SHARES) -> list[tuple[int, int]]:
+    """Print and draw measured peaks; return (memopt's budget, its peak) in bytes, for those shares
+    of the largest peak that a plan fits."""
     ids = torch.randint(WORDS, (8, 128), generator=torch.Generator().manual_seed(0))
     theirs = {share: compiled_peak(ids, share) for share in shares}
     most = max(theirs.values())
-    rows = []
+    rows: dict[float, tuple[int, int]] = {}
     print("share | torch.compile's peak MiB | memopt's budget MiB | memopt's peak MiB")
     for share in shares:
         # memopt's knob is bytes: the same share of the largest of these peaks.
@@ -98,16 +99,14 @@ def main(out: Path | None, shares: tuple[float, ...] = SHARES) -> list[tuple[flo
         shown = "none fits" if own is None else f"{own / 2**20:.1f}"
         print(f"{share:.2f} | {theirs[share] / 2**20:.1f} | {budget / 2**20:.1f} | {shown}")
         if own is not None:
-            rows.append((share, theirs[share], own))
+            rows[share] = budget, own
     if out is not None:
-        draw(out, theirs, rows, most)
-    return rows
+        draw(out, theirs, {share: own for share, (_, own) in rows.items()}, most)
+    return list(rows.values())
 
 
-def draw(
-    out: Path, theirs: dict[float, int], rows: list[tuple[float, int, int]], most: int
-) -> None:
-    """Draw measured peaks over budgets, both as shares of the largest peak."""
+def draw(out: Path, theirs: dict[float, int], own: dict[float, int], most: int) -> None:
+    """Draw measured peaks over budgets, as shares of the largest peak."""
     from memopt.report.style import new_figure
 
     figure, axes = new_figure()
@@ -119,8 +118,13 @@ def draw(
         marker="o",
         label="torch.compile, activation_memory_budget",
     )
-    own = sorted((share, peak / most) for share, _, peak in rows)
-    axes.plot(*zip(*own, strict=True), marker="s", label="memopt, budget of the peak")
+    points = sorted(own.items())
+    axes.plot(
+        [x for x, _ in points],
+        [peak / most for _, peak in points],
+        marker="s",
+        label="memopt, budget of the peak",
+    )
     axes.set(xlabel="budget", ylabel="measured peak", xlim=(0, 1.02), ylim=(0, 1.05))
     axes.legend()
     figure.savefig(out, dpi=110)
