@@ -1,7 +1,7 @@
 """Training under torch's engines on two processes: each engine with memopt.wrap beside itself.
 
 Every cell trains a small model for five steps of AdamW, with clipping and two micro-batches a step,
-twice: under the engine alone, and under the engine with planned calls at the smallest budget. Its
+twice: under the engine alone, and with planned calls at Rotor's smallest budget. Its
 verdict is whether losses, norms and this rank's parameters agree bit for bit on every rank, and how
 many calls ran under plans. Gloo processes of one thread each, on this machine.
 """
@@ -9,6 +9,7 @@ many calls ran under plans. Gloo processes of one thread each, on this machine.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,14 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,6 +49,8 @@ from benchmarks.table import joined, table
 from tests.distributed.gloo import in_one_thread
 
 VOCABULARY, WIDTH, TOKENS, STEPS, MICRO_BATCHES = 64, 32, 16, 5, 2
+STRATEGY = "rotor"
+"""Plans in a second, the same on every rank; the default searches for some ten."""
 Wrap = Callable[[Any], Any]
 
 
@@ -205,6 +216,55 @@ def _fsdp_tp(model: Any, ranks: int, wrap: Wrap) -> Any:
     return wrap(_blockwise(model, mesh["data"], lambda block: block))
 
 
+def _started(ranks: int) -> None:
+    """Tell launchers, by torchrun's variables, of the group that is there."""
+    told = dict.fromkeys(("RANK", "LOCAL_RANK"), torch.distributed.get_rank())
+    told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks) | {"MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
+
+
+def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
+    """Prepare by accelerate, which takes FSDP2 on accelerators alone: here it is told to."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    _started(ranks)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    if not fsdp:
+        return accelerator.prepare(wrap(model))
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    kind = accelerate.utils.DistributedType.FSDP
+    AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)
+    # It prepares a model for FSDP2 with its optimizer alone.
+    return wrap(accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0])
+
+
+def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
+    """Set up by Lightning's Fabric, whose strategies are the Trainer's."""
+    from tests.zoo import torchvision_shim  # noqa: F401 (before lightning)
+
+    import lightning  # isort: skip
+    from lightning.fabric.strategies import ModelParallelStrategy  # isort: skip
+
+    _started(ranks)
+    strategy: Any = "ddp"
+    if fsdp:
+        strategy = ModelParallelStrategy(
+            lambda inner, mesh: _blockwise(inner, mesh["data_parallel"], lambda one: one),
+            data_parallel_size=ranks,
+            tensor_parallel_size=1,
+        )
+    fabric = lightning.Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    fabric.launch()
+    return wrap(fabric.setup_module(model)) if fsdp else fabric.setup_module(wrap(model))
+
+
 ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "DDP": lambda m, _, wrap: DistributedDataParallel(wrap(m)),
     "replicate, then wrap": lambda m, _, wrap: wrap(replicate(m)),
@@ -219,6 +279,13 @@ ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "tensor parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n))),
     "tensor and sequence parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n), True)),
     "FSDP2 x tensor parallel": _fsdp_tp,
+    "FSDP2 by blocks, replicas": lambda m, n, wrap: wrap(
+        _blockwise(m, _square(n, "replicas", "shards"), lambda one: one)
+    ),
+    "accelerate, DDP": _accelerated,
+    "accelerate, FSDP2": lambda m, n, wrap: _accelerated(m, n, wrap, True),
+    "Lightning Fabric, DDP": _by_fabric,
+    "Lightning Fabric, FSDP2": lambda m, n, wrap: _by_fabric(m, n, wrap, True),
 }
 """Engine → (model, ranks, how to plan a module) → what a loop calls."""
 _ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "FSDP2 x tensor parallel")
@@ -242,22 +309,82 @@ def trained(model: Any, data: int) -> tuple[list[float], list[Tensor]]:
                 quiet = model.no_sync()
             with quiet:
                 tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
-                loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                loss = _loss(model(tokens), tokens)
                 loss.backward()
             found.append(loss.item())
         norms = [
             torch.linalg.vector_norm(one.grad) for one in model.parameters() if one.grad is not None
         ]
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
-        norm = torch.linalg.vector_norm(torch.stack(whole))
-        for one in model.parameters():
-            if one.grad is not None:
-                one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(norm.item())
+        found.append(_stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return found, [one.detach() for one in own]
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _stepped(optimizer: torch.optim.Optimizer, norm: Tensor) -> float:
+    """Clip gradients by this norm, update, and return it."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if one.grad is not None:
+                one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()
+
+
+def pipelined(
+    model: Decoder, ranks: int, wrap: Wrap, schedule: Any, own: tuple[int, ...], stages: int
+) -> tuple[list[float], list[Tensor]]:
+    """Train under a pipeline's schedule.
+
+    Args:
+        model: the whole.
+        ranks: how many.
+        wrap: plans a stage's module.
+        schedule: a class of torch's; of one stage a rank, or of several.
+        own: the stages of this rank.
+        stages: how many there are.
+
+    Returns:
+        The micro-batches' losses, on the last stage's rank, and norms; this rank's parameters.
+    """
+    layers = [model.embedding, *model.blocks, nn.Sequential(model.norm, model.head)]
+    size = len(layers) // stages
+    modules = {i: wrap(nn.Sequential(*layers[size * i :][:size])) for i in own}
+    made = [PipelineStage(modules[i], i, stages, torch.device("cpu")) for i in own]
+    several = issubclass(schedule, PipelineScheduleMulti)
+    running = schedule(made if several else made[0], 2 * MICRO_BATCHES, loss_fn=_loss)
+    parameters = [one for module in modules.values() for one in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, 1e-2, foreach=False)
+    torch.manual_seed(100)
+    found: list[float] = []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, VOCABULARY, (4 * MICRO_BATCHES, TOKENS))
+        losses: list[Tensor] = []
+        last = {"target": tokens, "losses": losses} if stages - 1 in own else {}
+        running.step(*([tokens] if 0 in own else []), **last)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        norm = torch.stack([one.square().sum() for one in gradients]).sum()
+        torch.distributed.all_reduce(norm)
+        found += [one.item() for one in losses] + [_stepped(optimizer, norm.sqrt())]
+    return found, [one.detach() for one in parameters]
+
+
+SCHEDULES: dict[str, tuple[Any, int, bool]] = {
+    "pipeline, 1F1B": (Schedule1F1B, 1, False),
+    "pipeline, interleaved 1F1B": (ScheduleInterleaved1F1B, 2, False),
+    "pipeline, zero bubble": (ScheduleInterleavedZeroBubble, 2, False),
+    "pipeline, ZBV": (ScheduleZBVZeroBubble, 2, True),
+}
+"""Schedule → (its class, stages of a rank, whether a rank's second stage is counted from the end).
+The model has four layers: on two ranks."""
+
+
+ALL = (*ENGINES, *SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -278,17 +405,25 @@ class Cell:
 
 def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
     """Train both ways on one rank."""
-    make, data = ENGINES[engine], 0 if engine in _ONE_BATCH else rank
     wrapped: list[Any] = []
 
     def wrap(module: Any) -> Any:
-        wrapped.append(memopt.wrap(module, "min", progress=False))
+        wrapped.append(memopt.wrap(module, "min", STRATEGY, progress=False))
         return module
+
+    def run(plan: Wrap) -> tuple[list[float], list[Tensor]]:
+        model = Decoder(SUBJECTS[name])
+        if engine in ENGINES:
+            data = 0 if engine in _ONE_BATCH else rank
+            return trained(ENGINES[engine](model, ranks, plan), data)
+        schedule, each, folded = SCHEDULES[engine]
+        stages = each * ranks
+        own = (rank, stages - 1 - rank if folded else rank + ranks)[:each]
+        return pipelined(model, ranks, plan, schedule, own, stages)
 
     made = Cell(name, engine)
     try:
-        before = trained(make(Decoder(SUBJECTS[name]), ranks, lambda module: module), data)
-        after = trained(make(Decoder(SUBJECTS[name]), ranks, wrap), data)
+        before, after = run(lambda module: module), run(wrap)
     except (memopt.errors.MemoptError, RuntimeError, ValueError) as error:
         return replace(made, failed=f"{type(error).__name__}: {error}".partition("\n")[0])
     counts = [memopt.running(one).calls for one in wrapped]
@@ -300,7 +435,9 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
 
 def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
     """Train a model under engines, one after the other, in a group that is there."""
-    left_out = _WITHOUT_EXPERTS if SUBJECTS[name].experts else ()
+    left_out: tuple[str, ...] = _WITHOUT_EXPERTS if SUBJECTS[name].experts else ()
+    if ranks != 2:
+        left_out += tuple(SCHEDULES)
     return [cell(rank, ranks, name, engine) for engine in engines if engine not in left_out]
 
 
@@ -309,7 +446,7 @@ def _rank(rank: int, ranks: int, folder: str, name: str) -> None:
     in_one_thread()
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks)
-    torch.save(cells(rank, ranks, name, list(ENGINES)), f"{folder}/{rank}.pt")
+    torch.save(cells(rank, ranks, name, list(ALL)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -333,7 +470,8 @@ def _blocks(rows: list[Cell], given: Any) -> str:
 
     lines = [
         " | ".join([engine, *(verdict(by_place.get((engine, name))) for name in names)])
-        for engine in ENGINES
+        for engine in ALL
+        if any((engine, name) in by_place for name in names)
     ]
     head = " | ".join(["engine", *(SUBJECTS[name].text for name in names)])
     return joined(f"{given.ranks} ranks.", table(head, lines))

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from memopt.models.mesh import Mesh
+from memopt.models.optimizer_names import update_bytes
 from memopt.plan_record import PlanRecord
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
+from memopt.reductions.stage_map import has_updates
 from memopt.report.texts import format_seconds
 
 
@@ -38,16 +40,19 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
 def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanRecord:
     """Add the figures of a step of all ranks to one rank's plan: in `stats`, and in a note.
 
-    Stats: "ranks"; "network_s" and "network_hidden" (the share that overlaps with compute); if a
-    rank's inputs hold token ids, "tokens_per_s" of all ranks and "tokens_per_s_per_rank".
+    Stats: "ranks"; "network_s" and "network_hidden" (the share that overlaps with compute);
+    "update_s", the optimizer's update of this rank's shards; if a rank's inputs hold token ids,
+    "tokens_per_s" of all ranks and "tokens_per_s_per_rank", with the update.
     """
     if mesh is None:
         return record
     used = network_use(replay(record.graph, record.program, record.device))
+    update_s = _update_s(record)
     stats: dict[str, object] = {
         "ranks": mesh.ranks,
         "network_s": used.time_s,
         "network_hidden": used.hidden,
+        "update_s": update_s,
     }
     note = (
         f"One of {mesh.ranks:,} ranks ({mesh}); its collectives take "
@@ -55,12 +60,26 @@ def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanReco
     )
     tokens = tokens_of(inputs)
     if tokens and record.step_time_s > 0:
-        total = tokens * mesh.batches / record.step_time_s
+        total = tokens * mesh.batches / (record.step_time_s + update_s)
         stats |= {"tokens_per_s": total, "tokens_per_s_per_rank": total / mesh.ranks}
         note += f"; {total:,.0f} tokens/s, {total / mesh.ranks:,.0f} per rank"
+        if update_s:
+            note += f", with {format_seconds(update_s)} for the optimizer's update"
     if record.device.network is None:
         note += f". The device {record.device.name!r} has no network: collectives count as free"
     return replace(record, stats={**record.stats, **stats}, notes=(note + ".", *record.notes))
+
+
+def _update_s(record: PlanRecord) -> float:
+    """Return the time of the optimizer's update, which is bound by memory; 0 if it is unknown, or
+    in the plan."""
+    state = None if record.profiled is None else record.profiled.optimizer
+    graph = record.graph
+    if state is None or state.name == "none" or has_updates(graph):
+        return 0.0
+    gradient_bytes = sum(graph.tensors[one].size_bytes for one in graph.gradients)
+    moved = update_bytes(state.name, gradient_bytes, state.bytes_total)
+    return moved / (record.device.memory_bytes_per_s * record.device.memory_fraction)
 
 
 def tokens_of(inputs: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from memopt.api.cluster import on_mesh
 from memopt.api.planning import solve
+from memopt.api.reserved import reserved_bytes, within_card
 from memopt.api.size_search import largest_size
 from memopt.api.solving import planned_device
 from memopt.errors import InfeasibleBudgetError
@@ -17,6 +18,7 @@ from memopt.models.device import Device
 from memopt.models.mesh import Mesh
 from memopt.models.options import Mode, Pricing, StepOptions
 from memopt.models.progress import Progress
+from memopt.plan_record import PlanRecord
 from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
 from memopt.report.progress import reporting
 from memopt.report.texts import aligned, format_seconds, or_dash
@@ -36,6 +38,8 @@ class Fit:
         strategy: its name.
         fits: whether a plan fits the budget.
         peak_bytes: the plan's peak; None without a plan.
+        reserved_bytes: what CUDA's allocator reserves for it, as simulated; None on other devices.
+            Where that is more than the device has, nothing fits.
         step_time_s: the plan's step time; None without a plan.
         overhead: extra time over running every operator once, as a share of that.
         smallest_budget_bytes: the least budget the strategy is known to meet; None: unknown.
@@ -53,6 +57,7 @@ class Fit:
     largest_batch: int | None = None
     proved: bool = False
     note: str = ""
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Fits:
         return min(fitting, key=lambda row: row.step_time_s or 0.0, default=None)
 
     def __str__(self) -> str:
-        head = ("strategy", "fits", "peak", "step time", "overhead", "smallest budget")
+        head = ("strategy", "fits", "peak", "reserved", "step time", "overhead", "smallest budget")
         table: list[tuple[str, ...]] = [head if self.batch is None else (*head, "largest batch")]
         table += [self._cells(row) for row in self.rows]
         lines = [
@@ -98,6 +103,7 @@ class Fits:
             row.strategy,
             "yes" if row.fits else "no",
             or_dash(row.peak_bytes, format_bytes),
+            or_dash(row.reserved_bytes, format_bytes),
             or_dash(row.step_time_s, format_seconds),
             or_dash(row.overhead, lambda share: f"{share:+.1%}"),
             or_dash(row.smallest_budget_bytes, format_bytes),
@@ -206,6 +212,7 @@ class _BatchSearch:
         self._profiled, self._device, self._budget_bytes = profiled, device, budget_bytes
         self._max_batches = max_batches
         self._known: dict[int, Any] = {}
+        self._planned: dict[tuple[Strategy, int], tuple[PlanRecord | None, str]] = {}
 
     def at(self, batch: int) -> Any:
         """Return the profile at a batch size."""
@@ -225,18 +232,35 @@ class _BatchSearch:
             "largest_batch": largest,
             "proved": proved,
         }
-        try:
-            plan = self._plan(strategy, batch, self._budget_bytes)
-        except InfeasibleBudgetError:
-            return Fit(strategy.name, False, **common)  # type: ignore[arg-type]
+        plan, why_not = self._on_card(strategy, batch)
+        if plan is None:
+            return Fit(strategy.name, False, **common, note=why_not)  # type: ignore[arg-type]
         return Fit(
             strategy.name,
             True,
             peak_bytes=plan.peak_bytes,
             step_time_s=plan.step_time_s,
             overhead=plan.overhead,
+            reserved_bytes=reserved_bytes(plan) or None,
             **common,  # type: ignore[arg-type]
         )
+
+    def _on_card(self, strategy: Strategy, batch: int) -> tuple[PlanRecord | None, str]:
+        """Return the plan within the budget for which the allocator reserves no more than the
+        device has; or None, and why there is none although the budget is large enough."""
+        asked = (strategy, batch)
+        if asked not in self._planned:
+            solve_for = partial(self._plan, strategy, batch)
+            card_bytes, why_not, plan = self._device.capacity_bytes, "", None
+            try:
+                plan = solve_for(self._budget_bytes)
+                why_not = _more_reserved(plan, card_bytes)
+                if why_not:
+                    plan = within_card(solve_for, self._budget_bytes, card_bytes)
+            except InfeasibleBudgetError:
+                plan = None
+            self._planned[asked] = plan, "" if plan is not None else why_not
+        return self._planned[asked]
 
     def _plan(self, strategy: Strategy, batch: int, budget: int | str) -> Any:
         found = self.at(batch)
@@ -259,5 +283,26 @@ class _BatchSearch:
         def may_try(batch: int) -> bool:
             return batch in self._known or len(self._known) < self._max_batches
 
-        needed = partial(self._smallest, strategy)
-        return largest_size(needed, first, self._budget_bytes, may_try, {first: smallest})
+        known = {first: smallest}
+
+        def needed(batch: int) -> int:
+            return known.setdefault(batch, self._smallest(strategy, batch))
+
+        while True:
+            found = largest_size(needed, first, self._budget_bytes, may_try, known)
+            if found[0] is None or self._on_card(strategy, found[0])[0] is not None:
+                return found
+            # The allocator would reserve more than there is.
+            known[found[0]] = self._budget_bytes + 1
+
+
+def _more_reserved(plan: PlanRecord, card_bytes: int | None) -> str:
+    """Say that the allocator reserves more for a plan than the device has; "": it does not."""
+    reserved = reserved_bytes(plan)
+    if card_bytes is None or reserved <= card_bytes:
+        return ""
+    return (
+        f"its plan's {format_bytes(plan.peak_bytes)} would fit, but CUDA's allocator reserves "
+        f"{format_bytes(reserved)} for them, and no other plan was found for which it reserves at "
+        f"most {format_bytes(card_bytes)}"
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.api.plan import Plan
+from memopt.api.ranks import find_ranks
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
 from memopt.models.budget import WrittenBudget, split_reserved
@@ -25,19 +26,31 @@ class PartPlans:
 
     Attributes:
         request: what is asked for of the whole.
+        members: the ranks that run the whole, ascending; none: this process alone.
     """
 
     request: PlanRequest
+    members: tuple[int, ...] = ()
 
     def first(self, model: nn.Module, call: Call, holding: bool) -> PlanRecord:
-        """Capture and profile a part; return the plan that keeps everything."""
+        """Capture and profile a part; return the plan that keeps everything. A part that
+        communicates has one plan on all ranks of the whole, which run in step."""
+        from memopt.step.ranks import members_of, note_members
+        from memopt.torch_private.engine_hooks import as_in_forward
+
+        with as_in_forward(model):
+            searched = find_ranks(model, call, self.request.pricing.mode)
+            if members_of(model):
+                note_members(model, tuple(sorted({*members_of(model), *self.members})))
         request = replace(
             self.request,
             strategy="store-all",
             limits=PlanLimits(),
             step=StepOptions(accumulate=holding, whole_step=False),
         )
-        return Plan.of(make_plan(model, call, request))
+        made = Plan.of(make_plan(model, call, request))
+        del searched  # held until here, to be used again
+        return made
 
     def solved(self, first: PlanRecord, budget: WrittenBudget) -> PlanRecord:
         """Plan a profiled part within a budget of its own."""
@@ -68,7 +81,7 @@ def planned_in_parts(
     from memopt.capture.remedies import inside_fabric
     from memopt.executor.parts import InParts
     from memopt.step.optimizer_state import optimizer_state
-    from memopt.step.ranks import ranks_of
+    from memopt.step.ranks import members_of, ranks_of
     from memopt.torch_private.engine_hooks import sharded_parts
 
     inner = inside_fabric(model) or model
@@ -80,7 +93,7 @@ def planned_in_parts(
     if ranks_of(inner) is not None and not sharded_parts(inner):
         raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
     optimizer_state(request.step.optimizer, inner.parameters())
-    solver = PartPlans(request)
+    solver = PartPlans(request, members_of(inner))
     # The loss is the whole model's: it is metered.
     planner = replace(planner, loss_fn=None, targets=(), labelled=False)
     InParts(inner, planner, most_plans, on_mismatch, request.limits.budget, solver, names)

@@ -32,18 +32,31 @@ RAISED = 4
 
 
 def planned_within(
-    solve_for: Callable[[WrittenBudget], PlanRecord], budget: object, charges: Charges
+    solve_for: Callable[[WrittenBudget], PlanRecord],
+    budget: object,
+    charges: Charges,
+    card_bytes: int | None = None,
 ) -> PlanRecord:
     """Plan within a budget on allocated or reserved bytes, with room for the charges that are live
     during the forward alone; the graph holds the other charges.
+
+    Args:
+        solve_for: plans within so many allocated bytes.
+        budget: as the user wrote it.
+        charges: of the step.
+        card_bytes: what the device has, if that is the budget: the allocator must reserve no more;
+            None: the user named a budget, or there is none.
 
     Raises:
         InfeasibleBudgetError, ValueError: see `within_reserved`, `solve`.
     """
     size, of_reserved = split_reserved(budget)
     beside = Charges(forward_bytes=charges.forward_bytes, held_bytes=charges.held_bytes)
+    beside_bytes = beside.forward_bytes + beside.held_bytes
     if of_reserved:
-        return within_reserved(solve_for, size, beside.forward_bytes + beside.held_bytes)
+        return within_reserved(solve_for, size, beside_bytes)
+    if card_bytes is not None and not beside:
+        return within_card(solve_for, card_bytes, card_bytes)
     plan = solve_for(budget)  # type: ignore[arg-type]
     if plan.budget is None or not beside:
         return plan
@@ -56,6 +69,38 @@ def planned_within(
     limit = plan.budget
     _, best = _within(solve_for, limit, used, lambda _: _beside_forward(solve_for, limit, beside))
     return replace(best, budget=limit)
+
+
+def within_card(
+    solve_for: Callable[[int], PlanRecord],
+    budget_bytes: int,
+    card_bytes: int | None,
+) -> PlanRecord:
+    """Plan within a budget on allocated bytes, such that the allocator reserves no more than the
+    device has.
+
+    Args:
+        solve_for: plans within so many allocated bytes.
+        budget_bytes: on allocated bytes.
+        card_bytes: what the device has; None: unknown.
+
+    Raises:
+        InfeasibleBudgetError: no such plan was found.
+    """
+    plan = solve_for(budget_bytes)
+    if card_bytes is None or reserved_bytes(plan) <= card_bytes:
+        return plan
+
+    def capped(limit_bytes: int) -> PlanRecord:
+        return plan if limit_bytes >= budget_bytes else solve_for(limit_bytes)
+
+    return within_reserved(capped, card_bytes)
+
+
+def reserved_bytes(plan: PlanRecord) -> int:
+    """Return what CUDA's allocator would reserve for a plan's step; 0 on other devices."""
+    found = plan.reserved
+    return 0 if found is None else found.reserved_peak_bytes
 
 
 def within_reserved(

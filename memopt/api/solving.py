@@ -121,9 +121,9 @@ def _planned(
     step: Preparation, strategy: Strategy, host_budget_bytes: int | None, wanted: PlanRequest
 ) -> PlanRecord:
     """Plan a prepared step."""
-    profiled, budget = step.profiled, step.budget
+    profiled, budget, card_bytes = step.profiled, step.budget, None
     if budget is None and step.pricing.mode == "estimate":
-        budget = step.device.capacity_bytes
+        budget = card_bytes = step.device.capacity_bytes
     with _ending_at_ctrl_c(step.report) as stopping:
         stopped: list[str] = []
         report = noting_stops(stopping, stopped)
@@ -141,7 +141,7 @@ def _planned(
         )
 
         def make() -> PlanRecord:
-            within = partial(planned_within, solve_for, budget, step.charges)
+            within = partial(planned_within, solve_for, budget, step.charges, card_bytes)
             plan = planned_by_first(step.ranks, profiled, within)
             return replace(plan, notes=(*plan.notes, *stopped))
 

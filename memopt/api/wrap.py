@@ -115,6 +115,7 @@ def wrap(
     """
     from torch import nn
 
+    from memopt.capture.remedies import inside_fabric
     from memopt.torch_private.engine_hooks import sharded_parts
 
     if not isinstance(model, nn.Module):
@@ -130,7 +131,8 @@ def wrap(
         progress=progress,
     )
     planner = OwnCallsPlanner(request, loss_fn, targets, improve=improve and not (order or place))
-    parts = sharded_parts(model) or None if parts is None else parts
+    if parts is None:
+        parts = sharded_parts(inside_fabric(model) or model) or None
     in_parts = partial(planned_in_parts, request=request, parts=parts or ())
     (planned_by if parts is None else in_parts)(planner, model, on_mismatch, shapes, most_plans)
     return model

@@ -62,12 +62,13 @@ class Sharding:
         """How many ranks share one copy of the parameters."""
         return self.mesh.size(self.mesh.ndim - 1)
 
-    def reader(self, name: str, rows: int | None) -> Callable[[Any], Any]:
+    def reader(self, name: str, rows: int | None, dim: int = 0) -> Callable[[Any], Any]:
         """Return the reader of a parameter: whole while the model runs, else as registered.
 
         Args:
             name: of the parameter in its module.
             rows: its size along the first dimension; None: it has no dimensions and is replicated.
+            dim: the dimension along which it is sharded; beyond the first one evenly.
         """
         running, route = self.running, self._route()
 
@@ -78,7 +79,7 @@ class Sharding:
             local = parameter.to_local()
             if rows is None:
                 return _Replicated.apply(local, route)  # type: ignore[no-untyped-call]
-            return _Gathered.apply(local, rows, route)  # type: ignore[no-untyped-call]
+            return _Gathered.apply(local, rows, dim, route)  # type: ignore[no-untyped-call]
 
         return read
 
@@ -107,14 +108,14 @@ class _Route(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers all rows from the shards; its backward averages the gradient and scatters it."""
+    """Gathers the whole from the shards; its backward averages the gradient and scatters it."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: int, route: _Route) -> Tensor:
+    def forward(ctx: Any, local: Tensor, rows: int, dim: int, route: _Route) -> Tensor:
         ranks = route.ranks
-        ctx.route, ctx.dtype = route, local.dtype
+        ctx.route, ctx.dim, ctx.dtype = route, dim, local.dtype
         ctx.padded, ctx.own = -(-rows // ranks), local.shape[0]
-        ctx.uneven = rows % ranks != 0
+        ctx.uneven = dim == 0 and rows % ranks != 0
         shard = local if route.param_dtype is None else local.to(route.param_dtype)
         if ctx.uneven:
             # Ranks without missing rows pad, too, so that all run the same operators.
@@ -122,6 +123,8 @@ class _Gathered(torch.autograd.Function):
         if ranks == 1:
             return shard.clone()
         full: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(shard, ranks, route.group))
+        if dim:
+            return torch.cat(full.chunk(ranks), dim)
         return full.narrow(0, 0, rows) if ctx.uneven else full
 
     @staticmethod
@@ -132,12 +135,14 @@ class _Gathered(torch.autograd.Function):
         if ctx.uneven:
             gradient = _with_rows(gradient, ctx.padded * route.ranks)
         if route.ranks > 1:
+            if ctx.dim:
+                gradient = torch.cat(gradient.chunk(route.ranks, ctx.dim)).contiguous()
             scattered = _OPS.reduce_scatter_tensor(gradient, "avg", route.ranks, route.group)
             gradient = _OPS.wait_tensor(scattered)
         gradient = _averaged(gradient, route.replicas, route.replica_group)
         if ctx.uneven:
             gradient = gradient.narrow(0, 0, ctx.own)
-        return gradient.to(ctx.dtype), None, None
+        return gradient.to(ctx.dtype), None, None, None
 
 
 class _Replicated(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -27,21 +28,31 @@ def sharded(
     *,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     bucket_bytes: int,
 ) -> M:
     """Shard a model's parameters; see `memopt.shard`."""
     _check(model, mesh)
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes must be at least 0, got {bucket_bytes}")
+    sharding = Sharding(mesh, param_dtype, reduce_dtype)
+    dims = {
+        id(parameter): _dimension(name, parameter, sharding.ranks, shard_placement_fn)
+        for name, parameter in model.named_parameters()
+    }
     ranks = ranks_in(mesh)
     if ranks is not None:
         shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
-        ranks.check_same({"model": f"{type(model).__name__} {shapes}"}, "the model is sharded")
-    sharding = Sharding(mesh, param_dtype, reduce_dtype)
+        facts = {
+            "model": f"{type(model).__name__} {shapes}",
+            "sharded dimensions": str(list(dims.values())),
+            "arguments": f"{param_dtype=}, {reduce_dtype=}, {bucket_bytes=}",
+        }
+        ranks.check_same(facts, "the model is sharded")
     together = buckets(model, bucket_bytes, param_dtype)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        _shard_module(module, sharding, together, made)
+        _shard_module(module, sharding, dims, together, made)
     _mark_running(model, sharding)
     return model
 
@@ -86,8 +97,44 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
+def _dimension(
+    name: str,
+    parameter: nn.Parameter,
+    ranks: int,
+    placement_of: Callable[[nn.Parameter], Shard | None] | None,
+) -> int:
+    """Return the dimension along which a parameter is sharded: the user's; or the first, unless
+    that leaves a rank without rows and another one can be divided evenly (stacked experts).
+
+    Raises:
+        ValueError: the user's placement is of another kind, or not even.
+    """
+    sizes = parameter.shape
+    chosen = None if placement_of is None else placement_of(parameter)
+    if chosen is None:
+        rows = sizes[0] if sizes else ranks
+        even = [dim for dim, size in enumerate(sizes) if dim and size and size % ranks == 0]
+        return even[0] if even and -(-rows // ranks) * (ranks - 1) >= rows > 0 else 0
+    if not isinstance(chosen, Shard) or not -len(sizes) <= chosen.dim < len(sizes):
+        raise ValueError(
+            f"shard_placement_fn gives {name}, of {len(sizes)} dimension(s), {chosen!r}: return "
+            "torch.distributed.tensor.Shard(dim) of one of them, or None for memopt's choice"
+        )
+    dim: int = chosen.dim % len(sizes)
+    if dim and sizes[dim] % ranks:
+        raise ValueError(
+            f"shard_placement_fn shards {name} along dimension {dim} of size {sizes[dim]}, which "
+            f"{ranks} ranks do not divide evenly: only the first dimension may be uneven"
+        )
+    return dim
+
+
 def _shard_module(
-    module: nn.Module, sharding: Sharding, together: dict[int, int], made: dict[int, nn.Parameter]
+    module: nn.Module,
+    sharding: Sharding,
+    dims: dict[int, int],
+    together: dict[int, int],
+    made: dict[int, nn.Parameter],
 ) -> None:
     """Replace a module's own parameters by shards, and its class by one that gathers them."""
     own = {name: p for name, p in parameters_of(module).items() if p is not None}
@@ -96,18 +143,18 @@ def _shard_module(
     for name, parameter in own.items():
         if id(parameter) not in made:
             # By the old parameter's id: modules that share it find the same shard.
-            made[id(parameter)] = _sharded(parameter, sharding)
+            made[id(parameter)] = _sharded(parameter, sharding, dims[id(parameter)])
         parameters_of(module)[name] = made[id(parameter)]
         rows = parameter.shape[0] if parameter.dim() else None
-        readers[name] = property(sharding.reader(name, rows))
+        readers[name] = property(sharding.reader(name, rows, dims[id(parameter)]))
     if own:
         kind = type(module)
         module.__class__ = type(f"Sharded{kind.__name__}", (kind,), readers)
 
 
-def _sharded(parameter: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+def _sharded(parameter: nn.Parameter, sharding: Sharding, dim: int) -> nn.Parameter:
     mesh = sharding.mesh
-    placement = Shard(0) if parameter.dim() else Replicate()
+    placement = Shard(dim) if parameter.dim() else Replicate()
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
     source = None if parameter.is_meta else 0
     value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)

@@ -3,6 +3,7 @@ them ends the step on all."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from memopt.errors import ExecutionError, RankError
 from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
+from memopt.models.graph import Graph
 from memopt.models.reader import digest
+from memopt.models.same_graph import graph_difference
 from memopt.programs.serialize import dumps, fingerprint
 from memopt.step.ranks import Ranks, is_of_group, lost
 
@@ -31,11 +34,23 @@ class InStep:
     failed: str = ""
 
     def check_plan(self, plan: PlanRecord) -> None:
-        """Raise RankError on every rank unless all are to run the same program."""
+        """Raise RankError on every rank, which says what differs, unless all are to run the same
+        program."""
         structure = replace(plan.graph, extra_resident_bytes=0, boundary_bytes=0)
+        doing = "a plan is applied"
         same = digest([fingerprint(structure), dumps(plan.program).decode()])
-        text = f"{same[:12]} (peak {plan.peak_bytes} bytes)"
-        self.ranks.check_same({"plan": text}, "a plan is applied")
+        if len(set(self.ranks.exchanged(same, doing))) == 1:
+            return
+        instructions = [str(one) for one in plan.program.instructions]
+        everyone = self.ranks.exchanged((structure, instructions, plan.peak_bytes), doing)
+        first, members = everyone[0], self.ranks.members
+        for rank, other in zip(members, everyone, strict=True):
+            found = _difference(first, other, f"rank {members[0]}", f"rank {rank}")
+            if found:
+                raise RankError(
+                    f"the ranks do not have the same plan: {found}. Apply, on every rank, what "
+                    "memopt.plan or memopt.wrap returned there for the same call, or one plan file"
+                )
 
     def installed(self, program: Installed) -> Installed:
         """Wrap the program, so that its halves fail on all ranks if they fail on one."""
@@ -76,3 +91,23 @@ class InStep:
                 raise RankError(f"{reported}. The step is over on every rank") from error
 
         return runs
+
+
+_Shown = tuple[Graph, list[str], int]
+"""A plan's graph, its instructions as text, and its peak in bytes."""
+
+
+def _difference(one: _Shown, other: _Shown, here: str, there: str) -> str:
+    """Return the first difference between the plans of two ranks, for people; "": there is none."""
+    graph = graph_difference(one[0], other[0]) or graph_difference(other[0], one[0])
+    if graph is not None:
+        return f"{here} and {there} plan different graphs: {graph}"
+    if (one[1], one[2]) == (other[1], other[2]):
+        return ""
+    pairs = enumerate(itertools.zip_longest(one[1], other[1], fillvalue="nothing more"))
+    differ = next(((i, a, b) for i, (a, b) in pairs if a != b), None)
+    peaks = f"{here} has a peak of {one[2]} bytes, {there} of {other[2]}"
+    if differ is None:
+        return f"{peaks}, with tensors at other addresses"
+    number, mine, yours = differ
+    return f"{peaks}; at instruction {number} {here} has {mine}, {there} {yours}"

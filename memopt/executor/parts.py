@@ -20,11 +20,12 @@ from torch import nn
 
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
+from memopt.executor.measured_parts import PlannedPart
 from memopt.executor.module import waiting_calls, when_arrived
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
-from memopt.executor.shared_budget import PartSolver, PlannedPart, SharedBudget
+from memopt.executor.shared_budget import PartSolver, SharedBudget
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.charges import NO_CHARGES, Charges

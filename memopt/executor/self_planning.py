@@ -39,7 +39,7 @@ from memopt.step.ranks import ranks_of
 from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
-from memopt.torch_private.engine_hooks import engine_off, with_engine_around
+from memopt.torch_private.engine_hooks import engine_off, has_engine, with_engine_around
 from memopt.torch_private.modules import (
     COMPILED_CALL,
     FORWARD_PRE_HOOKS,
@@ -135,10 +135,9 @@ class SelfPlanning:
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
-        # First, so that Dynamo stops before the other hooks.
-        self._hook = model.register_forward_pre_hook(_opaque, prepend=True)
-        shown = (("memopt", self), ("calls", self.calls), ("plans", self.plans))
-        self._shown = {name: value for name, value in shown if not uses(model, name)}
+        self._hook = model.register_forward_pre_hook(_opaque, prepend=True)  # before the others
+        shown = {"memopt": self, "calls": self.calls, "plans": self.plans}
+        self._shown = {name: one for name, one in shown.items() if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
 
@@ -213,6 +212,7 @@ class SelfPlanning:
             with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return self.calls.evaluated(plain_call(model, *args, **kwargs))
+        self.around.has_engine = has_engine(model)
         return with_engine_around(model, self._training_call, args, kwargs)
 
     def _training_call(self, *args: Any, **kwargs: Any) -> Any:

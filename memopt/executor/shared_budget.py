@@ -11,29 +11,26 @@ every section is within the budget. What is left of it lets single parts keep ev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from memopt.executor.equal_share import equal_share, filled
+from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, StepSection
 from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.pricing.memory import LossMeter
 from memopt.pricing.step_meter import StepMeter
-from memopt.programs.charged import backward_bytes, forward_bytes, held_bytes
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
+from memopt.step.ranks import Ranks, ranks_of
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
-
-T = TypeVar("T")
-P = TypeVar("P", bound="PlanRecord")
-_SHARES = 16
 
 
 class PartSolver(Protocol):
@@ -47,139 +44,8 @@ class PartSolver(Protocol):
         """
 
     def solved(self, first: PlanRecord, budget: WrittenBudget) -> PlanRecord:
-        """Return another plan of the same kind of call, within a budget of its own."""
-
-
-def equal_share(
-    together: Iterable[T],
-    budget_bytes: int | None,
-    floors: Mapping[T, P],
-    stored: Mapping[T, P],
-    solved: Callable[[T, int], P],
-    needed: Callable[[Mapping[T, P]], int],
-) -> Mapping[T, P] | None:
-    """Plan each of several graphs that run in one step the same share of the way from its smallest
-    peak to its store-all's: the largest, to a sixteenth, with which the step is within the budget.
-
-    Args:
-        together: the graphs.
-        budget_bytes: of the step; None: the smallest that can be.
-        floors, stored: each graph's plan of the smallest peak, and its store-all plan.
-        solved: plans one within a budget of its own.
-        needed: returns the bytes of the step under these plans.
-
-    Returns:
-        The plans; None: even the smallest exceed the budget.
-    """
-    if budget_bytes is None:
-        return floors
-    if budget_bytes >= needed(stored):
-        return stored
-    if budget_bytes < needed(floors):
-        return None
-    best, low, high = floors, 0, _SHARES
-    while high - low > 1:
-        middle = (low + high) // 2
-        made = {one: solved(one, _between(floors[one], stored[one], middle)) for one in together}
-        fits = needed(made) <= budget_bytes
-        best = made if fits else best
-        low, high = (middle, high) if fits else (low, middle)
-    return best
-
-
-def _filled(
-    plans: Mapping[T, PlanRecord],
-    stored: Mapping[T, PlanRecord],
-    fits: Callable[[Mapping[T, PlanRecord]], bool],
-) -> Mapping[T, PlanRecord]:
-    """Let those graphs keep everything for which there is room, the slowest under its plan
-    first."""
-    slower = sorted(plans, key=lambda one: stored[one].step_time_s - plans[one].step_time_s)
-    for one in slower:
-        other = {**plans, one: stored[one]}
-        if plans[one] is not stored[one] and fits(other):
-            plans = other
-    return plans
-
-
-def _between(floor: PlanRecord, stored: PlanRecord, share: int) -> int:
-    return floor.peak_bytes + (stored.peak_bytes - floor.peak_bytes) * share // _SHARES
-
-
-@dataclass(frozen=True)
-class PartFigures:
-    """What a part's plan needs: bytes at the peaks of its forward and backward, and bytes that it
-    keeps in between. Compared with those of another plan of the part."""
-
-    plan: PlanRecord
-
-    @cached_property
-    def held(self) -> int:
-        """Bytes kept from the forward for the backward."""
-        return held_bytes(self.plan.graph, self.plan.program)
-
-    @cached_property
-    def forward(self) -> int:
-        """Peak of the forward, in bytes."""
-        return forward_bytes(self.plan.graph, self.plan.program)
-
-    @cached_property
-    def backward(self) -> int:
-        """Peak of the backward, in bytes."""
-        return backward_bytes(self.plan.graph, self.plan.program)
-
-
-@dataclass(eq=False)
-class PlannedPart:
-    """A part of a model, for one kind of its calls.
-
-    Attributes:
-        name: of the sub-module.
-        first, floor: its store-all plan, and its plan of the smallest peak.
-        waiting: returns how many of its calls await their backward.
-    """
-
-    name: str
-    first: PlanRecord
-    floor: PlanRecord
-    waiting: Callable[[], int]
-
-
-@dataclass(frozen=True)
-class _Section:
-    """A section of a step: the parts that wait for their backward meanwhile, how often, and the one
-    that runs (None: the user's code)."""
-
-    waiting: Mapping[PlannedPart, int]
-    running: PlannedPart | None = None
-    is_forward: bool = False
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """A measured step: its sections and their levels, above `base_bytes`, under `plans`."""
-
-    base_bytes: int
-    sections: Sequence[tuple[int, _Section]]
-    plans: Mapping[PlannedPart, PartFigures]
-
-    def needed_bytes(self, plans: Mapping[PlannedPart, PartFigures]) -> int:
-        """Return the peak of such a step under other plans."""
-        return self.base_bytes + max(level + self._more(x, plans) for level, x in self.sections)
-
-    def _more(self, section: _Section, plans: Mapping[PlannedPart, PartFigures]) -> int:
-        more = 0
-        for part, times in section.waiting.items():
-            if part in plans and part in self.plans:
-                more += times * (plans[part].held - self.plans[part].held)
-        one = section.running
-        if one is None or one not in plans or one not in self.plans:
-            return more
-        before, now = self.plans[one], plans[one]
-        if section.is_forward:
-            return more + now.forward - before.forward
-        # The section goes on after the part's backward, where a smaller peak of it frees nothing.
-        return more + max(0, now.backward - before.backward)
+        """Return another plan of the same kind of call, within a budget of its own, made by this
+        process alone."""
 
 
 @dataclass
@@ -194,21 +60,34 @@ class _Kind:
         changed: whether something was met that the plans do not know of.
         begun: whether one has run; the first makes plans, and is not metered.
         grown: whether the present one makes plans.
+        to_agree: whether the last one was to be metered, and ranks have not exchanged what they
+            found.
+        found: what this rank found, until then.
         budget_bytes: the budget; None: none, or the smallest.
     """
 
     plans: dict[PlannedPart, PlanRecord] = field(default_factory=dict)
-    measured: list[_Measured] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
     metered: int = 0
     beside_bytes: int = 0
     changed: bool = False
     begun: bool = False
     grown: bool = False
+    to_agree: bool = False
+    found: Measured | None = None
     budget_bytes: int | None = None
+
+    def count(self, one: Measured) -> None:
+        """Count a metered step."""
+        self.metered += 1
+        self.measured = [*self.measured[-3:], one]
 
 
 class SharedBudget:
     """Divides a budget among the parts of a model.
+
+    Parts that communicate need the same plans on all ranks: the largest figures of any rank count,
+    and the first rank plans.
 
     Args:
         model: the model.
@@ -226,12 +105,17 @@ class SharedBudget:
         self._parts: list[PlannedPart] = []
         self._figures: dict[int, PartFigures] = {}
         self._meter: StepMeter | None = None
-        self._sections: list[_Section] = []
+        self._sections: list[StepSection] = []
         self._told = False
+        self._ranks: Ranks | None = None
 
     def part(self, name: str, first: PlanRecord, waiting: Callable[[], int]) -> PlannedPart:
         """Add a part, whose first plan is the one of the smallest peak."""
-        made = PlannedPart(name, first, self.solver.solved(first, MINIMUM), waiting)
+        model = None if first.profiled is None else first.profiled.captured.model()
+        ranks = None if model is None else ranks_of(model)
+        self._ranks = ranks or self._ranks
+        floor = self.solver.solved(first, MINIMUM) if ranks is None else self._floor(ranks, first)
+        made = PlannedPart(name, first, floor, waiting)
         self._parts.append(made)
         if self._now is not None:
             self._now.grown = True
@@ -254,31 +138,73 @@ class SharedBudget:
         if any(self._waiting()):
             return
         self._stop()
-        kind = self._now = self._kinds.setdefault(key, _Kind())
+        last, kind = self._now, self._kinds.setdefault(key, _Kind())
+        self._now = kind
         charges = self._around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
+        if self._ranks is not None:
+            agreed_bytes = self._agreed(self._ranks, last, beside_bytes)
+            beside_bytes = kind.beside_bytes if agreed_bytes is None else agreed_bytes
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
         begun, kind.begun, kind.grown = kind.begun, True, False
         if begun and is_metered(kind.metered + 1):
+            kind.to_agree = True
             self._begin(kind, call)
+
+    def _floor(self, ranks: Ranks, first: PlanRecord) -> PlanRecord:
+        """Return the plan of the smallest peak that the first rank makes."""
+        (floor,) = _by_first(ranks, [first], lambda: [self.solver.solved(first, MINIMUM)])
+        return floor
+
+    def _agreed(self, ranks: Ranks, last: _Kind | None, beside_bytes: int) -> int | None:
+        """Take the largest figures of all ranks, if the last step was to be metered.
+
+        Args:
+            ranks: that run the parts together.
+            last: the last step's kind.
+            beside_bytes: what this rank's loop holds beside the step.
+
+        Returns:
+            The most that any rank holds beside the step; None: the step was not to be metered.
+        """
+        if last is None or not last.to_agree:
+            return None
+        found, last.found, last.to_agree = last.found, None, False
+        own = None if found is None else (found.base_bytes, [level for level, _ in found.sections])
+        everyone = ranks.exchanged((own, beside_bytes), "a budget is divided among parts")
+        figures = [figure for figure, _ in everyone if figure is not None]
+        alike = len({len(levels) for _, levels in figures}) == 1
+        if found is not None and alike and len(figures) == len(everyone):
+            levels = [max(several) for several in zip(*(x for _, x in figures), strict=True)]
+            sections = zip(levels, (section for _, section in found.sections), strict=True)
+            largest = replace(found, base_bytes=max(x for x, _ in figures))
+            self._count(last, replace(largest, sections=tuple(sections)))
+        return max(one for _, one in everyone)
+
+    def _count(self, kind: _Kind, one: Measured) -> None:
+        """Count a metered step, and note whether it asks for other plans."""
+        kind.count(one)
+        limit = kind.budget_bytes
+        over = limit is not None and self._needed(kind, kind.plans) > limit
+        kind.changed = kind.changed or over or not kind.plans
 
     @contextmanager
     def forward(self, part: PlannedPart) -> Iterator[None]:
         """Run the forward of a part inside."""
-        self._mark(_Section(self._waiting(), part, True))
+        self._mark(StepSection(self._waiting(), part, True))
         yield
-        self._mark(_Section(self._waiting()))
+        self._mark(StepSection(self._waiting()))
 
     def arrived(self, part: PlannedPart, _tangents: list[Any]) -> None:
         """Note that the backward of a part's call begins."""
         waiting = self._waiting()
         if part in waiting:
             waiting[part] -= 1
-        self._mark(_Section(waiting, part), backward=True)
+        self._mark(StepSection(waiting, part), backward=True)
 
-    def _mark(self, section: _Section, backward: bool = False) -> None:
+    def _mark(self, section: StepSection, backward: bool = False) -> None:
         if self._meter is not None and self._meter.mark(backward):
             self._sections.append(section)
 
@@ -295,17 +221,16 @@ class SharedBudget:
         held = [*self._model.parameters(), *self._model.buffers(), *call.tensors(), *gradients]
         base_bytes = in_blocks(bytes_of(held), block_bytes)
         plans = {part: self._of(self.plan_of(part)) for part in self._parts}
-        sections = self._sections = [_Section({})]
+        sections = self._sections = [StepSection({})]
 
         def found(levels: list[int]) -> None:
             if kind.grown or len(levels) != len(sections):
                 return  # planning has measured meanwhile
-            kind.metered += 1
-            made = _Measured(base_bytes, tuple(zip(levels, sections, strict=True)), plans)
-            kind.measured = [*kind.measured[-3:], made]
-            limit = kind.budget_bytes
-            over = limit is not None and self._needed(kind, kind.plans) > limit
-            kind.changed = kind.changed or over or not kind.plans
+            made = Measured(base_bytes, tuple(zip(levels, sections, strict=True)), plans)
+            if self._ranks is None:
+                self._count(kind, made)
+            else:
+                kind.found = made
 
         self._meter = StepMeter(device, found)
 
@@ -334,28 +259,73 @@ class SharedBudget:
         if self._written is None:
             kind.plans = stored
             return
-        most_bytes = self._needed(kind, stored)
+        most_bytes, least_bytes = self._needed(kind, stored), self._needed(kind, floors)
         least = self._written == MINIMUM
-        kind.budget_bytes = None if least else parse_budget(self._written, most_bytes)
-        budget_bytes = kind.budget_bytes
+        budget_bytes = None if least else parse_budget(self._written, most_bytes)
+        kind.budget_bytes, kind.plans = budget_bytes, floors
+        if budget_bytes is None:
+            return
+        if budget_bytes < least_bytes:
+            self._tell(budget_bytes, least_bytes)
+        elif self._ranks is None:
+            kind.plans = self._divided(kind, budget_bytes, floors, stored)
+        else:
+            firsts = list(stored.values())
+            divided = _by_first(
+                self._ranks,
+                firsts,
+                lambda: list(self._divided(kind, budget_bytes, floors, stored).values()),
+            )
+            kind.plans = dict(zip(together, divided, strict=True))
+
+    def _divided(
+        self,
+        kind: _Kind,
+        budget_bytes: int,
+        floors: dict[PlannedPart, PlanRecord],
+        stored: dict[PlannedPart, PlanRecord],
+    ) -> dict[PlannedPart, PlanRecord]:
+        """Return the parts' plans within a budget that their smallest ones keep."""
         made = equal_share(
-            together,
+            stored,
             budget_bytes,
             floors,
             stored,
             lambda part, budget: self.solver.solved(part.first, budget),
             lambda plans: self._needed(kind, plans),
         )
-        if made is not None and budget_bytes is not None:
-            made = _filled(made, stored, lambda plans: self._needed(kind, plans) <= budget_bytes)
-        kind.plans = dict(floors if made is None else made)
-        if made is None and not self._told:
-            self._told = True
-            least_bytes = self._needed(kind, floors)
-            warnings.warn(
-                f"steps of the model in parts exceed their budget of {kind.budget_bytes} bytes: "
-                f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "
-                f"lies between the parts is not planned: give at least budget={least_bytes}. The "
-                "smallest plans run instead",
-                stacklevel=2,
-            )
+        made = filled(made or floors, stored, lambda x: self._needed(kind, x) <= budget_bytes)
+        return {part: made[part] for part in stored}
+
+    def _tell(self, budget_bytes: int, least_bytes: int) -> None:
+        """Warn, once, that even the parts' smallest plans exceed the budget."""
+        if self._told:
+            return
+        self._told = True
+        warnings.warn(
+            f"steps of the model in parts exceed their budget of {budget_bytes} bytes: "
+            f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "
+            f"lies between the parts is not planned: give at least budget={least_bytes}. The "
+            "smallest plans run instead",
+            stacklevel=2,
+        )
+
+
+def _by_first(
+    ranks: Ranks, firsts: Sequence[PlanRecord], make: Callable[[], list[PlanRecord]]
+) -> list[PlanRecord]:
+    """Return the plans that the first rank makes, one for each of these first plans.
+
+    Raises:
+        RankError: a rank is gone. An error that `make` raises is raised on every rank.
+    """
+
+    def portable() -> list[PlanRecord | None]:
+        kept = zip(firsts, make(), strict=True)
+        return [None if a is b else replace(b, profiled=None, record=None) for a, b in kept]
+
+    found = ranks.from_first(portable, "rank 0 plans parts")
+    return [
+        first if plan is None else replace(plan, profiled=first.profiled, record=first.record)
+        for first, plan in zip(firsts, found, strict=True)
+    ]

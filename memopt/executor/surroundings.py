@@ -27,6 +27,7 @@ from memopt.pricing.memory import LossMeter, MemoryUse
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
+from memopt.step.ranks import several_are_there
 from memopt.step.shards import local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around, reducing_later
@@ -134,6 +135,7 @@ class Surroundings:
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
         self._watched, self._bucket_bytes = _Watched(), 0
+        self.has_engine = False
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -191,7 +193,7 @@ class Surroundings:
         self._outputs = {at: x for at, x in _memory_of(tensors).items() if at not in given}
         if device is None or not any(tensor.requires_grad for tensor in tensors):
             return
-        if not LossMeter.possible(device):
+        if not LossMeter.possible(device) or not self._waits_for_all(device):
             return
         one = self._met.setdefault(kind, _Met())
         one.steps += 1
@@ -206,6 +208,14 @@ class Surroundings:
             if tensor.layout is torch.strided
         ]
         self._metered = _Metered(meter, self._outputs, before, ends)
+
+    def _waits_for_all(self, device: torch.device) -> bool:
+        """Return whether a profile of a CPU can be open until the backward is over. What ranks send
+        to one another by themselves (a pipeline's stages) may arrive later, when torch would write
+        to the memory of the profile that has ended. Engines wait for what they send."""
+        if not backend_of(device).on_host or not several_are_there():
+            return True
+        return self.has_engine or data_parallel_around() is not None
 
     def arrived(self, tangents: list[Any]) -> None:
         """Note that the backward of a planned call begins with the gradients of its outputs."""

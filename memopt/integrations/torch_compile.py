@@ -28,8 +28,8 @@ from torch import nn
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
+from memopt.executor.equal_share import equal_share
 from memopt.executor.module import waiting_calls
-from memopt.executor.shared_budget import equal_share
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget

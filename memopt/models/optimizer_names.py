@@ -27,3 +27,22 @@ def optimizer_name(name: str) -> str:
             "torch.optim instance"
         )
     return found
+
+
+_PASSES = {"sgd": 3, "sgd-momentum": 8, "adam": 18, "adamw": 20}
+"""How often torch's `foreach` update reads or writes tensors of the parameters' size. Of AdamW: 2
+for the parameter's mul_, 3 for lerp_, 5 for mul_ and addcmul_ of the second moment, 6 for its root,
+div and add, 4 for addcdiv_."""
+
+
+def update_bytes(name: str, gradient_bytes: int, state_bytes: int) -> int:
+    """Return the bytes that an optimizer's update reads and writes.
+
+    Args:
+        name: of `OPTIMIZERS`, or of a class of torch's. For others, and those whose state is of
+            another precision, one kernel reads and writes everything once.
+        gradient_bytes: of the trained parameters, or as much.
+        state_bytes: of the optimizer.
+    """
+    passes = _PASSES.get("sgd-momentum" if name == "SGD" and state_bytes else name.lower())
+    return passes * gradient_bytes if passes else 3 * gradient_bytes + 2 * state_bytes

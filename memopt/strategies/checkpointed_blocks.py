@@ -7,6 +7,7 @@ checkpointed blocks may be faster than theirs.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -40,29 +41,33 @@ def or_checkpointed(
     budget_bytes: int,
     device: Device | None,
 ) -> Solution:
-    """Return a strategy's solution, or the step with checkpointed blocks if that is faster.
+    """Return a strategy's solution, or the step with checkpointed blocks if that is faster, or the
+    only one that fits.
 
     Args:
         graph: with collectives.
-        solution: of a strategy that recomputes, within the budget.
+        solution: of a strategy that recomputes, within the budget, or without a plan.
         program: makes the program of a solution as it runs.
         budget_bytes: of the device, total.
         device: link rates.
     """
-    own = program(solution)
-    if own is None or graph.movable:
+    own = program(solution) if solution.plans else None
+    if graph.movable:
         return solution
-    search = _Search(graph, budget_bytes, device, replay(graph, own, device).time_s)
+    planned_s = math.inf if own is None else replay(graph, own, device).time_s
+    search = _Search(graph, budget_bytes, device, planned_s)
     best, least_s = search.best(), search.least_s
     if best is None:
         return solution
     checkpointed_step, peak_bytes = best
-    bound_s = solution.lower_bound_s
+    bound_s = solution.lower_bound_s if solution.plans else None
     bound_s = min(least_s, time_lower_bound(graph) if bound_s is None else bound_s)
     return replace(
         solution,
         status=Status.FEASIBLE,
         steps=None,
+        smallest=None,
+        smallest_budget_bytes=None,
         program=checkpointed_step,
         peak_bytes=peak_bytes,
         time_s=least_s,

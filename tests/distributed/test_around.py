@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from benchmarks.engines import ENGINES, SUBJECTS, cells
+from benchmarks.engines import ENGINES, SUBJECTS, Decoder, cells, trained
 from memopt.errors import CaptureError, InfeasibleBudgetError
+from memopt.programs.serialize import dumps
 from tests.distributed import cases, processes
 
 
@@ -210,6 +211,33 @@ def test_refusals_name_what_works(tmp_path: Path) -> None:
         assert one["within"] == (1, True, True)
         assert one["loss parallel"][0] == one["loss parallel"][1]
         assert "under loss_parallel compute the loss in the model" in one["DTensor"]
+
+
+def in_one_budget(rank: int, ranks: int, budget: Any) -> tuple[bool, list[bytes], str]:
+    """FSDP2 x tensor parallel, its blocks in one budget; the same bits, the plans that run in the
+    end, and the report."""
+    subject, found, plans, report = SUBJECTS["llama"], [], [], ""
+    for planned in (False, True):
+
+        def wrap(model: Any, planned: bool = planned) -> Any:
+            return memopt.wrap(model, budget, progress=False) if planned else model
+
+        model = ENGINES["FSDP2 x tensor parallel"](Decoder(subject), ranks, wrap)
+        found.append(trained(model, 0))
+        if planned:
+            running: Any = memopt.running(model)
+            plans = [dumps(plan.program) for plan in model.memopt.parts.plans]
+            report = running.report()
+    same = found[0][0] == found[1][0] and cases.same(found[0][1], found[1][1])
+    return same, plans, report
+
+
+@pytest.mark.slow
+def test_parts_that_communicate_have_one_plan_on_all_ranks(tmp_path: Path) -> None:
+    found = processes.results(processes.run(in_one_budget, 2, tmp_path, 0.9))
+    assert found[0][1] == found[1][1] != []
+    assert all(same for same, _, _ in found)
+    assert found[0][2] == found[1][2]
 
 
 @pytest.mark.slow

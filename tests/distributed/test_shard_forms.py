@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memopt
@@ -50,6 +51,77 @@ def gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
     model(torch.randn(8, 16)).square().mean().backward()
     named = model.named_parameters()
     return {name: cases.whole(p.grad) for name, p in named if p.grad is not None}
+
+
+class StackedExperts(nn.Module):
+    """Two experts, whose weights are stacked, and a mixture of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(16, 2)
+        self.up = nn.Parameter(torch.randn(2, 16, 24) / 4)
+        self.down = nn.Parameter(torch.randn(2, 24, 16) / 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        shares = self.router(input).softmax(-1)
+        hidden = torch.einsum("ti,eio->eto", input, self.up).relu()
+        return torch.einsum("eto,eoi,te->ti", hidden, self.down, shares)
+
+
+def last_of_stacked(parameter: nn.Parameter) -> Shard:
+    """Shards stacked weights along their last dimension."""
+    return Shard(2 if parameter.dim() == 3 else 0)
+
+
+def stacked(rank: int, ranks: int) -> dict[str, Any]:
+    """Five steps of stacked experts, sharded in each way, beside FSDP2's."""
+    mesh, found = init_device_mesh("cpu", (ranks,)), {}
+    square = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    for way, place in (("last", last_of_stacked), ("chosen", None)):
+        # Two rows are enough for two ranks.
+        evenly = place or (lambda one: Shard(int(one.dim() > 1 and ranks > 2)))
+        theirs = fully_shard(StackedExperts(), mesh=mesh, shard_placement_fn=evenly)
+        expected = trained_on(theirs, rank), cases.own(theirs)
+        for planned in (False, True):
+            ours = memopt.shard(StackedExperts(), mesh, shard_placement_fn=place)
+            if planned:
+                memopt.wrap(ours, "min", progress=False)
+            same = trained_on(ours, rank) == expected[0]
+            found[f"{way} {planned}"] = same and cases.same(cases.own(ours), expected[1])
+        found[f"{way} bytes"] = sum(one.nbytes for one in cases.own(ours)[:2])
+    ends = []
+    for planned in (False, True):
+        ours = memopt.shard(StackedExperts(), square, shard_placement_fn=last_of_stacked)
+        if planned:
+            memopt.wrap(ours, "min", progress=False)
+        ends.append((trained_on(ours, rank), cases.own(ours)))
+    found["replicas"] = ends[0][0] == ends[1][0] and cases.same(ends[0][1], ends[1][1])
+    return found
+
+
+def trained_on(model: Any, rank: int) -> list[float]:
+    """Losses of five steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    torch.manual_seed(100 + rank)
+    found = []
+    for _ in range(5):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), cases.whole(norm).item()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stacked_experts_are_shared_evenly(ranks: int, tmp_path: Path) -> None:
+    for one in processes.results(processes.run(stacked, ranks, tmp_path)):
+        whole = 4 * 2 * (2 * 16 * 24)
+        assert (one.pop("last bytes"), one.pop("chosen bytes")) == (whole // ranks, whole // ranks)
+        assert all(one.values()), one
 
 
 def forms(rank: int, ranks: int, folder: str) -> dict[str, Any]:
@@ -127,6 +199,34 @@ def test_what_is_gathered_in_which_precision(eight_fake_ranks: Any) -> None:
     assert sent(plan, "reduce_scatter") == [[4 * (24 + 1)], [4 * (48 + 3)]]
     shards = {one.name: one.size_bytes for one in plan.graph.tensors if one.resident}
     assert shards["0.weight"] == 4 * 16 * 24 // 8
+
+
+def test_what_leaves_ranks_without_rows_is_sharded_along_another_dimension(
+    eight_fake_ranks: Any,
+) -> None:
+    def shards(**options: Any) -> dict[str, tuple[int, ...]]:
+        model = memopt.shard(StackedExperts(), eight_fake_ranks, **options)
+        named = model.named_parameters()
+        return {name: tuple(p.to_local().shape) for name, p in named if "router" not in name}
+
+    assert shards() == {"up": (2, 2, 24), "down": (2, 3, 16)}
+    assert shards(shard_placement_fn=last_of_stacked) == {"up": (2, 16, 3), "down": (2, 24, 2)}
+    first = shards(shard_placement_fn=lambda one: Shard(-one.dim()))
+    assert first == {"up": (1, 16, 24), "down": (1, 24, 16)}
+    model = memopt.shard(StackedExperts(), eight_fake_ranks)
+    plan = memopt.plan(model, torch.randn(4, 16), progress=False)
+    sizes = {one.name: one.size_bytes for one in plan.graph.tensors if one.resident}
+    assert (sizes["up"], sizes["down"]) == (4 * 2 * 16 * 24 // 8, 4 * 2 * 16 * 24 // 8)
+    assert sum(sizes for sizes in sent(plan, "reduce_scatter")[0]) >= 2 * 4 * 2 * 16 * 24 // 8
+    for wrong, why in (
+        (lambda one: Shard(one.dim() - 1), r"router\.weight along dimension 1|of size 2|divide"),
+        (lambda one: Shard(5), "return torch.distributed.tensor.Shard"),
+        (lambda one: one, "or None for memopt's choice"),
+    ):
+        model = StackedExperts()
+        model.router = nn.Linear(6, 2)
+        with pytest.raises(ValueError, match=why):
+            memopt.shard(model, eight_fake_ranks, shard_placement_fn=wrong)
 
 
 def test_small_parameters_of_a_block_are_gathered_together(eight_fake_ranks: Any) -> None:

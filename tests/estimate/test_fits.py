@@ -71,6 +71,34 @@ def test_the_largest_batch_is_proved_and_right() -> None:
     assert "largest batch" in str(table)
 
 
+def test_what_the_allocator_reserves_must_fit_too() -> None:
+    named = {"device": H100, "mode": "estimate", "progress": False}
+    plain = memopt.plan(model(), batch_of(8), strategy="store-all", **named)
+    reserved = plain.reserved
+    assert reserved is not None
+    assert reserved.reserved_peak_bytes > plain.peak_bytes
+    small = dataclasses.replace(H100, capacity_bytes=reserved.reserved_peak_bytes - 1)
+    table = memopt.fits(
+        model(), batch_of, batch=8, device=small, strategies=["store-all", "rotor"], progress=False
+    )
+    store_all, rotor = table.rows
+    assert not store_all.fits
+    assert "CUDA's allocator reserves" in store_all.note
+    # The largest batches are those whose reserved bytes fit.
+    assert store_all.largest_batch < 8
+    assert rotor.fits
+    assert rotor.reserved_bytes < reserved.reserved_peak_bytes
+    assert "reserved" in str(table)
+    with pytest.raises(memopt.InfeasibleBudgetError, match="or budget what is allocated"):
+        memopt.plan(model(), batch_of(8), strategy="store-all", **{**named, "device": small})
+    within = memopt.plan(model(), batch_of(8), strategy="rotor", **{**named, "device": small})
+    assert within.reserved_bytes_limited
+    # The remedy: bytes that are allocated.
+    asked = {**named, "device": small, "budget": plain.peak_bytes}
+    allocated = memopt.plan(model(), batch_of(8), strategy="store-all", **asked)
+    assert allocated.peak_bytes == plain.peak_bytes
+
+
 def test_nothing_fits() -> None:
     tiny = dataclasses.replace(DEVICE, capacity_bytes=2**20)
     table = memopt.fits(model(), batch_of, device=tiny, strategies=["rotor"], progress=False)

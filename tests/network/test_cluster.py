@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import memopt
 from memopt.api.cluster import tokens_of
 from memopt.models.network import Network
+from memopt.models.optimizer_names import update_bytes
 from memopt.models.presets import H100
 from memopt.report.lanes import Lane
 from memopt.report.step_lanes import predicted_lanes
@@ -74,6 +75,19 @@ def test_a_plan_of_one_rank() -> None:
     assert "One of 512 ranks (512 data)" in str(large)
     assert "hidden" in large.summary()
     assert not dist.is_initialized()
+
+
+def test_tokens_per_second_include_the_update() -> None:
+    plan = planned(MESH, optimizer="adamw")
+    trained = sum(plan.graph.tensors[one].size_bytes for one in plan.graph.gradients)
+    rate = H100.memory_bytes_per_s * H100.memory_fraction
+    # torch's AdamW reads and writes 80 bytes for a parameter of four (`foreach`).
+    assert plan.stats["update_s"] == pytest.approx(20 * trained / rate)
+    per_rank = IDS.numel() / (plan.step_time_s + 20 * trained / rate)
+    assert plan.stats["tokens_per_s_per_rank"] == pytest.approx(per_rank)
+    assert "for the optimizer's update" in str(plan)
+    assert update_bytes("adamw-fp32", 2, 12) == 3 * 2 + 2 * 12
+    assert update_bytes("SGD", 4, 4) == 8 * 4
 
 
 def test_the_network_is_a_lane_of_every_picture() -> None:
