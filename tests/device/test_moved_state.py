@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.executor.swap_streams import StreamSwap
+from memopt.executor.recorder import DeviceClock, Recorder
+from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.programs.moved import updates_on_host
 from memopt.strategies.offload.graph import OffloadGraph
 from tests.device.harness import DELAYS, delayed, settled
@@ -50,6 +51,15 @@ def test_updates_on_the_host(device: torch.device) -> None:
     settled()
     for found, wanted in zip(one.model.parameters(), one.twin.parameters(), strict=True):
         torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_on_the_host_stays_there(device: torch.device) -> None:
+    swap, seed = StreamSwap(DeviceStreams(device), 0, device=device), torch.tensor(5)
+    copy = swap.out(seed)
+    assert swap.bring(copy) is seed
+    saved = [seed, copy]
+    assert swap.fork(saved) is saved
+    assert Recorder(DeviceClock(device)).take() == ()
 
 
 def failing(plain: Any, fails: Callable[..., bool], early: bool = True) -> Any:
