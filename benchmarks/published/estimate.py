@@ -119,6 +119,11 @@ def _time_of(row: Mapping[str, Any]) -> float:
     return tokens(row) / row["tokens_per_s"] if "tokens_per_s" in row else 0.0
 
 
+_WITH_LOSS = ("llm.c", "deepspeed", "torchtitan-1690", "torchtitan-4636")
+"""Sources that compile the loss, too: models that take labels, and torchtitan since 2025. Before,
+and in torchtune, layers are compiled one by one."""
+
+
 def style_of(row: Mapping[str, Any]) -> Style:
     """Return how the row's framework computes a layer."""
     source, megatron = row["source"], row["source"] == "megatron"
@@ -128,8 +133,7 @@ def style_of(row: Mapping[str, Any]) -> Style:
     in_place = fused and not (megatron and row.get("loss") == "fused")
     loss = "in place" if in_place else "own" if own else "float"
     lora = tuple(row.get("lora_layers", "").split())
-    # torchtune and torchtitan compile layers one by one; models of llm.c and DeepSpeed take labels.
-    apart = row.get("kernels") == "compiled" and not source.startswith(("llm.c", "deepspeed"))
+    apart = row.get("kernels") == "compiled" and not source.startswith(_WITH_LOSS)
     return Style(
         apart=apart,
         eager=not fused,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.cluster import on_mesh, tokens_of
 from memopt.api.moved_rungs import moved_plan
 from memopt.api.refusal import unit_meant
+from memopt.api.reserved import reserved_bytes, soon_within_card
 from memopt.api.sharding import shard
 from memopt.api.solving import planned_device, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
@@ -264,8 +266,11 @@ class _LadderMaker:
         peak = replay(graph, store_all(graph)).peak_bytes
         self._peaks[replace(way, said=())] = peak
         if peak <= budget:
-            yield self._rung(way, step, self._solved(graph, "store-all", None), "store-all")
-            return
+            plan = self._solve(graph, "store-all", None, budget)
+            peak = max(peak, reserved_bytes(plan))
+            if peak <= max(budget, self._asked.device.capacity_bytes or peak):
+                yield self._rung(way, step, plan, "store-all")
+                return
         yield _unfit(way, "", peak)
         if way.chunked and peak > _SAVES * self._peaks.get(replace(way, said=(), chunked=False), 0):
             return
@@ -305,13 +310,12 @@ class _LadderMaker:
             yield _unfit(way, what, found)
 
     def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
-        return solve(
-            graph,
-            self._asked.budget_bytes,
-            resolve(strategy),
-            device=self._asked.device,
-            view=view,
-        )
+        asked, made = self._asked, partial(self._solve, graph, strategy, view)
+        return soon_within_card(made, asked.budget_bytes, asked.device.capacity_bytes)
+
+    def _solve(self, graph: Graph, strategy: str, view: Any, budget_bytes: int) -> PlanRecord:
+        device = self._asked.device
+        return solve(graph, budget_bytes, resolve(strategy), device=device, view=view)
 
     def _rung(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memopt.api.reserved import reserved_bytes
 from memopt.api.solving import solve
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError
 from memopt.models.budget import Budget
@@ -22,7 +23,8 @@ _SHARES = (0.7, 0.3)
 
 
 def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
-    """Plan a whole step whose movable tensors are on the host where the room does not suffice.
+    """Plan a whole step whose movable tensors are on the host where the room does not suffice, and
+    such that the allocator reserves no more than the device has.
 
     Activations are recomputed by `rotor` within a share of the room, with every movable tensor
     resident; which of those move then, and when, `memopt.strategies.moving.stays` decides.
@@ -30,6 +32,19 @@ def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | 
     Returns:
         The plan, validated; the least bytes known to be enough; or None: nothing is known.
     """
+    card_bytes, limit = device.capacity_bytes, budget_bytes
+    for _ in range(2):
+        found = _within(graph, limit, device)
+        excess = 0
+        if isinstance(found, PlanRecord) and card_bytes is not None:
+            excess = reserved_bytes(found) - card_bytes
+        if excess <= 0:
+            return found
+        limit -= excess
+    return None
+
+
+def _within(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
     resident = fixed_graph(graph)
     room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
     least: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,6 +100,7 @@ def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
     arguments = [f"{name}={value!r}" for name, value in asked.items() if name not in _NOT_ASKED]
     return {
         "torch version": str(torch.__version__),
+        "memopt version": str(sys.modules["memopt"].__version__),
         "model": f"{type(model).__name__} {shapes}",
         "inputs": "; ".join(described_text(described(leaf)) for leaf in leaves),
         "budget": repr(asked["budget"]),

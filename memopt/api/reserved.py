@@ -97,6 +97,28 @@ def within_card(
     return within_reserved(capped, card_bytes)
 
 
+def soon_within_card(
+    solve_for: Callable[[int], PlanRecord], budget_bytes: int, card_bytes: int | None
+) -> PlanRecord:
+    """Plan as `within_card` does, in three plans at most: the budget is lowered by the bytes that
+    are reserved beyond the device's, and not raised again.
+
+    Raises:
+        InfeasibleBudgetError: none of them fits.
+    """
+    limit = budget_bytes
+    for times in (1, 2, 2):
+        plan = solve_for(limit)
+        excess = 0 if card_bytes is None else reserved_bytes(plan) - card_bytes
+        if excess <= 0:
+            return plan
+        limit = max(1, limit - times * excess)
+    raise InfeasibleBudgetError(
+        f"the allocator reserves {excess} bytes more than the device has: lower the budget",
+        budget_bytes,
+    )
+
+
 def reserved_bytes(plan: PlanRecord) -> int:
     """Return what CUDA's allocator would reserve for a plan's step; 0 on other devices."""
     found = plan.reserved

@@ -18,7 +18,7 @@ from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import CudaGraphs, GraphedProgram, between_graphs, why_not
 from memopt.executor.graph_segments import Capturer
-from memopt.executor.in_step import InStep
+from memopt.executor.in_step import APPLYING, InStep
 from memopt.executor.install import install
 from memopt.executor.module import OnMismatch, PlannedModule, accepts, original_of
 from memopt.executor.recaptured import with_module
@@ -119,23 +119,25 @@ def apply_plan(
             "this plan is of a whole step: run plan.train_step(model, loss_fn, optimizer). For a "
             'drop-in module plan with the optimizer\'s name (optimizer="adamw"), not an instance'
         )
+    if cuda_graph and (interpreted or checked):
+        raise ValueError("cuda_graph=True goes with neither interpreted=True nor checked=True")
     with _as_planned(plan), as_in_forward(model):
-        call = planned_call(plan, model, inputs)
-        of_file = inputs is None and plan.profiled is None
-        captured, lowering = with_module(plan, model, call, of_file, last)
-        if cuda_graph and (interpreted or checked):
-            raise ValueError("cuda_graph=True goes with neither interpreted=True nor checked=True")
-        installed = install(
-            captured,
-            lowering,
-            plan.program,
-            interpreted=interpreted,
-            checked=checked,
-            recorder=recorder,
-            family=_sharing(plan, family),
-            between=_between(plan, captured, lowering, cuda_graph) if cuda_graph else None,
-        )
         ranks = ranks_of(model)
+        together = nullcontext() if ranks is None else ranks.failing_together(APPLYING)
+        with together:
+            call = planned_call(plan, model, inputs)
+            of_file = inputs is None and plan.profiled is None
+            captured, lowering = with_module(plan, model, call, of_file, last)
+            installed = install(
+                captured,
+                lowering,
+                plan.program,
+                interpreted=interpreted,
+                checked=checked,
+                recorder=recorder,
+                family=_sharing(plan, family),
+                between=_between(plan, captured, lowering, cuda_graph) if cuda_graph else None,
+            )
         if ranks is not None:
             in_step = InStep(ranks)
             in_step.check_plan(plan)

@@ -149,18 +149,11 @@ class Writer(ExpressionWriter):
         self.above = not runs_below_autograd(node.target)
         into = self.into_arena(op, node, outputs, reads)
         text = into or self.run_of(op, node, in_place)
-        indent = ""
-        repeated = op in self.halves.repeated_random
+        indent = "    " if operator.random else ""
         if self.halves.segments is not None and self.position in self.halves.segments.positions:
-            text = self.between_graphs(op, text)
-        elif repeated and op in self.ran:
-            self.emit(f"with random.lock, random.replay(state_{op}):")
-            indent = "    "
+            text, indent = self.between_graphs(op, text), ""
         elif operator.random:
-            self.emit("with random.lock:")
-            indent = "    "
-            if repeated:
-                self.emit(f"    state_{op} = random.save()")
+            self.draw(op)
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
         self.lay_out(node, kept, implementation is None and in_place is None and into is None)
@@ -194,6 +187,16 @@ class Writer(ExpressionWriter):
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def draw(self, op: int) -> None:
+        """Emit what stands above the call of a random operator."""
+        repeated = op in self.halves.repeated_random
+        if repeated and op in self.ran:
+            self.emit(f"with random.lock, random.replay(state_{op}):")
+            return
+        self.emit("with random.lock:")
+        if repeated:
+            self.emit(f"    state_{op} = random.save()")
 
     def between_graphs(self, op: int, text: str) -> str:
         """Return a call that runs between two captured graphs, if they are captured."""

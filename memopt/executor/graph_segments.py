@@ -22,6 +22,7 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.random_state import RandomStates
+from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.torch_private import pytree
 from memopt.torch_private.modes import below_autograd
@@ -44,14 +45,15 @@ class Segments:
     Args:
         positions: of the instructions that run between graphs.
         random: the states that repeated random operators are replayed from.
-        transfers: makes the program's copies on streams; None: it has none there.
+        swap: makes the program's copies; on streams they are captured.
     """
 
     def __init__(
-        self, positions: Iterable[int], random: RandomStates, transfers: StreamSwap | None
+        self, positions: Iterable[int], random: RandomStates, swap: StreamSwap | ThreadSwap
     ) -> None:
         self.positions = frozenset(positions)
-        self._random, self._transfers = random, transfers
+        self._random = random
+        self._transfers = swap if isinstance(swap, StreamSwap) else None
         self._capturer: Capturer | None = None
         self._steps: list[Callable[[], object]] = []
         self._open = ExitStack()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 
+APPLYING = "a plan is applied"
+
+
 @dataclass
 class InStep:
     """The ranks of a planned module.
@@ -37,12 +40,11 @@ class InStep:
         """Raise RankError on every rank, which says what differs, unless all are to run the same
         program."""
         structure = replace(plan.graph, extra_resident_bytes=0, boundary_bytes=0)
-        doing = "a plan is applied"
         same = digest([fingerprint(structure), dumps(plan.program).decode()])
-        if len(set(self.ranks.exchanged(same, doing))) == 1:
+        if len(set(self.ranks.exchanged(same, APPLYING))) == 1:
             return
         instructions = [str(one) for one in plan.program.instructions]
-        everyone = self.ranks.exchanged((structure, instructions, plan.peak_bytes), doing)
+        everyone = self.ranks.exchanged((structure, instructions, plan.peak_bytes), APPLYING)
         first, members = everyone[0], self.ranks.members
         for rank, other in zip(members, everyone, strict=True):
             found = _difference(first, other, f"rank {members[0]}", f"rank {rank}")

@@ -66,10 +66,8 @@ def install(
     if homes is not None:
         homes.swap = mover
     random = RandomStates(device)
-    segments = None
-    if between is not None:
-        segments = Segments(between, random, mover if isinstance(mover, StreamSwap) else None)
-        halves = replace(halves, segments=segments)
+    segments = None if between is None else Segments(between, random, mover)
+    halves = replace(halves, segments=segments)
     layout = None if interpreted else arena_layout(lowering, program, device)
     arenas = order = None
     if layout is not None:
@@ -96,12 +94,7 @@ def install(
     return Installed(
         forward=random.settling(forward),
         backward=random.settling(backward),
-        watched=tuple(
-            i
-            for i in sorted(halves.backward_primals)
-            if i not in captured.mutated
-            and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
-        ),
+        watched=_watched(halves),
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
         watched_outputs=halves.outputs_read_later,
@@ -110,6 +103,16 @@ def install(
         partial=partial,
         segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
+    )
+
+
+def _watched(halves: Halves) -> tuple[int, ...]:
+    captured = halves.captured
+    return tuple(
+        i
+        for i in sorted(halves.backward_primals)
+        if i not in captured.mutated
+        and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
     )
 
 

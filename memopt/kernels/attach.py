@@ -19,6 +19,7 @@ from memopt.kernels import (
     norms,
     pooling,
 )
+from memopt.kernels.convolution import LIBRARIES
 from memopt.kernels.convolution_products import FFT, GEMM, attach_products
 from memopt.kernels.elementwise import (
     ACTIVATIONS,
@@ -35,7 +36,7 @@ from memopt.models.variants import undominated
 from memopt.pricing.flops import work
 from memopt.pricing.measure import MeasureOptions, costs_of
 from memopt.pricing.roofline import work_time_s
-from memopt.pricing.workspace import with_state
+from memopt.pricing.workspace import with_state, workspace_in_parts
 from memopt.step.backend import backend_of, estimated_backend
 from memopt.step.build import Lowering
 from memopt.step.profiled import Profiled
@@ -106,7 +107,14 @@ def with_implementations(
     nodes = lowering.alternatives
     figures: dict[tuple[int, str], dict[str, Any]]
     if device is not None:
-        figures = {key: {"time_s": _estimated_s(node, device)} for key, node in nodes.items()}
+        lowering = lowering.without(
+            {key for key, node in nodes.items() if node.target in LIBRARIES}
+        )
+        nodes = lowering.alternatives
+        figures = {key: _estimated(node, device) for key, node in nodes.items()}
+        for index, operator in enumerate(lowering.graph.operators):
+            for choice in operator.implementations:
+                figures[index, choice.name]["workspace_bytes"] += choice.workspace_bytes
     else:
         calls = list(map(signature, nodes.values()))
         costs = costs_of(calls, profiled.torch_device, options or MeasureOptions())
@@ -149,16 +157,21 @@ def _has_values(given: Node | torch.Tensor) -> bool:
     return type(given) in (torch.Tensor, torch.nn.Parameter) and given.device.type != "meta"  # type: ignore[union-attr]  # a tensor
 
 
-def _estimated_s(node: Node, device: Device) -> float:
-    """Return an alternative's roofline time, seconds: that of similar calls or of its bytes."""
+def _estimated(node: Node, device: Device) -> dict[str, Any]:
+    """Return an alternative's roofline time, that of similar calls or of its bytes; and what those
+    calls need on the CPU, if it runs them."""
     like = node.meta["memopt_like"] or ((node, 1.0),)
+    parts = node.meta["memopt_parts"]
+    runs = like if parts and device.rules != "cuda" else ()
+    needed = (workspace_in_parts(signature(x), describe_value(x), parts) for x, _ in runs)
     scratch_s: float = node.meta["memopt_moved_bytes"] / (
         device.memory_bytes_per_s * device.memory_fraction
     )
-    return scratch_s + sum(
+    time_s = scratch_s + sum(
         share * work_time_s(work(signature(one), describe_value(one)), device)
         for one, share in like
     )
+    return {"time_s": time_s, "workspace_bytes": max(needed, default=0)}
 
 
 def _priced(

@@ -24,6 +24,8 @@ from memopt.kernels.site import Sites, contiguous, part_bytes, storage_bytes, va
 
 CONVOLUTION = "aten.convolution.default"
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+LIBRARIES = (CUDNN, NATIVE, NATIVE_BACKWARD)
+"""Kernels of `attach_libraries`."""
 SPLITS = (2, PARTS)
 """Numbers of parts of the batch."""
 
@@ -50,6 +52,7 @@ def attach(sites: Sites) -> None:
                     exact=False,
                     like=1.0,
                     moved_bytes=2 * storage_bytes(forward),
+                    parts=parts,
                 )
     for backward in sites.calls(CONVOLUTION_BACKWARD):
         if all(wanted(backward)[:2]):
@@ -62,8 +65,11 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     by_input, *by_weight = (sites.result(backward, i) for i in range(3))
     bias = wanted(backward)[2]
     many = len(value_of(x)) >= PARTS
+    alone: Any = {"workspace_bytes": storage_bytes(more[0]), "like": 0.5, "parts": 1}
     # First the weight's: then its input can be freed.
-    sites.add(backward, "weight gradient", WEIGHT, (bias, *given), tuple(by_weight), like=0.5)
+    sites.add(
+        backward, "weight gradient", WEIGHT, (bias, *given), tuple(by_weight), like=0.5, parts=1
+    )
     if many:
         sites.add(
             backward,
@@ -74,12 +80,13 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
             workspace_bytes=storage_bytes(more[0]),
             exact=False,
             like=0.5,
+            parts=PARTS,
         )
     if not contiguous(x):
-        sites.add(backward, "input gradient", KEEPING, tuple(given), (by_input,), like=0.5)
+        sites.add(backward, "input gradient", KEEPING, tuple(given), (by_input,), **alone)
         return
     shape = tuple(value_of(x).shape)
-    sites.add(backward, "input gradient", INPUT, (g, shape, *more), (by_input,), like=0.5)
+    sites.add(backward, "input gradient", INPUT, (g, shape, *more), (by_input,), **alone)
     if many and contiguous(g):
         # Over the gradient, if the shapes are alike.
         sites.add(
@@ -88,18 +95,18 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
             INPUT_SPLIT,
             (g, PARTS, shape, *more),
             (by_input,),
-            workspace_bytes=part_bytes(x),
+            workspace_bytes=part_bytes(x) + storage_bytes(more[0]),
             exact=False,
             like=0.5,
             moved_bytes=2 * storage_bytes(x),
+            parts=PARTS,
         )
 
 
 def attach_libraries(sites: Sites) -> None:
     """Attach libraries' other algorithms to convolutions of contiguous images: on the CPU ATen's
     own kernels in place of oneDNN's, on CUDA cuDNN's deterministic algorithms or the fastest of a
-    trial. An estimate cannot tell them apart, so none is attached unless the step was captured on
-    the device that it runs on."""
+    trial. An estimate cannot tell them apart and leaves them out (`LIBRARIES`)."""
     for call in sites.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
         if not contiguous(*call.all_input_nodes):
             continue

@@ -25,6 +25,7 @@ def _forward(x: Tensor, parts: int, *arguments: Any) -> Any:
         if result is None:
             result = one.new_empty((len(x), *one.shape[1:]))
         result[part] = one
+        del one  # not beside the next part's
     return result
 
 
@@ -72,6 +73,7 @@ def summed_weight_gradients(
             total = [None if one is None else one.clone() for one in found]
         else:
             total = [a if a is None else a.add_(b) for a, b in zip(total, found, strict=True)]
+        del found
     return tuple(total)
 
 

@@ -86,6 +86,7 @@ def attach_again(sites: Sites) -> None:
             workspace_bytes=part_bytes(x) + storage_bytes(arguments[0]),
             exact=False,
             like=((backward, 0.5 if by_input else 1.0), *again),
+            parts=PARTS,
         )
 
 
@@ -138,6 +139,7 @@ def attach_parts(sites: Sites) -> None:
             exact=False,
             like=0.5,
             moved_bytes=2 * storage_bytes(x),
+            parts=PARTS,
         )
         for view, part in parts.items():
             _attach_reader(sites, gradient, view, part)

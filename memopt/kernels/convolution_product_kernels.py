@@ -28,6 +28,7 @@ def columns_forward(x: Tensor, weight: Tensor, bias: Any, shape: Any, steps: Ste
     for image, out in zip(x, result, strict=True):
         columns = ATEN.im2col(image[None], weight.shape[2:], dilation, padding, stride)[0]
         torch.mm(rows, columns, out=out.view(len(rows), -1))
+        del columns  # not beside the next image's
     return result if bias is None else result.add_(bias.view(-1, 1, 1))
 
 
@@ -39,6 +40,7 @@ def columns_input(g: Tensor, weight: Tensor, shape: Any, steps: Steps) -> tuple[
     for one, out in zip(g, result, strict=True):
         columns = (rows @ one.flatten(1))[None]
         out.copy_(ATEN.col2im(columns, shape[2:], weight.shape[2:], dilation, padding, stride)[0])
+        del columns
     return (result,)
 
 
@@ -50,6 +52,7 @@ def columns_weight(bias: bool, g: Tensor, x: Tensor, shape: Any, steps: Steps) -
     for one, image in zip(g, x, strict=True):
         columns = ATEN.im2col(image[None], shape[2:], dilation, padding, stride)[0]
         total += one.flatten(1) @ columns.t()
+        del columns
     return _with_bias(total.view(shape).to(g.dtype), g, bias)
 
 
@@ -59,10 +62,10 @@ def _with_bias(by_weight: Tensor, g: Tensor, bias: bool) -> tuple[Tensor, ...]:
 
 
 def columns_bytes(x: Any, weight: Any, y: Any, _: Steps) -> tuple[int, int]:
-    """Return the bytes of one image's columns (weights of a filter × positions), and those
+    """Return the bytes of one image and its columns (weights of a filter × positions), and those
     moved."""
     columns = int(weight[0].numel() * y[0, 0].numel() * y.element_size())
-    return columns, 2 * columns * x.shape[0]
+    return columns + x[0].nbytes, 2 * columns * x.shape[0]
 
 
 def _spectrum(x: Tensor, size: tuple[int, int]) -> Tensor:

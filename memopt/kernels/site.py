@@ -135,6 +135,7 @@ class Sites:
         exact: bool = True,
         like: float | tuple[tuple[Node, float], ...] = (),
         moved_bytes: int = 0,
+        parts: int = 0,
         requires: tuple[Callable[..., bool], tuple[Any, ...]] | None = None,
         draws: bool = False,
     ) -> None:
@@ -153,6 +154,8 @@ class Sites:
                 work it does, and the share of each; (): its time is that of moving its arguments
                 and results.
             moved_bytes: for estimates: scratch memory read and written beside what `like` moves.
+            parts: for estimates: into how many parts of the batch it divides the calls of `like`,
+                whose workspace it takes; 0: it runs other kernels.
             requires: (a test, its arguments): the values of parameters must pass it for the
                 alternative to be chosen; the kernel itself must check them again when it runs.
             draws: for a random operator, whether it draws the operator's own numbers and leaves
@@ -181,7 +184,7 @@ class Sites:
                 None if r is None else self._storages[r][0] for r in results
             )
         call.meta["memopt_like"] = like if isinstance(like, tuple) else ((operator, like),)
-        call.meta["memopt_moved_bytes"] = moved_bytes
+        call.meta["memopt_moved_bytes"], call.meta["memopt_parts"] = moved_bytes, parts
         call.meta["memopt_requires"] = requires
         resident = self._lowering.graph.resident
         reads = dict.fromkeys(

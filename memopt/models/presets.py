@@ -334,40 +334,20 @@ CPU_CORE = Device(
     source="one core of a server CPU, orders of magnitude only; memopt.measure_device() calibrates",
 )
 
-PRESETS: tuple[Device, ...] = (
-    V100_PCIE,
-    P100,
-    A100,
-    H100,
-    H100_PCIE_4,
-    H200,
-    GH200,
-    GB200,
-    A100_40,
-    B200,
-    MI300X,
-    *CARDS,
-    *APPLE,
-    CPU_CORE,
-)
+_GPUS = (V100_PCIE, P100, A100, H100, H100_PCIE_4, H200, GH200, GB200, A100_40, B200, MI300X)
+PRESETS: tuple[Device, ...] = (*_GPUS, *CARDS, *APPLE, CPU_CORE)
 """Every device that memopt knows by name."""
 
 ALIASES = {
-    "v100": V100_PCIE,
-    "v100-pcie": V100_PCIE,
+    **dict.fromkeys(("v100", "v100-pcie"), V100_PCIE),
     "p100": P100,
-    "a100": A100,
-    "a100-80gb": A100,
-    "h100": H100,
-    "h100-sxm": H100,
+    **dict.fromkeys(("a100", "a100-80", "a100-80gb"), A100),
+    **dict.fromkeys(("h100", "h100-sxm", "h100-pcie5"), H100),
     "h200": H200,
-    "h100-pcie5": H100,
     "h100-pcie4": H100_PCIE_4,
     "gh200": GH200,
     "gb200": GB200,
-    "a100-40": A100_40,
-    "a100-40gb": A100_40,
-    "a100-80": A100,
+    **dict.fromkeys(("a100-40", "a100-40gb"), A100_40),
     "b200": B200,
     "mi300x": MI300X,
     "rtxa6000": CARDS[-1],

@@ -84,6 +84,22 @@ def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
     return _cpu(name, reads, writes)
 
 
+def workspace_in_parts(call: Signature, outputs: Any, parts: int) -> int:
+    """Return what a call needs on the CPU at its peak beyond its results, if a convolution runs so
+    many parts of its batch in turn."""
+    if not operator_name(call.target).startswith("convolution") or parts == 1:
+        return workspace_bytes(call, outputs, cuda=False)
+    images = 2 if operator_name(call.target).endswith("backward") else 1
+    args = (*(_part(one, parts) for one in call.args[:images]), *call.args[images:])
+    made = outputs if images == 2 else _part(outputs, parts)
+    return workspace_bytes(replace(call, args=args), made, cuda=False)
+
+
+def _part(tensor: TensorArgument, parts: int) -> TensorArgument:
+    batch, *rest = tensor.shape
+    return replace(tensor, shape=(-(-batch // parts), *rest))
+
+
 def _bytes(tensor: TensorArgument) -> int:
     return elements(tensor) * tensor.dtype.itemsize
 

@@ -33,7 +33,7 @@ from memopt.step.inputs import Call, device_of
 from memopt.step.loss import Loss
 from memopt.step.optimizer_state import optimizer_state
 from memopt.step.profiled import Baseline, Profiled
-from memopt.step.ranks import check_together, largest
+from memopt.step.ranks import check_same_step, check_together, largest
 from memopt.step.record import record_of
 from memopt.user_code.aside import aside
 from memopt.user_code.restored_state import state_restored
@@ -120,6 +120,7 @@ def _profiled(
         fuse = chosen_kernels(kernels, device, chosen, backend.block_bytes, part)
         made = fuse(model, captured, build(model, captured, backend.block_bytes))
     captured, lowering = made.captured, made.lowering
+    check_same_step(f"{one.name} ({one.target})" for one in lowering.graph.operators)
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")

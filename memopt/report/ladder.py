@@ -141,7 +141,8 @@ class Ladder:
     def _cells(self, rung: Rung, best: Rung | None) -> tuple[str, ...]:
         cost = "-"
         if best is not None and rung.samples_per_s and best.samples_per_s:
-            cost = f"{rung.rate_of_one / best.rate_of_one - 1:+.0%}" if rung is not best else ""
+            share = round(rung.rate_of_one / best.rate_of_one - 1, 2) + 0.0
+            cost = f"{share:+.0%}" if rung is not best else ""
         return (
             rung.name,
             "yes" if rung.fits else "no",

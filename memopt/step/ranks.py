@@ -6,8 +6,9 @@ gloo group, which has the default group's timeout.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -80,14 +81,16 @@ class Ranks:
         """Run `make` on the first rank; return its result, or raise its error, on all ranks.
 
         Raises:
-            RankError: a rank is gone. And whatever `make` raises, on every rank.
+            RankError: a rank is gone, is elsewhere, or `make` failed on the first by a defect. And
+                whatever error for users `make` raises, on every rank.
         """
         made: list[Any] = [None]
-        if self.is_first:
-            try:
-                made = [(True, make())]
-            except (MemoptError, ValueError) as error:
-                made = [(False, _portable(error))]
+        with self.failing_together(doing):
+            if self.is_first:
+                try:
+                    made = [(True, make())]
+                except (MemoptError, ValueError) as error:
+                    made = [(False, _portable(error))]
         with lost_ranks(doing):
             torch.distributed.broadcast_object_list(made, self.members[0], group=self.group)
         succeeded, value = made[0]
@@ -121,6 +124,9 @@ class Ranks:
             facts: name → value, for people.
             doing: the present activity, for messages.
         """
+        own = hashlib.sha256(repr(facts).encode()).hexdigest()
+        if len(set(self.exchanged(own, doing))) == 1:
+            return
         everyone = self.exchanged(facts, doing)
         for what, expected in everyone[0].items():
             for rank, found in zip(self.members, everyone, strict=True):
@@ -193,6 +199,13 @@ def largest(values: Sequence[float]) -> list[float]:
         return list(values)
     everyone = ranks.exchanged(list(values), "measuring")
     return [max(several) for several in zip(*everyone, strict=True)]
+
+
+def check_same_step(operators: Iterable[str]) -> None:
+    """Raise RankError, if ranks measure together, unless all have captured the same operators."""
+    ranks = _NOW.get()
+    if ranks is not None:
+        ranks.check_same({"step": ", ".join(operators)}, "measuring")
 
 
 def meet() -> None:

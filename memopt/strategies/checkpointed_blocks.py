@@ -55,7 +55,7 @@ def or_checkpointed(
     if graph.movable:
         return solution
     planned_s = math.inf if own is None else replay(graph, own, device).time_s
-    search = _Search(graph, budget_bytes, device, planned_s)
+    search = _CheckpointSearch(graph, budget_bytes, device, planned_s)
     best, least_s = search.best(), search.least_s
     if best is None:
         return solution
@@ -77,7 +77,7 @@ def or_checkpointed(
     )
 
 
-class _Search:
+class _CheckpointSearch:
     """Looks for steps with checkpointed blocks that take less than `least_s`."""
 
     def __init__(

@@ -53,6 +53,8 @@ def test_the_largest_batch_and_the_fewest_devices_that_fit() -> None:
         ((*CARD, "--device-file", "d.json"), "--device-file: the file names a device, and"),
         (("--device-file", "d.json"), "--device-file: d.json: a device has no memory; it has"),
         (("--solve", "batch"), "--solve: goes with an estimate (--device H100)"),
+        ((), "name a device (--gpu RTX4090), or a budget of this one"),
+        ((*CARD, "--strategy", "auto", "--returns", "loss"), "--returns: goes with an estimate"),
     ],
 )
 def test_wrong_values(arguments: tuple[str, ...], said: str) -> None:

@@ -61,6 +61,7 @@ def with_room(plan: memopt.Plan) -> memopt.Plan:
 def steps(module: nn.Module, model: nn.Module, device: torch.device) -> list[Tensor]:
     """Outputs and gradients of six steps on other data each; gradients of two accumulate."""
     found: list[Tensor] = []
+    model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
     for step in range(STEPS):
         x = torch.randn(256, 32, generator=torch.Generator().manual_seed(step)).to(device)
@@ -75,20 +76,21 @@ def steps(module: nn.Module, model: nn.Module, device: torch.device) -> list[Ten
     return found
 
 
-def made(device: torch.device) -> tuple[Net, Tensor, list[Tensor]]:
+@functools.lru_cache(1)
+def made(device: torch.device) -> tuple[Net, memopt.Plan, list[Tensor]]:
+    """A model, a plan that moves tensors, and eager's steps."""
     torch.manual_seed(0)
     model, x = Net().to(device), torch.randn(256, 32).to(device)
-    return model, x, steps(model, model, device)
+    return model, with_room(planned(model, x)), steps(model, model, device)
 
 
 @pytest.mark.parametrize("delay", [0, 300])
 def test_six_steps_with_dropout_and_transfers_are_eagers(delay: int, device: torch.device) -> None:
-    model, x, expected = made(device)
-    plan = planned(model, x)
+    model, plan, expected = made(device)
     assert plan.program.has_transfers
     assert any(operator.random for operator in plan.graph.operators)
     graphs = RecordedGraphs(device)
-    module = apply_plan(with_room(plan), model, cuda_graph=graphs)
+    module = apply_plan(plan, model, cuda_graph=graphs)
     accelerator.delay(delay)
     assert all(map(torch.equal, steps(module, model, device), expected))
     assert (graphs.captures, graphs.replays) == (2, 2 * (STEPS - WARM_UP))
@@ -115,18 +117,19 @@ def test_copies_under_way_join_a_capture_at_its_end(device: torch.device) -> Non
 def test_faults_of_a_capture_are_found(
     fault: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x, expected = made(device)
+    model, plan, expected = made(device)
     if fault == "no wait":
         monkeypatch.setattr(DeviceStreams, "wait", lambda *_: None)
     elif fault == "a pool made inside":
         monkeypatch.setattr(StreamSwap, "make_pool", lambda _: None)
     else:
         monkeypatch.setattr(DeviceStreams, "captured", lambda _: nullcontext(lambda: None))
-    module = apply_plan(with_room(planned(model, x)), model, cuda_graph=RecordedGraphs(device))
+    module = apply_plan(plan, model, cuda_graph=RecordedGraphs(device))
     accelerator.delay(500)
     if fault == "no wait":
         assert not all(map(torch.equal, steps(module, model, device), expected))
         return
+    x = torch.randn(256, 32).to(device)
     held = [module(x) for _ in range(WARM_UP)] if fault == "a pool made inside" else []
     reason = "pinned memory" if held else "crosses the boundary"
     with pytest.raises(CaptureError, match=reason):
@@ -136,10 +139,10 @@ def test_faults_of_a_capture_are_found(
 def test_inside_data_parallel(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the third step raised ValueError: the chain that hands gradients over ran the
     uncaptured backward on a captured forward."""
-    model, x, expected = made(device)
+    model, plan, expected = made(device)
     around = SimpleNamespace(bucket_bytes_cap=4096)
     monkeypatch.setattr(handover, "data_parallel_around", lambda: around)
-    module = apply_plan(with_room(planned(model, x)), model, cuda_graph=RecordedGraphs(device))
+    module = apply_plan(plan, model, cuda_graph=RecordedGraphs(device))
     assert all(map(torch.equal, steps(module, model, device), expected))
 
 
@@ -247,7 +250,7 @@ def test_faults_of_segments_are_found(
 
 
 def test_captures_are_made_in_the_backwards_thread(device: torch.device) -> None:
-    model, x, _ = made(device)
+    model, plan, _ = made(device)
     graphs, where = RecordedGraphs(device), []
     capture = graphs.capture
 
@@ -256,5 +259,5 @@ def test_captures_are_made_in_the_backwards_thread(device: torch.device) -> None
         return capture()
 
     graphs.capture = noted  # type: ignore[method-assign]
-    steps(apply_plan(with_room(planned(model, x)), model, cuda_graph=graphs), model, device)
+    steps(apply_plan(plan, model, cuda_graph=graphs), model, device)
     assert where[0] == threading.get_ident() != where[1]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +18,19 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import memopt
-from memopt.errors import ExecutionError, InfeasibleBudgetError, PlanFileError, RankError
+from memopt.errors import (
+    CaptureError,
+    ExecutionError,
+    InfeasibleBudgetError,
+    PlanFileError,
+    RankError,
+)
 from memopt.executor.in_step import InStep
 from memopt.executor.runtime import Installed
+from memopt.strategies.store_all import StoreAll
 from tests.distributed import cases, processes
 
 TIMEOUT_S = 30
@@ -30,11 +41,133 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def told(call: Any) -> str:
+def told(call: Any, errors: Any = (RankError, InfeasibleBudgetError)) -> str:
     """The text of the error of a call."""
-    with pytest.raises((RankError, InfeasibleBudgetError)) as caught:
+    with pytest.raises(errors) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+class Failing(StoreAll):
+    """A strategy with a defect."""
+
+    def solve(self, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+
+class Raising(torch.nn.Module):
+    """A model whose forward, or whose capture, fails on one rank."""
+
+    def __init__(self, inner: torch.nn.Module, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.how == "raises":
+            raise KeyError("not on this rank")
+        if self.how == "reads":
+            input = input * float(input.detach().sum())
+        found: torch.Tensor = self.inner(input)
+        return found
+
+
+ARGUMENTS: dict[str, tuple[Any, Any]] = {
+    "strategy": ("rotor", "store-all"),
+    "time_limit_s": (1.0, 2.0),
+    "order": (False, True),
+    "place": (False, True),
+    "kernels": ("aten", "all"),
+    "device": (None, "H100"),
+}
+"""Argument of `memopt.plan` → what two ranks name."""
+
+
+def told_of_all(rank: int, ranks: int) -> dict[str, str]:
+    """What each rank is told for ways to disagree that are met before anything runs, or while it is
+    captured, planned and applied."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    found = {}
+
+    def shard(model: Any, **options: Any) -> Any:
+        return memopt.shard(model, mesh, **options)
+
+    model = shard(cases.mlp())
+    inputs = cases.batch(model)
+
+    def plan(one: Any = model, given: Any = inputs, **named: Any) -> Any:
+        return memopt.plan(one, given, progress=False, **named)
+
+    for name, values in ARGUMENTS.items():
+        found[name] = told(partial(plan, **{name: values[rank]}))
+    for name, values in {
+        "param_dtype": (None, torch.bfloat16),
+        "reduce_dtype": (None, torch.float64),
+        "bucket_bytes": (0, 2**20),
+    }.items():
+        found[name] = told(partial(shard, cases.mlp(), **{name: values[rank]}))
+    places = [None, lambda one: Shard(one.dim() - 1)]
+    found["placement"] = told(partial(shard, cases.mlp(), shard_placement_fn=places[rank]))
+    with mock.patch.object(memopt, "__version__", f"0.{rank}"):
+        found["version"] = told(plan)
+    values = inputs["input"]
+    others = {
+        "input's dtype": values.double(),
+        "input's gradient": values.clone().requires_grad_(),
+        "input's strides": values.t().contiguous().t(),
+        "keyword": {"input": values, "more": values},
+        "value": {"input": values, "flag": rank},
+    }
+    for what, given in others.items():
+        found[what] = told(partial(plan, given=given if rank else inputs))
+    other = cases.mlp()
+    other[0].register_parameter("more", torch.nn.Parameter(torch.ones(rank + 1)))
+    found["parameter"] = told(partial(shard, other))
+    named = torch.nn.Sequential(OrderedDict([(f"layer{rank}", torch.nn.Linear(4, 4))]))
+    found["name"] = told(partial(shard, named))
+    kinds = (torch.nn.GELU, torch.nn.ReLU)
+    found["code"] = told(partial(plan, shard(torch.nn.Sequential(cases.mlp(), kinds[rank]()))))
+    sides = (torch.nn.Dropout(0.5), torch.nn.Dropout(0.5).eval())
+    found["mode"] = told(partial(plan, shard(torch.nn.Sequential(cases.mlp(), sides[rank]))))
+    for how in ("raises", "reads"):
+        one = Raising(cases.mlp(), how if rank else "")
+        found[how] = told(partial(plan, shard(one)), (RankError, CaptureError))
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(rank)):
+        found["autocast"] = told(plan)
+    both = (RankError, ZeroDivisionError)
+    found["defect"] = told(partial(plan, strategy=Failing()), both)
+    fails = mock.patch("memopt.stages.stages.agreed_graph", side_effect=MemoryError("no room"))
+    with fails if rank else contextlib.nullcontext():
+        found["memory"] = told(plan, (RankError, MemoryError))
+    found["elsewhere"] = told(partial(shard, cases.mlp()) if rank else plan)
+    made = plan()
+    shorter = shard(cases.mlp()[:-1])
+    applied = partial(made.apply, shorter if rank else model)
+    found["applied"] = told(applied, (RankError, PlanFileError))
+    return found
+
+
+@pytest.mark.slow
+def test_whatever_differs_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = processes.results(processes.run(told_of_all, 2, tmp_path, timeout_s=300))
+    assert first.keys() == second.keys()
+    own = {"raises": "CaptureError", "reads": "CaptureError", "memory": "MemoryError"}
+    own["applied"] = "PlanFileError"
+    for what, text in first.items():
+        other = second[what]
+        if what in own:
+            assert other.startswith(own[what]), (what, other)
+            assert text.startswith("RankError: rank 1 failed while"), (what, text)
+        elif what == "defect":
+            assert (text, "rank 0 failed while rank 0 plans" in other) == (
+                "ZeroDivisionError: a defect",
+                True,
+            )
+        elif what == "elsewhere":
+            assert all("the ranks are at different places" in one for one in (text, other))
+        else:
+            assert text == other, what
+            assert text.startswith("RankError: "), (what, text)
+            assert "Every rank must run the same script" in text or "another step" in text, text
 
 
 def different(rank: int, ranks: int, file: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Alternatives that depend on parameters' values, where the model at hand has none."""
+"""Alternatives of estimated steps: where parameters have no values, and what they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import nn
 
 from memopt.capture.fake import Fakes
 from memopt.kernels import with_implementations
+from memopt.models.device import Device
 from memopt.models.presets import find_device
+from memopt.pricing.measure import MeasureOptions
+from memopt.profiler import profile_model
 from memopt.profiler.estimate import estimate_model
 
 
@@ -24,3 +27,25 @@ def test_fake_parameters_are_left_to_the_kernels_own_check() -> None:
     found = with_implementations(replace(profiled, captured=captured), device=device)
     names = {c.name for o in found.graph.operators for c in o.implementations if not c.exact}
     assert "output" in names
+
+
+def test_workspaces_of_convolutions_on_the_cpu_are_those_that_are_measured() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1))
+    x, options = torch.randn(16, 16, 28, 28), MeasureOptions(max_rounds=1)
+    device = Device("host", flops_per_s={"float32": 1e11}, memory_bytes_per_s=1e10)
+    measured = with_implementations(profile_model(model, x, options=options), options=options)
+    known = {
+        (operator.name, one.name): one.workspace_bytes
+        for operator in measured.graph.operators
+        for one in operator.implementations
+    }
+    estimated = with_implementations(estimate_model(model, x, device), device=device)
+    compared = {}
+    for operator in estimated.graph.operators:
+        for one in operator.implementations if "convolution" in operator.target else ():
+            compared[operator.name, one.name] = one.workspace_bytes / known[operator.name, one.name]
+    # ATen's own kernels, whose columns nothing prices, are no alternative of an estimate.
+    assert "native" in {name for _, name in known.keys() - compared.keys()}
+    assert {"split 8", "weight gradient split"} <= {name for _, name in compared}
+    assert min(compared.values()) > 0.97
+    assert max(compared.values()) < 1.25

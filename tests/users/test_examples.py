@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import (
+    budget_and_peak,
     train_hugging_face,
     train_lightning,
     train_loop,
@@ -40,3 +41,12 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert plan.budget is not None
     assert plan.peak_bytes <= plan.budget
     assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_smaller_budget_takes_less_and_is_kept(tmp_path: Path) -> None:
+    rows = budget_and_peak.main(tmp_path / "budget.png", shares=(1.0, 0.7, 0.4))
+    assert len(rows) == 3
+    assert all(peak <= budget for budget, peak in rows)
+    peaks = [peak for _, peak in rows]
+    assert peaks == sorted(peaks, reverse=True)
