@@ -179,6 +179,16 @@ def test_what_members_share_is_made_within_the_limit(
     assert found.stats["solve_s"] == 3.0
 
 
+def test_a_leader_that_could_not_even_begin_is_not_asked(clock: Clock) -> None:
+    for plan_s, spent_s in ((3.0, -1.0), (None, 2.0)):
+        leader = Curve(clock, LEADER, False, 2.0, 1e9, lambda _: 2.0)
+        first = Curve(clock, "sequential", True, 0.0, 0.0, lambda _, plan_s=plan_s: plan_s)
+        Portfolio(1, LINK, None, LEAST_S, 10.0, limit_s=1.0, leader=LEADER, leader_s=1.8).run(
+            [first, leader]
+        )  # type: ignore[arg-type]
+        assert leader.spent_s == spent_s
+
+
 def test_once_there_is_a_plan_a_slow_member_does_not_keep_the_user_waiting(clock: Clock) -> None:
     members = [
         Curve(clock, "sequential", True, 2.0, 2.0, lambda _: 3.0),

@@ -48,6 +48,8 @@ class Portfolio:
     gap: float = NOTHING_FASTER
     limit_s: float | None = None
     leader: str = ""
+    leader_s: float = 0.0
+    """Seconds that the leader takes to begin: where a plan stands, it is not asked with less."""
     quick_s: float = MOST_S
     """Seconds in which members begin that have their plan at once, as soon as one of them has."""
     bounding: frozenset[str] = frozenset()
@@ -104,6 +106,8 @@ class Portfolio:
             over = deadline.passed(0.0, "begins")
             if over and (self.best is not None or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
+                continue
+            if name == self.leader and self.best is not None and deadline.left_s < self.leader_s:
                 continue
             share_s = deadline.left_s
             share_s *= self._share(members[index:], share_s)

@@ -40,6 +40,8 @@ MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
 FIRST_S = 5.0
 """Seconds for the first plan of a graph of many operators."""
+BEGIN_S = 1e-4
+"""Seconds per operator that the leader takes before it has any plan of its own."""
 OWN_S = 60.0
 """Seconds for all members that the user names, where there is no limit."""
 SMALL = 60
@@ -192,6 +194,7 @@ class Auto(Strategy):
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
             gap=NOTHING_FASTER if self.members or free else self.gap,
             limit_s=OWN_S if limit_s is None and self.members else limit_s,
+            leader_s=BEGIN_S * len(cost_model.operators) if isinstance(cost_model, Graph) else 0.0,
             quick_s=FIRST_S if many else MOST_S,
             leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
             bounding=frozenset({LEADER} if step and not self.members else ()),
