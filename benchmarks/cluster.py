@@ -16,8 +16,8 @@ try the script.
 
 The rates of torchtitan's H100s are those of torchao's roofline of "Meta's H100 variant" (2.4 TB/s):
 92% of the memory bandwidth, and of 989 tera-operations per second 60% at the commit that the report
-names (torchao/float8/roofline_utils.py at eab345c), 78% since March 2025 (d8af7d7). The first holds
-for the rows; what the second gives is a row of its own.
+names (torchao/float8/roofline_utils.py at eab345c), 78% since March 2025 (d8af7d7). The first, of
+whole steps, holds for the rows; what the second gives, of products alone, is a row of its own.
 """
 
 from __future__ import annotations
@@ -55,9 +55,15 @@ GRAND_TETON = replace(
     memory_bytes_per_s=2400e9,
     flops_fraction=0.60,
     memory_fraction=0.92,
+    product_exposure=0.0,
     source="torchtitan's description of its machines; shares of the rates as in torchao's roofline",
 )
-GRAND_TETON_2025 = replace(GRAND_TETON, name="H100-96GB-500W at 78%", flops_fraction=0.78)
+GRAND_TETON_2025 = replace(
+    GRAND_TETON,
+    name="H100-96GB-500W at 78%",
+    flops_fraction=0.78,
+    product_exposure=find_device("H100").product_exposure,
+)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def texts(words: int, seed: int = 0) -> list[str]:
 def main(steps: int = 20) -> MemoptCallback:
     """Train; the callback, which says how the steps ran."""
     transformers.set_seed(0)
-    memopt = MemoptCallback(0.9)
+    memopt = MemoptCallback(0.95)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.SFTTrainer(
             model=llama(),

@@ -25,6 +25,7 @@ from benchmarks.steps import clear
 from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP
+from memopt.executor.graph_segments import Capturer
 from memopt.models.presets import find_device
 from memopt.programs.allocator_requests import Allocate, allocation_trace
 from memopt.programs.allocator_snapshot import compare_snapshot
@@ -170,19 +171,29 @@ def calibration(machine: Machine) -> Iterator[Row]:
 
 def graphs(machine: Machine, name: str, batch: int, strategy: str = "store-all") -> Iterator[Row]:
     """Run a placed plan's step with and without CUDA graphs: with dropout, and transfers where
-    there are any. A replay draws what the uncaptured step would."""
+    there are any, in segments where dropout runs twice. A replay draws what the uncaptured step
+    would."""
     one = Subject.of(name, machine, batch)
     how = {"device": memopt.measure_device(machine.device), "progress": False}
-    budget = 0.8 if strategy == "offload-graph" else None
+    budget = None if strategy == "store-all" else 0.8
     plan = memopt.plan(one.profiled, strategy=strategy, budget=budget, place=True, **how)
     plan = replace(plan, budget=None)  # beside it are the capture's copies
     plain = plan.apply(one.model)
-    captured = apply_plan(plan, one.model, cuda_graph=True if machine.is_cuda else FakeGraphs())
+    captured = apply_plan(plan, one.model, cuda_graph=_capturer(machine))
     for _ in range(WARM_UP + 1):
         one.step(captured)()
     yield same_gradients("CUDA graphs", one, captured, machine, "replayed")
     steps = {"plan": one.step(plain), "graphs": one.step(captured)}
     yield from _times("CUDA graphs", one, steps, machine, "plan")
+
+
+def _capturer(machine: Machine) -> bool | Capturer:
+    """Give what captures on the machine; in a dry run a stand-in."""
+    if machine.device.type in ("cuda", "cpu"):
+        return machine.is_cuda or FakeGraphs()
+    from tests.device.recorded_graphs import RecordedGraphs  # where that device is loaded
+
+    return RecordedGraphs(machine.device)
 
 
 def kernels(machine: Machine, name: str, batch: int) -> Iterator[Row]:
@@ -272,6 +283,7 @@ CELLS: dict[str, Cell] = {
     "CUDA graphs resnet50": partial(graphs, name="resnet50", batch=16),
     "CUDA graphs gpt2": partial(graphs, name="gpt2", batch=4),
     "CUDA graphs gpt2 moved": partial(graphs, name="gpt2", batch=4, strategy="offload-graph"),
+    "CUDA graphs gpt2 segments": partial(graphs, name="gpt2", batch=4, strategy="rotor"),
     "joint resnet50": partial(joint, name="resnet50", batch=64),
     "peers gpt2": partial(peers, name="gpt2", batch=16),
     "compiled kernels mlp": partial(kernels, name="mlp", batch=256),

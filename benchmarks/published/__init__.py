@@ -43,8 +43,8 @@ _COUNTS = {
     name: (1, most)
     for name, most in {
         "gpus": 20_000, "dp": 20_000, "tp": 64, "pp": 64, "cp": 64, "ep": 512,
-        "virtual_stages": 64, "sequence": 2**21, "batch": 1024, "micro_batches": 4096,
-        "lora_rank": 4096, "trained_parameters": 10**12,
+        "virtual_stages": 64, "chunk_group": 64, "sequence": 2**21, "batch": 1024,
+        "micro_batches": 4096, "lora_rank": 4096, "trained_parameters": 10**12,
     }.items()
 }  # fmt: skip
 _WORDS: dict[str, tuple[str, ...]] = {
@@ -53,6 +53,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gradients": ("float32", "bfloat16", "float16", "none"),  # none: updated in the backward
     "sharding": ("optimizer", "gradients", "parameters", "other"),  # over dp: ZeRO 1, 2, 3
     "attention": ("fused", "scores", "flex"),
+    "softmax": ("float32",),  # of scores, where it is not in their own dtype
     "kernels": ("eager", "fused", "compiled", "written"),  # Transformer Engine's; by hand
     "loss": ("plain", "fused", "chunked"),
     "recompute": ("full", "selective"),

@@ -23,9 +23,13 @@ class Style:
     Attributes:
         eager: norms and positions in steps of their own, in float32; else one kernel each.
         scores: attention as product, softmax and dropout of S x S scores.
+        wide_softmax: that softmax is one of float32.
+        apart: the model returns its logits, for a loss that is not compiled with it.
         loss: "float": cross entropy of logits in float32; "own": of logits in their dtype;
             "in place": Megatron's, which overwrites float32 logits; "chunks": of eight parts.
-        packed: query, key and value are views of one result, which the value keeps alive.
+        packed: query, key and value are views of one result, which the value keeps alive. Adapters
+            of some of the three are widened by an index_copy, whose backward keeps what it copies.
+        held: the caller has a name for the logits until the next step.
         lora: layers with adapters, of "query key value projection mlp head"; and their rank.
         tensor: ranks that share each layer.
     """
@@ -38,6 +42,9 @@ class Style:
     rank: int = 0
     tensor: int = 1
     lora_dropout: float = 0.0
+    wide_softmax: bool = False
+    apart: bool = False
+    held: bool = False
 
 
 class Norm(nn.Module):
@@ -63,21 +70,42 @@ class Norm(nn.Module):
 class Linear(nn.Module):
     """A linear layer, frozen beside an adapter of low rank where there are adapters."""
 
-    def __init__(self, wide: int, narrow: int, bias: bool, name: str, style: Style) -> None:
+    def __init__(
+        self, wide: int, narrow: int, bias: bool, name: str, style: Style, key: int = 0
+    ) -> None:
         super().__init__()
         self.base = nn.Linear(wide, narrow, bias=bias)
         self.base.requires_grad_(not style.rank)
         self.drop = style.lora_dropout
         self.narrow = self.widen = None
+        self.padded = 0
         if name in style.lora:
+            if style.packed and name == "query" and "key" not in style.lora:
+                self.padded = narrow - key
             self.narrow = nn.Linear(wide, style.rank, bias=False)
-            self.widen = nn.Linear(style.rank, narrow, bias=False)
+            self.widen = nn.Linear(style.rank, narrow - (key if self.padded else 0), bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
         if self.narrow is not None and self.widen is not None:
-            y = y + self.widen(self.narrow(functional.dropout(x, self.drop))) * 2.0
+            more = self.widen(self.narrow(functional.dropout(x, self.drop)))
+            more = _Padded.apply(more, y.shape[-1]) if self.padded else more
+            y = y + more * 2.0
         return y
+
+
+class _Padded(torch.autograd.Function):
+    """Takes the memory of index_copy into zeros, whose backward keeps what it copied."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(given)
+        return functional.pad(given, (0, width - given.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (given,) = ctx.saved_tensors
+        return torch.where(given == given, slope[..., : given.shape[-1]], 0), None
 
 
 class Layer(nn.Module):
@@ -93,11 +121,14 @@ class Layer(nn.Module):
         self.before = Norm(width, kind, bias, style.eager)
         alone = shape.get("shared_norm")
         self.between = None if alone else Norm(width, kind, bias, style.eager)
+        each = [Norm(self.head, kind, bias, style.eager) for _ in "qk" if shape.get("qk_norm")]
+        self.of_heads = nn.ModuleList(each)
         sizes = {"query": self.heads, "key": self.groups, "value": self.groups}
         if style.packed:
             sizes = {"query": self.heads + 2 * self.groups}
         for name, count in sizes.items():
-            setattr(self, name, Linear(width, count * self.head, bias, name, style))
+            key = self.groups * self.head
+            setattr(self, name, Linear(width, count * self.head, bias, name, style, key))
         self.out = Linear(self.heads * self.head, width, bias, "projection", style)
         inner = shape["ffn"] // parts
         self.up = Linear(width, inner, bias, "mlp", style)
@@ -112,6 +143,8 @@ class Layer(nn.Module):
         else:
             parts = (self.query(y), self.key(y), self.value(y))
         q, k, v = (one.unflatten(-1, (-1, self.head)).transpose(1, 2) for one in parts)
+        if self.of_heads:
+            q, k = (norm(one) for norm, one in zip(self.of_heads, (q, k), strict=True))
         if self.shape.get("positions") == "rope":
             q, k = self._turned(q, turns), self._turned(k, turns)
         if self.groups < self.heads and (self.style.eager or self.style.scores):
@@ -127,8 +160,9 @@ class Layer(nn.Module):
         if not self.style.scores:
             how = {"dropout_p": rate, "is_causal": True, "enable_gqa": self.groups < self.heads}
             return functional.scaled_dot_product_attention(q, k, v, **how)
-        scores = torch.softmax(q @ k.transpose(-1, -2), -1)
-        return functional.dropout(scores, rate) @ v
+        scores = q @ k.transpose(-1, -2)
+        scores = scores.float() if self.style.wide_softmax else scores
+        return functional.dropout(torch.softmax(scores, -1).to(q.dtype), rate) @ v
 
     def _fed(self, y: Tensor) -> Tensor:
         if self.gate is None:
@@ -193,13 +227,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, style) for _ in range(layers))
         self.norm = Norm(width, shape.get("norm", "layer"), shape.get("bias", False), style.eager)
         for name, parameter in self.named_parameters():
-            if style.rank and ("norm" in name or "before" in name or "between" in name):
+            if style.rank and any(w in name for w in ("norm", "before", "between", "of_heads")):
                 parameter.requires_grad_(False)
         self.head = head
         rotated = shape.get("head_width", width // shape["heads"])
         self.register_buffer("turns", torch.zeros(sequence, rotated))
 
-    def forward(self, given: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, given: Tensor, targets: Tensor | None = None) -> Any:
         x = given
         if self.words is not None:
             x = self.words(given)
@@ -208,16 +242,33 @@ class Decoder(nn.Module):
             x = functional.dropout(x, self.shape.get("dropout", 0.0))
         for layer in self.layers:
             x = layer(x, self.turns)
-        x = self.norm(x)
-        if self.style.loss == "chunks":
-            pairs = zip(x.chunk(8, 1), targets.chunk(8, 1), strict=True)
-            return sum((self._loss(one, right) for one, right in pairs), x.new_zeros(()).float())
-        return self._loss(x, targets)
+        parts = self.norm(x).chunk(8 if self.style.loss == "chunks" else 1, 1)
+        logits = [self.head(part).flatten(0, 1) for part in parts]
+        if targets is None:
+            return logits
+        loss = self.loss(logits, targets)
+        return (loss, *(one.detach() for one in logits)) if self.style.held else loss
 
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self.head(x).flatten(0, 1)
+    def loss(self, logits: list[Tensor], targets: Tensor) -> Tensor:
+        """Return the loss of the logits of each part of a sequence."""
+        rights = targets.chunk(len(logits), 1)
+        losses = [self._loss(*pair) for pair in zip(logits, rights, strict=True)]
+        return losses[0] if len(losses) == 1 else sum(losses, losses[0].new_zeros(()))
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.style.loss == "in place":
             found: Tensor = _InPlace.apply(logits, targets.flatten())
             return found
         logits = logits if self.style.loss == "own" else logits.float()
         return functional.cross_entropy(logits, targets.flatten())
+
+
+class LossApart(nn.Module):
+    """A decoder's loss alone."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self._loss = decoder.loss
+
+    def forward(self, targets: Tensor, *logits: Tensor) -> Tensor:
+        return self._loss(list(logits), targets)

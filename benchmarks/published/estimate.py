@@ -21,17 +21,19 @@ import torch
 from torch import nn
 
 import memopt
-from benchmarks.cluster import GRAND_TETON
+from benchmarks.cluster import GRAND_TETON_2025
 from benchmarks.cluster_llama import published_step
 from benchmarks.published import measurements, tokens
-from benchmarks.published.decoder import Decoder, Style
+from benchmarks.published.decoder import Decoder, LossApart, Style
+from benchmarks.published.reserved import DTYPES, expandable, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
 from memopt.models.presets import find_device
+from memopt.pricing.flops import work
 from memopt.pricing.measure import with_costs
-from memopt.pricing.roofline import estimate_costs
+from memopt.pricing.roofline import estimate_costs, work_time_s
 from memopt.pricing.workspace import cublas_workspace_bytes
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.allocator_requests import reserved_by
@@ -39,6 +41,9 @@ from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.step.kernel import FusedKernel
+from memopt.step.loss import Loss
+from memopt.step.signature import describe_value, signature
 
 
 @cache
@@ -57,20 +62,19 @@ DEVICES: dict[str, Device] = {
     "A100-80GB": _A100,
     "A100-40GB": replace(_A100, name="A100-SXM-40GB", memory_bytes_per_s=1555e9),
     "A100-40GB-PCIe": replace(_A100, name="A100-PCIe-40GB", memory_bytes_per_s=1555e9),
-    "H100-96GB-500W": GRAND_TETON,
+    "H100-96GB-500W": replace(GRAND_TETON_2025, name="H100-96GB-500W"),
 }
 MEMORY_ONLY = {"A10G": replace(_A100, name="A10G")}
-"""GPUs of whose rates nothing is known here: no times."""
+"""GPUs whose times nobody published: only peaks are estimated."""
 ALL_DEVICES = DEVICES | MEMORY_ONLY
 _MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNKNOWN = {
     "quantized": "weights in 4 bits", "offload": "offloaded tensors", "adapter": "other adapters",
     "ep": "experts", "uneven_stages": "stages of unlike depth", "cuda_graphs": "CUDA graphs",
     "schedule": "pipelines' other schedules", "sequence_parallel": "sequence parallelism",
 }  # fmt: skip
 _PLAIN = ("gpt2", "mpt", None)
-TIMES = ("products", "attention", "other", "network", "launches")
+TIMES = ("products", "attention", "other", "network", "exposed")
 
 
 def why_not(row: Mapping[str, Any]) -> str:
@@ -85,7 +89,7 @@ def why_not(row: Mapping[str, Any]) -> str:
         return "experts, latent attention, encoders"
     if row.get("kernels") == "written":
         return "operators written out by hand"
-    if shape.get("qk_norm") or shape.get("norms"):
+    if shape.get("norms"):
         return "more norms than two"
     if row.get("dtype") == "float8" or row.get("attention") == "flex":
         return "float8 or flex attention"
@@ -124,10 +128,15 @@ def style_of(row: Mapping[str, Any]) -> Style:
     in_place = fused and not (megatron and row.get("loss") == "fused")
     loss = "in place" if in_place else "own" if own else "float"
     lora = tuple(row.get("lora_layers", "").split())
+    # torchtune and torchtitan compile layers one by one; models of llm.c and DeepSpeed take labels.
+    apart = row.get("kernels") == "compiled" and not source.startswith(("llm.c", "deepspeed"))
     return Style(
+        apart=apart,
         eager=not fused,
         scores=row.get("attention") == "scores",
+        wide_softmax=row.get("softmax") == "float32",
         packed=source.startswith("litgpt"),
+        held=source.startswith("litgpt"),
         loss="chunks" if row.get("loss") == "chunked" or source.startswith("litgpt") else loss,
         lora=lora,
         rank=row.get("lora_rank", 0),
@@ -144,6 +153,8 @@ class _Captured:
     parameter_bytes: int
     trained: int
     device: Device
+    loss_s: float = 0.0
+    """Of a loss that is no part of it."""
 
 
 @lru_cache(maxsize=8)
@@ -151,7 +162,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
     row = row_of(name)
     shape, style, first = _shape_of(row), style_of(row), row.get("pp", 1) == 1
     sequence, sharded = row["sequence"] // row.get("cp", 1), row.get("sharding") == "parameters"
-    dtype, sizes = _DTYPES[row["parameters"]], Counter[str]()
+    dtype, sizes = DTYPES[row["parameters"]], Counter[str]()
 
     def build(mesh: Any = None) -> nn.Module:
         with torch.device("meta"):
@@ -174,8 +185,17 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
         kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
         device = ALL_DEVICES[row["gpu"]]
-        found = estimate_model(model, (given, targets), device, kernels=kernels)
-    return _Captured(found, sizes["bytes"], sizes["trained"], device)
+        if not style.apart:
+            found = estimate_model(model, (given, targets), device, kernels=kernels)
+            return _Captured(found, sizes["bytes"], sizes["trained"], device)
+        loss = Loss(lambda logits, right: model.loss(logits, right), (targets,))
+        found = estimate_model(model, (given,), device, loss=loss, kernels=kernels)
+        parts = 8 if style.loss == "chunks" else 1
+        each = row["batch"] * sequence // parts, model.head.base.out_features
+        logits = [torch.zeros(each, dtype=dtype, requires_grad=True) for _ in range(parts)]
+        alone = estimate_model(LossApart(model), (targets, *logits), device)
+    loss_s = sum(operator.time_s for operator in alone.graph.operators)
+    return _Captured(found, sizes["bytes"], sizes["trained"], device, loss_s)
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +241,7 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
     reserved = 0
-    if _memory_of(row) == "peak_reserved_bytes":
+    if _memory_of(row) == "peak_reserved_bytes" and not expandable(row):
         reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
@@ -229,13 +249,27 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         "parameters": one.parameter_bytes,
         "trained": one.trained,
         "fragments": max(0, reserved),
-        "time": time.time_s,
+        "time": time.time_s + one.loss_s,
         **_times(graph, program),
+        "exposed": _exposed_s(one, program, device),
     }
 
 
+def _exposed_s(one: _Captured, program: Program, device: Device) -> float:
+    """Return how long a program's products take beyond their roofline."""
+    plain = replace(device, product_exposure=0.0)
+    runs, nodes = Counter(run.op for _, run in program.computes), one.profiled.lowering.nodes
+    found = 0.0
+    for index, times in runs.items():
+        target = one.profiled.graph.operators[index].target
+        if "mm" in target and not isinstance(nodes[index].target, FusedKernel):
+            done = work(signature(nodes[index]), describe_value(nodes[index]))
+            found += times * (work_time_s(done, device) - work_time_s(done, plain))
+    return found
+
+
 def _times(graph: Graph, program: Program) -> dict[str, float]:
-    """Return the seconds of a program by what computes, its launches, and the network's."""
+    """Return the seconds of a program by what computes, and the network's."""
     found = dict.fromkeys(TIMES, 0.0)
     for _, run in program.computes:
         operator = graph.operators[run.op]
@@ -243,7 +277,6 @@ def _times(graph: Graph, program: Program) -> dict[str, float]:
         kind = "attention" if "attention" in operator.target else "other"
         kind = "network" if operator.collective else "products" if product else kind
         found[kind] += operator.time_s
-        found["launches"] += not operator.collective
     return found
 
 
@@ -272,7 +305,7 @@ class Row:
         memory: bytes, published and estimated.
         step: seconds, published and estimated.
         parts: what the estimated bytes are.
-        times: what one micro-batch's seconds are, and its number of launches.
+        times: what one micro-batch's seconds are; "exposed" is a part of the products'.
     """
 
     name: str
@@ -307,9 +340,11 @@ def estimated(_: Any, name: str) -> list[Row]:
         "library": at("library", own),
     }
     if _gradients_stay(row) and not sharded:
-        parts["gradients"] = trained * _DTYPES[row["gradients"]].itemsize
+        parts["gradients"] = trained * DTYPES[row["gradients"]].itemsize
     if _memory_of(row) == "peak_reserved_bytes":
         parts["fragments"] = at("fragments", kept)
+    if _memory_of(row) == "peak_reserved_bytes" and sharded:
+        parts["streams"] = streams_bytes(row, b["trained"] - a["trained"], a["trained"], low)
     memory = float(row.get(_memory_of(row), 0)), sum(parts.values())
     times = {what: at(what, own) for what in TIMES}
     step = _time_of(row), _step_s(row, at("time", own), trained)
@@ -318,10 +353,17 @@ def estimated(_: Any, name: str) -> list[Row]:
 
 def _in_flight(row: Mapping[str, Any], stages: int) -> int:
     """Return the micro-batches whose activations the last stage holds, in parts of its layers:
-    with interleaved stages those of earlier rounds, too (Megatron-LM, arXiv:2104.04473, 2.2)."""
+    with interleaved stages those of earlier rounds, too (Megatron-LM, arXiv:2104.04473, 2.2), of so
+    many micro-batches as go through a part at a time."""
     parts = row.get("virtual_stages", 1)
-    rounds = (parts - 1) * stages + 1
+    rounds = (parts - 1) * row.get("chunk_group", stages) + 1
     return int(min(rounds, parts * row.get("micro_batches", 1)))
+
+
+def turns(row: Mapping[str, Any]) -> float:
+    """Return how many micro-batches' time a step takes: its own, and those that fill a pipeline."""
+    fill = (row.get("pp", 1) - 1) / row.get("virtual_stages", 1)
+    return float(row.get("micro_batches", 1) + fill)
 
 
 def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
@@ -329,16 +371,15 @@ def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
     and data parallelism send, and the update."""
     device = ALL_DEVICES[row["gpu"]]
     shape, tensor = measurements().models[row["model"]], row.get("tp", 1)
-    stages, batches = row.get("pp", 1), row.get("micro_batches", 1)
+    stages = row.get("pp", 1)
     if tensor > 1:
         size = row["sequence"] * row["batch"] * shape["hidden"] * 2
         sent = Collective(CollectiveKind.ALL_REDUCE, tensor, size)
         batch_s += 4 * shape["layers"] / stages * device.collective_time_s(sent)
-    fill = (stages - 1) / row.get("virtual_stages", 1)
     ranks = row.get("dp", 1) if row.get("sharding") != "parameters" else 1
-    total = (batches + fill) * batch_s
+    total = turns(row) * batch_s
     if ranks > 1:
-        size = int(trained * _DTYPES[row["gradients"]].itemsize)
+        size = int(trained * DTYPES[row["gradients"]].itemsize)
         sent = Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor)
         total += device.collective_time_s(sent)
     moved = trained * (2 * row["state_bytes"] + 8) / (ranks if row.get("sharding") else 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.cluster import on_mesh, tokens_of
+from memopt.api.moved_rungs import moved_plan
 from memopt.api.refusal import unit_meant
 from memopt.api.sharding import shard
 from memopt.api.solving import planned_device, reporting_on, solve
@@ -22,7 +23,16 @@ from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.report.ladder import Ladder, Rung, memory_parts
+from memopt.report.ladder import (
+    CHUNKED,
+    FROZEN,
+    MOVED,
+    OFFLOAD,
+    RECOMPUTE,
+    Ladder,
+    Rung,
+    memory_parts,
+)
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
@@ -30,7 +40,6 @@ from memopt.strategies.target import chain_view
 if TYPE_CHECKING:
     from memopt.profiler.variants import StepVariant, VariantStep
 
-CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 Only: TypeAlias = Literal["all", "asked", "devices"]
 _LEAST_BYTES = 2**20
 _SAVES = 0.97
@@ -84,6 +93,7 @@ def ladder(
     step: StepOptions | None = None,
     only: Only = "all",
     progress: bool | Progress = True,
+    heard: Callable[[Rung], None] | None = None,
 ) -> Ladder:
     """Estimate whether a step fits a device, what takes what, and how it can be made to fit.
 
@@ -100,6 +110,7 @@ def ladder(
         step: your loss and its targets, and what the step returns.
         only: "asked": no change but recomputed and moved activations; "devices": and more devices.
         progress: True shows a bar on a terminal; or your own callback.
+        heard: is called with each rung as soon as it is known.
 
     Raises:
         ValueError: no capacity, an unknown optimizer. CaptureError: as in `memopt.plan`.
@@ -117,7 +128,7 @@ def ladder(
     asked = LadderRequest(place, limit, name, lora, ranks, _dtype_of(model))
     with reporting_on(progress) as report:
         made = _LadderMaker(asked, model, inputs, step or StepOptions(), report)
-        return made.ladder(rank, only)
+        return made.ladder(rank, only, heard or (lambda _rung: None))
 
 
 def with_adapters(model: Any, rank: int) -> Any:
@@ -152,7 +163,7 @@ class _LadderMaker:
         self._report = report
         self._peaks: dict[_Way, int] = {}
 
-    def ladder(self, rank: int, only: Only) -> Ladder:
+    def ladder(self, rank: int, only: Only, heard: Callable[[Rung], None]) -> Ladder:
         """Try every way, the asked one first."""
         asked = self._asked
         ways = list(self._ways(rank))
@@ -164,13 +175,16 @@ class _LadderMaker:
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
-            if not _needless(way, rungs, asked.ranks):
-                rungs += self._rungs(way)
+            if _needless(way, rungs, asked.ranks):
+                continue
+            for rung in self._rungs(way, _offload_pays(rungs)):
+                rungs.append(rung)
+                heard(rung)
         first = self._graph(ways[0])
         if first is None:
             raise MemoptError("nothing was estimated")
         whole, step = first
-        rungs.sort(key=lambda r: (not r.fits, -(r.samples_per_s or 0.0), r.needed_bytes or 0))
+        rungs.sort(key=lambda r: (not r.fits, -r.rate_of_one, r.needed_bytes or 0))
         return Ladder(
             device=asked.device,
             budget_bytes=asked.budget_bytes,
@@ -237,9 +251,9 @@ class _LadderMaker:
         held = figures.parameter_bytes + figures.trained_bytes + figures.state.bytes_total
         return held * self._asked.ranks // variant.ranks
 
-    def _rungs(self, way: _Way) -> Iterator[Rung]:
+    def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
         """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
-        recomputed or moved."""
+        recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
         budget, known = self._asked.budget_bytes, self._holds(way)
         if known is not None and known > budget:
             return
@@ -255,12 +269,12 @@ class _LadderMaker:
         yield _unfit(way, "", peak)
         if way.chunked and peak > _SAVES * self._peaks.get(replace(way, said=(), chunked=False), 0):
             return
-        held = graph.resident_bytes
-        if held >= budget:
-            return
-        view = chain_view(graph)
-        for strategy in ("rotor", "dynprog"):
-            if strategy == "dynprog" and not self._asked.device.is_linked:
+        view, fitted = None, False
+        for strategy in ("rotor", "dynprog") if graph.resident_bytes < budget else ():
+            view = view or chain_view(graph)
+            if strategy == "dynprog" and not (
+                self._asked.device.is_linked and (offload or not fitted)
+            ):
                 continue
             try:
                 plan = self._solved(graph, strategy, view)
@@ -269,7 +283,26 @@ class _LadderMaker:
             except (ValueError, MemoptError):
                 continue  # not a chain, or no transfers in such a step
             else:
+                fitted = True
                 yield self._rung(way, step, plan, strategy)
+        if not fitted and not way.chunked:
+            yield from self._moved(way, step)
+
+    def _moved(self, way: _Way, step: VariantStep) -> Iterator[Rung]:
+        """Yield the rung with parameters and state on the host, where no other plan of it fits."""
+        device, what = self._asked.device, FROZEN if way.variant.rank else MOVED
+        if not device.is_linked or way.variant.quantized or way.variant.ranks > 1:
+            return
+        try:
+            graph = self._variants.movable(way.variant, way.optimizer)
+            found = moved_plan(graph, self._asked.budget_bytes, device)
+        except (ValueError, MemoptError):
+            return  # not a chain
+        if isinstance(found, PlanRecord):
+            time_s = None if way.variant.rank else found.step_time_s
+            yield self._rung(way, step, found, "rotor", what, time_s)
+        else:
+            yield _unfit(way, what, found)
 
     def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
         return solve(
@@ -280,15 +313,23 @@ class _LadderMaker:
             view=view,
         )
 
-    def _rung(self, way: _Way, step: VariantStep, plan: PlanRecord, strategy: str) -> Rung:
+    def _rung(
+        self,
+        way: _Way,
+        step: VariantStep,
+        plan: PlanRecord,
+        strategy: str,
+        how: str | None = None,
+        whole_s: float | None = None,
+    ) -> Rung:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
         # The update reads and writes state and parameters, and reads gradients.
         moved = 2 * figures.state.bytes_total + 3 * figures.trained_bytes
         update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
-        time_s = plan.step_time_s + update_s
+        time_s = plan.step_time_s + update_s if whole_s is None else whole_s
         samples = tokens_of(self._inputs) or _examples(self._inputs)
         return Rung(
-            changes=_said(way, _WAYS[strategy]),
+            changes=_said(way, how or _WAYS[strategy]),
             fits=True,
             strategy=strategy,
             peak_bytes=plan.peak_bytes,
@@ -303,12 +344,24 @@ class _LadderMaker:
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
     """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, or one on fewer devices, of which there are `ranks`."""
+    without its loss in chunks, or one on fewer devices, of which there are `ranks`: on several, one
+    that trains the same."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
-    if way.variant.ranks > ranks and any(rung.fits and rung.ranks > ranks for rung in rungs):
+    more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
+    if way.variant.ranks > ranks and any(more):
         return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
+
+
+def _offload_pays(rungs: list[Rung]) -> bool:
+    """Whether moving activations was faster than recomputing them, where both were tried."""
+    rates = {rung.changes: rung.rate_of_one for rung in rungs}
+    return all(
+        rates[(*changes[:-1], OFFLOAD)] >= rate
+        for changes, rate in rates.items()
+        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
+    )
 
 
 def _said(way: _Way, more: str) -> tuple[str, ...]:

@@ -73,9 +73,10 @@ class Plan(PlanRecord):
             checked: for a plan with addresses, poison those that are freed and check every read
                 (slower; for debugging).
             cuda_graph: capture the step of a plan with addresses (`place=True`) after two steps
-                and replay it as two CUDA graphs, for steps of many short kernels. Not for steps
-                that run a random operator twice, work on the host or depend on values. Gradients
-                come all at once, inside DistributedDataParallel, too.
+                and replay it as CUDA graphs, for steps of many short kernels: one for the forward
+                and one for the backward, or segments of them, between which runs what works on the
+                host, depends on values or draws the same random numbers again. Gradients come all
+                at once, inside DistributedDataParallel, too.
 
         Raises:
             PlanFileError: the model, its mode or the inputs are not the planned ones; the

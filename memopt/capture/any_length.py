@@ -55,7 +55,7 @@ def any_length(
 
 def _symbols(model: nn.Module, call: Call, length: int) -> Symbols | None:
     with tracing_as_eager(computing_device(model, call)), lean_trace():
-        traced, _ = trace_of(model, call, to_be_run=False)
+        traced, _ = trace_of(model, call)
         fakes, (leaves, spec) = placeholder_values(traced), pytree.tree_flatten(call.plain)
         if len(fakes) != len(leaves):
             return None

@@ -9,13 +9,13 @@ import typer
 
 import memopt
 from memopt.api.fits import DEFAULT_STRATEGIES, Fits
-from memopt.api.ladder import OFFLOAD, RECOMPUTE, Only, ladder
+from memopt.api.ladder import Only, ladder
 from memopt.api.size_search import largest_size
 from memopt.commands import options
 from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
 from memopt.models.options import StepOptions, parse_returns
-from memopt.report.ladder import Ladder
+from memopt.report.ladder import OFFLOAD, RECOMPUTE, Ladder, Rung
 
 SOLVED = ("batch", "sequence", "gpus")
 _MOST = 8
@@ -68,7 +68,8 @@ def fits(
         more = {} if solve is None else {"solved": {solve: answer}}
         say_json({**asked.header, **found.figures(), **more})
     elif not model.quiet:
-        say(f"batch {model.batch}, sequence {model.sequence}")
+        if asked.header:
+            say(", ".join(f"{what} {size}" for what, size in asked.header.items()))
         say(str(found))
         if solve is not None:
             best = "the fewest" if solve == "gpus" else "the largest"
@@ -86,7 +87,8 @@ class _Asked:
         step: StepOptions,
     ) -> None:
         self._model, self._budget, self._ranks, self._step = model, budget, ranks, step
-        self.header = {"batch": model.batch, "sequence": model.sequence}
+        sizes = model.model.startswith("hf:")  # a factory chooses its own
+        self.header = {"batch": model.batch, "sequence": model.sequence} if sizes else {}
 
     def _given(self, **sizes: int) -> tuple[NamedModel, dict[str, Any]]:
         """Return the model and the arguments of `ladder`, with other sizes."""
@@ -107,7 +109,11 @@ class _Asked:
     def ladder(self, only: Only = "all", **sizes: int) -> Ladder:
         """Make the ladder."""
         named, arguments = self._given(**sizes)
-        return ladder(named.model, named.inputs, **arguments, only=only)
+        return ladder(named.model, named.inputs, **arguments, only=only, heard=self._heard)
+
+    def _heard(self, rung: Rung) -> None:
+        if not self._model.silent:
+            typer.echo(f"... {rung}", err=True)
 
     def largest(self, what: str, found: Ladder) -> int | None:
         """Return the largest batch or sequence of which a plan fits.

@@ -16,13 +16,14 @@ from memopt.capture.training_call import training_call
 from memopt.errors import GuardError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
-from memopt.executor.cuda_graph import Capturer, CudaGraphs, GraphedProgram, why_not
+from memopt.executor.cuda_graph import CudaGraphs, GraphedProgram, between_graphs, why_not
+from memopt.executor.graph_segments import Capturer
 from memopt.executor.in_step import APPLYING, InStep
 from memopt.executor.install import install
 from memopt.executor.module import OnMismatch, PlannedModule, accepts, original_of
 from memopt.executor.recaptured import with_module
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed, Runtime
+from memopt.executor.runtime import Runtime
 from memopt.models.budget import format_bytes
 from memopt.models.options import parse_mismatch
 from memopt.programs.placed import arena_use
@@ -120,11 +121,14 @@ def apply_plan(
         )
     with _as_planned(plan), as_in_forward(model):
         ranks = ranks_of(model)
-        together = nullcontext() if ranks is None else ranks.failing_together(APPLYING)
-        with together:
+        with nullcontext() if ranks is None else ranks.failing_together(APPLYING):
             call = planned_call(plan, model, inputs)
             of_file = inputs is None and plan.profiled is None
             captured, lowering = with_module(plan, model, call, of_file, last)
+            if cuda_graph and (interpreted or checked):
+                raise ValueError(
+                    "cuda_graph=True goes with neither interpreted=True nor checked=True"
+                )
             installed = install(
                 captured,
                 lowering,
@@ -133,17 +137,16 @@ def apply_plan(
                 checked=checked,
                 recorder=recorder,
                 family=_sharing(plan, family),
+                between=_between(plan, captured, lowering, cuda_graph) if cuda_graph else None,
             )
         if ranks is not None:
             in_step = InStep(ranks)
             in_step.check_plan(plan)
             installed = in_step.installed(installed)
         if cuda_graph:
-            if interpreted or checked:
-                raise ValueError(
-                    "cuda_graph=True goes with neither interpreted=True nor checked=True"
-                )
-            installed = _graphed(plan, captured, lowering, installed, cuda_graph)
+            device = captured.device or torch.device("cpu")
+            capturer = CudaGraphs(device) if isinstance(cuda_graph, bool) else cuda_graph
+            installed = GraphedProgram(installed, captured, capturer).installed()
         return PlannedModule(
             model,
             captured,
@@ -154,14 +157,10 @@ def apply_plan(
         )
 
 
-def _graphed(
-    plan: PlanRecord,
-    captured: Captured,
-    lowering: Lowering,
-    installed: Installed,
-    capturer: bool | Capturer,
-) -> Installed:
-    """Wrap the installed program, so that CUDA graphs replay it after its first steps.
+def _between(
+    plan: PlanRecord, captured: Captured, lowering: Lowering, capturer: bool | Capturer
+) -> dict[int, str]:
+    """Return the instructions that run between CUDA graphs, by position, and why.
 
     Raises:
         ValueError: the step cannot be captured; the message says why.
@@ -174,8 +173,12 @@ def _graphed(
     reason = why_not(lowering, plan.program, on, spare_bytes, library_bytes)
     if reason is not None:
         raise ValueError(f"this plan's step cannot be captured as a CUDA graph: {reason}")
-    graphs = CudaGraphs(device) if isinstance(capturer, bool) else capturer
-    return GraphedProgram(installed, captured, graphs).installed()
+    found = between_graphs(lowering, plan.program)
+    runs = dict(plan.program.computes)
+    for position, why in found.items():
+        name = lowering.graph.operators[runs[position].op].name
+        _LOG.info("instruction %d, %r, runs between two CUDA graphs: %s", position, name, why)
+    return found
 
 
 def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from typing import Any
 
@@ -149,13 +150,16 @@ class Writer(ExpressionWriter):
         into = self.into_arena(op, node, outputs, reads)
         text = into or self.run_of(op, node, in_place)
         indent = ""
-        if op in self.halves.repeated_random and op in self.ran:
+        repeated = op in self.halves.repeated_random
+        if self.halves.segments is not None and self.position in self.halves.segments.positions:
+            text = self.between_graphs(op, text)
+        elif repeated and op in self.ran:
             self.emit(f"with random.lock, random.replay(state_{op}):")
             indent = "    "
         elif operator.random:
             self.emit("with random.lock:")
             indent = "    "
-            if op in self.halves.repeated_random:
+            if repeated:
                 self.emit(f"    state_{op} = random.save()")
         self.ran.add(op)
         kept = unpacked(self.lowering, node, outputs)
@@ -168,7 +172,7 @@ class Writer(ExpressionWriter):
             text = self.waited_at_once(text, (*outputs, *operator.reads))
         note = f"  # {operator.module}" if operator.module else ""
         if self.arena is not None and into is not None:
-            self.emit(f"{indent}{into}{note}")
+            self.emit(f"{indent}{text}{note}")
             self.arena.after(self, operator.name)
         elif len(kept) == 1 and kept[0][0] is None:
             self.emit(f"{indent}{self.bind(kept[0][1])} = {text}{note}")
@@ -190,6 +194,19 @@ class Writer(ExpressionWriter):
                 self.arena.taken(self, in_place, outputs, operator.name)
             self.held.discard(in_place)
             self.free(in_place)
+
+    def between_graphs(self, op: int, text: str) -> str:
+        """Return a call that runs between two captured graphs, if they are captured."""
+        used = {one.id for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Name)}
+        given = ", ".join(sorted(used & {"slots", *(node.name for node in self.bound)}))
+        state, first = "None", op not in self.ran
+        if op in self.halves.repeated_random:
+            state = f"state_{op}"
+            if first:
+                self.emit(f"{state} = bytearray()")
+        below = self.direct and not self.above
+        values = f"({given},)" if given else "()"
+        return f"segments.run(lambda {given}: {text}, {values}, {state}, {first}, {below})"
 
     def into_arena(
         self, op: int, node: Node, outputs: tuple[int, ...], reads: Iterable[int]

@@ -174,6 +174,7 @@ def written(
     """Return the source of a program's two functions, and what it reads by name; see `generate`.
     `direct`: for plain tensors with nobody looking on."""
     globals_: dict[str, Any] = {"swap": swap, "random": random, "torch": torch, "homes": homes}
+    globals_["segments"] = halves.segments
     if recorder is not None:
         globals_["record"] = recorder
     names: dict[Any, str] = {}

@@ -1,4 +1,4 @@
-"""Replays steps as CUDA graphs: one launch for a forward and one for a backward.
+"""Replays steps as CUDA graphs: few launches for a forward and few for a backward.
 
 A placed program has fixed addresses within its arena and launches the same kernels in every step,
 so that its two halves can be captured once and replayed. The first steps run uncaptured (libraries
@@ -9,7 +9,8 @@ results copied out, so that users see a module like any other; parameters are re
 Random operators draw anew in each replay: a capture registers the device's generator, and a replay
 advances it (CUDAGeneratorImpl.cpp, "CUDA Graph-safe RNG states"). Transfers become a graph's own
 copies: their streams join the capture by the events that they wait for, and the capture ends when
-all that they were given has joined the compute stream (`StreamSwap.captured`).
+all that they were given has joined the compute stream (`StreamSwap.captured`). What no graph can
+repeat runs between two of them (`between_graphs`, `memopt.executor.graph_segments`).
 
 Not yet run on a GPU: a stand-in on the test accelerator records and replays what a capture would.
 """
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from memopt.errors import ExecutionError
+from memopt.executor.graph_segments import Capturer, Run
 from memopt.executor.partial_backward import PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
@@ -38,16 +41,7 @@ from memopt.step.nodes import HOST_RESULTS, is_random, tensors_of
 
 WARM_UP = 2
 """Number of steps that run uncaptured first."""
-Run = Callable[[], tuple[list[Any], list[Any]]]
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
-class Capturer(Protocol):
-    """Captures the kernels that a function launches."""
-
-    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        """Return the results of `run`, and a function that repeats its launches into them."""
-        ...
 
 
 class CudaGraphs:
@@ -61,44 +55,91 @@ class CudaGraphs:
             # capture would see no kernel, and its replay change nothing.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], object]]:
         """Capture as `Capturer.capture` does."""
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                results = run()
-        return results, graph.replay
+                yield graph.replay
 
 
-def static_bytes(lowering: Lowering, library_bytes: int = 0) -> int:
+def static_bytes(lowering: Lowering, program: Program, library_bytes: int = 0) -> int:
     """Return the bytes that a captured step holds beyond the plan: copies of its inputs, of the
-    incoming gradients, and of its results, what attention leaves on the host otherwise, and the
+    incoming gradients, and of its results, what attention leaves on the host otherwise, what runs
+    between graphs and has no address, with its largest result again while that is copied, and the
     libraries' workspaces, which a capture's stream has of its own.
 
     Args:
         lowering: of the captured model.
+        program: the plan.
         library_bytes: the workspaces of a step that is not captured.
     """
     graph = lowering.graph
     inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
     copied = sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
     seeds = sum(len(HOST_RESULTS.get(node.target, ())) for node in lowering.nodes)
-    return copied + seeds * LARGEST_BLOCK_BYTES + library_bytes
+    placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
+    runs = dict(program.computes)
+    kept = [
+        sum(
+            graph.tensors[tensor].size_bytes
+            for tensor in graph.operators[runs[position].op].writes
+            if (position, tensor) not in placed
+        )
+        for position in between_graphs(lowering, program)
+    ]
+    kept_bytes = sum(kept) + max(kept, default=0)
+    return copied + kept_bytes + seeds * LARGEST_BLOCK_BYTES + library_bytes
 
 
-def _why_not_run(lowering: Lowering, node: Node) -> str | None:
-    """Return why a kernel call cannot be captured, or would not do the same in a replay."""
+def between_graphs(lowering: Lowering, program: Program) -> dict[int, str]:
+    """Return the instructions that no CUDA graph can repeat, by position, and why: they run between
+    two graphs. So does what reads a tensor that such an instruction, or the user, gives on the
+    host: a capture would keep its value.
+
+    Args:
+        lowering: of the captured model.
+        program: the plan.
+    """
+    storages = lowering.storages
+    runs = Counter(run.op for _, run in program.computes)
+    given = (held for node, held in storages.items() if node.op == "placeholder")
+    changing = {tensor for held in given for tensor in held if tensor is not None}
+    found: dict[int, str] = {}
+    for position, run in program.computes:
+        node = lowering.node_of(run.op, run.implementation)
+        reason = _why_between(lowering, node, changing)
+        if lowering.graph.operators[run.op].random and runs[run.op] > 1:
+            reason = "it runs twice and must draw the same random numbers again"
+        if reason is not None:
+            found[position] = reason
+            changing.update(t for t in storages[node] if t is not None)
+    return found
+
+
+def _why_between(lowering: Lowering, node: Node, changing: Container[int]) -> str | None:
+    """Return why a kernel call cannot be captured, or would not do the same in a replay.
+
+    Args:
+        lowering: of the captured model.
+        node: the call.
+        changing: tensors whose values on the host differ from step to step.
+    """
     if any(tag in _BY_VALUE for tag in getattr(node.target, "tags", ())):
         return "what it does depends on values"
-    made, read = tensors_of(node), tensors_of(*node.all_input_nodes)
-    home = lowering.device
+    made, home = tensors_of(node), lowering.device
     here = [is_on_host(value, home) for value in made]
+    read = [(one, value) for one in node.all_input_nodes for value in tensors_of(one)]
+    there = [(one, value) for one, value in read if is_on_host(value, home)]
     if is_random(node) and all(here) and any(here):
-        return "it draws random numbers on the host, which would be the same in every replay"
-    if any(here) and not all(is_on_host(value, home) for value in read):
+        return "it draws random numbers on the host"
+    if any(t in changing for one, _ in there for t in lowering.storages.get(one, ())):
+        return "it reads what changes on the host"
+    if any(here) and len(there) < len(read):
         return None if node.target in HOST_RESULTS else "it copies to the host"
-    if not all(here) and any(is_on_host(value, home) and value.dim() for value in read):
+    if not all(here) and any(value.dim() for _, value in there):
         return "it reads a tensor on the host"
     return None
 
@@ -119,29 +160,11 @@ def why_not(
         spare_bytes: what the budget leaves beside the plan's peak; None: there is no limit.
         library_bytes: as of `static_bytes`.
     """
-    graph = lowering.graph
-    runs: Counter[int] = Counter()
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device, and the model is on {device}"
     if not program.offsets:
         return "its tensors have no fixed addresses: plan with place=True"
-    for position, run in program.computes:
-        operator = graph.operators[run.op]
-        runs[run.op] += 1
-        if operator.random and runs[run.op] > 1:
-            return (
-                f"{operator.name!r} runs twice and must draw the same random numbers again, for "
-                "which the generator is rewound on the host: plan with a strategy that moves "
-                'tensors instead of computing them again (strategy="offload-graph"), with a larger '
-                "budget, or without dropout"
-            )
-        reason = _why_not_run(lowering, lowering.node_of(run.op, run.implementation))
-        if reason is not None:
-            return (
-                f"instruction {position}, {operator.name!r}: {reason}; make what it needs on the "
-                "model's device (device=x.device), or apply the plan without cuda_graph=True"
-            )
-    needed_bytes = static_bytes(lowering, library_bytes)
+    needed_bytes = static_bytes(lowering, program, library_bytes)
     if spare_bytes is not None and needed_bytes > spare_bytes:
         return (
             f"copies of inputs and results and the capture's own workspaces take "
@@ -208,10 +231,11 @@ class GraphedProgram:
             self._forward_results, self._replay_forward = self._captured(
                 lambda: self._program.forward(list(self._primals))
             )
-        self._check_addresses(primals)
-        for i in self._inputs:
-            _fill(self._primals[i], primals[i], self._program.names[i])
-        self._replay_forward()
+        else:
+            self._check_addresses(primals)
+            for i in self._inputs:
+                _fill(self._primals[i], primals[i], self._program.names[i])
+            self._replay_forward()
         step = _ReplayedForward()
         self._under_way = weakref.ref(step)
         return [_copy(value) for value in self._forward_results[0]], [step]
@@ -240,24 +264,17 @@ class GraphedProgram:
                     [],
                 )
             )
-        for static, value in zip(self._arguments, arguments, strict=True):
-            _fill(static, value, "a gradient of the outputs")
-        self._replay_backward()
+        else:
+            for static, value in zip(self._arguments, arguments, strict=True):
+                _fill(static, value, "a gradient of the outputs")
+            self._replay_backward()
         saved.clear()
         return tuple(_copy(value) for value in self._gradients)
 
     def _captured(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
-        """Capture a half of the step; its transfers end within it."""
-        if self._program.transfers is None:
-            return self._capturer.capture(run)
-        with self._program.transfers.captured() as join:
-
-            def joined() -> tuple[list[Any], list[Any]]:
-                results = run()
-                join()
-                return results
-
-            return self._capturer.capture(joined)
+        """Capture a half of the step, which runs with that."""
+        assert self._program.segments is not None
+        return self._program.segments.capture(self._capturer, run)
 
     def _partial(self, missing: frozenset[int]) -> PartialBackward | None:
         """Return the backward for missing gradients, as `Installed.partial` does.

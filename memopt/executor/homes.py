@@ -268,7 +268,8 @@ class Homes:
         if view is not None and _alike(view, value):
             self._swap.store(self._copies[tensor, key], value)  # type: ignore[arg-type]
             return
-        copy = self._copies[tensor, key] = self._swap.out(value)
+        # Another step of this model may have left it on the host: it comes from the device, too.
+        copy = self._copies[tensor, key] = self._swap.out(value.to(self._device))
         self._views[tensor, key] = self._swap.host_view(copy)  # type: ignore[arg-type]
 
     def _write(self, tensor: int, key: str, value: torch.Tensor) -> None:

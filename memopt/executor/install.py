@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from memopt.executor.absence import Uncomputed
 from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
+from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import HandoverOrder
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
@@ -40,6 +41,7 @@ def install(
     family: ArenaFamily | None = None,
     homes: Homes | None = None,
     together: Mapping[int, tuple[int, ...]] | None = None,
+    between: Iterable[int] | None = None,
 ) -> Installed:
     """Make a program runnable in its captured model.
 
@@ -55,6 +57,8 @@ def install(
         homes: the host copies of moved parameters and state (train steps).
         family: programs whose arena it shares; None: it has its own.
         together: position of an update → the positions of those that run with it (train steps).
+        between: positions of the instructions that run between CUDA graphs; None: nothing is to be
+            captured.
     """
     halves = Halves(captured, lowering, program, together=together or {})
     device = _device(captured)
@@ -62,6 +66,10 @@ def install(
     if homes is not None:
         homes.swap = mover
     random = RandomStates(device)
+    segments = None
+    if between is not None:
+        segments = Segments(between, random, mover if isinstance(mover, StreamSwap) else None)
+        halves = replace(halves, segments=segments)
     layout = None if interpreted else arena_layout(lowering, program, device)
     arenas = order = None
     if layout is not None:
@@ -84,7 +92,7 @@ def install(
     def partial(missing: frozenset[int]) -> PartialBackward | None:
         return partial_backward(captured, lowering, program, missing, without)
 
-    beside = (interpreted or None, arenas, homes, recorder)
+    beside = (interpreted or None, arenas, homes, recorder, segments)
     return Installed(
         forward=random.settling(forward),
         backward=random.settling(backward),
@@ -100,7 +108,7 @@ def install(
         fork=lambda saved: mover.fork(list(saved) if arenas is None else arenas.fork(saved)),
         handover=order,
         partial=partial,
-        transfers=mover if isinstance(mover, StreamSwap) else None,
+        segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
     )
 

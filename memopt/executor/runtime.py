@@ -29,11 +29,11 @@ from memopt.executor.differentiated import (
     draws,
     prepare_backward,
 )
+from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.partial_backward import Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
-from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.executor.values import Halves
 from memopt.step.backend import autocast_off, autocast_state
@@ -77,7 +77,7 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
-        transfers: makes its copies on streams of a device; None: it has none there.
+        segments: where it is captured, and what runs between; None: it is not to be captured.
         origin: of what generated code was written; None: of something else, too (an arena, moved
             parameters, a recorder), or it is interpreted.
     """
@@ -91,7 +91,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
-    transfers: StreamSwap | None = None
+    segments: Segments | None = None
     origin: Origin | None = None
 
 

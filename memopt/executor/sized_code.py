@@ -84,7 +84,7 @@ class SizedCode:
             raise ValueError(next((x for x in reasons.values() if x), "too few lengths are known"))
         sizes = {at: _storage_bytes(one.lowering) for at, one in self._halves.items()}
         rows = zip(*sizes.values(), strict=True)
-        self._bytes = np.array([_through(tuple(sizes), row) for row in rows], dtype=np.int64)
+        self._bytes = np.array([self._through(tuple(sizes), row) for row in rows], dtype=np.int64)
         self._code = {True: self._written(True)}
 
     def _written(self, direct: bool) -> tuple[dict[str, Any], dict[str, Polynomial]]:
@@ -111,17 +111,31 @@ class SizedCode:
             if len(set(column)) == 1:
                 lines += (column[0], text)
                 continue
-            polynomial = _through(tuple(made), tuple(map(int, column)))
+            polynomial = self._through(tuple(made), tuple(map(int, column)))
             lines += (names.setdefault(polynomial, f"size_{len(names)}"), text)
         compiled("".join(lines), scopes[0])
         return scopes[0], {name: polynomial for polynomial, name in names.items()}
+
+    def _through(self, lengths: Sequence[int], values: Sequence[int]) -> Polynomial:
+        """Return a size in terms of the length.
+
+        Raises:
+            ValueError: it is no polynomial of the degree that was proved.
+        """
+        found = polynomial_through(dict(zip(lengths, values, strict=True)))
+        if found is None or any(found[self._degree + 1 :]):
+            raise ValueError(f"a size is no polynomial of the length: {tuple(values)}")
+        return found[: self._degree + 1]
 
     def why_not(self, length: int) -> str | None:
         """Return why the code for a length would not keep the plan's memory; None: it does."""
         if length > self._length:
             return "it is longer than the plan's"
-        count = self._bytes.shape[1]
-        most, own = (self._bytes @ _powers(one, count) for one in (self._length, length))
+        powers = range(self._degree + 1)
+        most, own = (
+            self._bytes @ np.array([one**power for power in powers], dtype=np.int64)
+            for one in (self._length, length)
+        )
         if (own < 0).any() or (own > most).any():
             return "a tensor is larger in a shorter step"
         return None
@@ -154,17 +168,6 @@ class SizedCode:
 
 
 _FUNCTIONS = ("forward", "backward")
-
-
-def _through(lengths: Sequence[int], values: Sequence[int]) -> Polynomial:
-    found = polynomial_through(dict(zip(lengths, values, strict=True)))
-    if found is None:
-        raise ValueError(f"a size is no polynomial of the length: {tuple(values)}")
-    return found
-
-
-def _powers(length: int, count: int) -> np.ndarray:
-    return np.array([length**power for power in range(count)], dtype=np.int64)
 
 
 def _under(planned: Halves, captured: Captured, lowering: Lowering) -> Halves:
@@ -222,6 +225,7 @@ def _facts(captured: Captured) -> tuple[Any, ...]:
         captured.given,
         captured.mutated,
         captured.device,
+        str(captured.effects),
         [one is None for one in captured.gradients],
         (outputs.count, outputs.copied, outputs.repeated, outputs.given, outputs.shared),
         (gradients.unused, gradients.dropped),
@@ -231,8 +235,8 @@ def _facts(captured: Captured) -> tuple[Any, ...]:
 
 def _why_fixed(captured: Captured) -> str | None:
     """Return why a capture serves one length only; None: it may serve several."""
-    if captured.effects:
-        return "the forward has side effects"
+    if not captured.effects.are_constant:
+        return "the forward leaves values behind that differ at each call"
     if captured.outputs.beside:
         return "gradients go past the planned backward"
     if any(one.constant is not None and one.reader is None for one in captured.primals):

@@ -253,15 +253,15 @@ class StreamSwap:
         outside of a captured step."""
         return PooledCopy.of(tensor, tensor, streams=self._streams, lease=None, stays=True)
 
-    @contextlib.contextmanager
-    def captured(self) -> Iterator[Callable[[], None]]:
-        """Enter before a capture of the compute stream; call what is given at its end, inside it.
-        The pool is there before, since a capture may allocate no pinned memory."""
+    def make_pool(self) -> None:
+        """Have a pool for the next lease, before a capture, which may allocate no pinned memory."""
         if self.pool_bytes and not self._free:
             pool = self._streams.host_bytes(self.pool_bytes)
             self._free.append((pool, self._streams.mark(self._streams.here())))
-        with self._streams.captured() as join:
-            yield join
+
+    def captured(self) -> AbstractContextManager[Callable[[], None]]:
+        """Enter before a capture of the compute stream; call what it gives at its end, in it."""
+        return self._streams.captured()
 
     def fork(self, saved: list[Any]) -> list[Any]:
         """Copy a step's pool for a backward that may run again (retain_graph): each run writes over

@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from memopt.executor.absence import NOTHING_ABSENT, Uncomputed
+from memopt.executor.graph_segments import Segments
 from memopt.executor.host_pool import HostPlacement, place_host_copies
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
@@ -32,6 +33,7 @@ class Halves:
         program: the plan.
         absence: the part of the backward half that is skipped.
         together: position of an update → the positions of those that run with it, its own first.
+        segments: where the halves are cut if they are captured; None: they are not to be.
     """
 
     captured: Captured
@@ -39,6 +41,7 @@ class Halves:
     program: Program
     absence: Uncomputed = NOTHING_ABSENT
     together: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    segments: Segments | None = None
 
     @property
     def gradients(self) -> tuple[Any, ...]:

@@ -11,7 +11,10 @@ from dataclasses import replace
 
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph, Operator, Phase
+from memopt.models.last_of import LastOf
 from memopt.models.variants import Variant, variant
+
+_LEAST = LastOf[int]()
 
 
 def memory_lower_bound(graph: Graph) -> int:
@@ -19,7 +22,7 @@ def memory_lower_bound(graph: Graph) -> int:
     loss boundary, the end of the step, and the working sets of operators that every program must
     run, with the results that are already held."""
     fixed_bytes = graph.resident_bytes - graph.movable_bytes
-    return fixed_bytes + max(_graph_working_sets(graph))
+    return _LEAST.of((graph,), None, lambda: fixed_bytes + max(_graph_working_sets(graph)))
 
 
 def memory_upper_bound(graph: Graph) -> int:

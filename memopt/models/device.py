@@ -35,6 +35,9 @@ class Device:
             CUDA's if `block_bytes` is above 1, else the CPU's.
         host_update_bytes_per_s: parameter, gradient and optimizer state that an update on the host
             reads and writes in a second; None: unknown, and updates run on the device.
+        product_exposure: how often the shorter of a matrix product's two times, arithmetic and
+            memory, is added to the longer: 0 is a roofline. Tiles are read more than once, and
+            their first reads and last writes hide behind no arithmetic.
         network: connects it with the other ranks of a cluster; None: unknown, and
             collectives count as free.
     """
@@ -55,6 +58,7 @@ class Device:
     network: Network | None = field(default=None, metadata=SPARSE)
     host_update_bytes_per_s: Rate | None = field(default=None, metadata=SPARSE)
     kind: str = field(default="", metadata=SPARSE)
+    product_exposure: float = field(default=0.0, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         rates = {
@@ -76,6 +80,11 @@ class Device:
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise ValueError(f"Device {self.name!r}: {name} must be in (0, 1], got {value!r}")
+        if not 0 <= self.product_exposure < math.inf:
+            raise ValueError(
+                f"Device {self.name!r}: product_exposure must be at least 0, "
+                f"got {self.product_exposure!r}"
+            )
         if self.block_bytes < 1:
             raise ValueError(f"Device {self.name!r}: block_bytes must be at least 1")
 

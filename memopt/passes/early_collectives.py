@@ -30,6 +30,8 @@ from memopt.programs.instructions import (
 from memopt.programs.replay import Timeline, replay
 
 ROUNDS = 12
+_HIDDEN = 1e-4
+"""Waiting for less than this share of a step is not worth another round."""
 
 
 def with_early_collectives(
@@ -55,6 +57,8 @@ def with_early_collectives(
     limit = None if budget_bytes is None else max(budget_bytes, timeline.peak_bytes)
     best, best_s = program, timeline.time_s
     for _ in range(ROUNDS):
+        if sum(timeline.stall_s) <= _HIDDEN * timeline.time_s:
+            break
         moved = _Round(graph, program, timeline, limit).moved()
         if moved == program:
             break

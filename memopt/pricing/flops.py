@@ -22,6 +22,9 @@ _INNER_TILE, _OUTER_TILE = 32, 8
 """A product's dimensions are padded to the kernels' tiles: an outer product (inner dimension 2)
 takes as long as one with 32 (measured, MKL and oneDNN; GPU tiles are no smaller)."""
 
+_ROW_BYTES = 16
+"""What tensor cores' kernels load at once: a row that does not begin there takes other kernels."""
+
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 _ELEMENT_KINDS = {
@@ -76,6 +79,7 @@ class Work:
         operations: counted as the module's docstring says.
         moved_bytes: every distinct tensor read once and written once.
         calls: kernel launches.
+        aligned: whether every row that a matrix product reads or writes begins at 16 bytes.
     """
 
     kind: str
@@ -83,6 +87,7 @@ class Work:
     operations: float
     moved_bytes: int
     calls: int = 1
+    aligned: bool = True
 
 
 def operator_name(target: Any) -> str:
@@ -124,6 +129,7 @@ def work(call: Signature, outputs: Any) -> Work:
         operations=operations,
         moved_bytes=_moved(name, reads, writes),
         calls=_CALLS.get(name, 1),
+        aligned=name not in _MATMULS or _aligned(*call.args[-2:]),
     )
 
 
@@ -172,6 +178,13 @@ def _matmul(left: TensorArgument, right: TensorArgument) -> float:
         * padded(inner, _INNER_TILE)
         * padded(right.shape[-1], _OUTER_TILE)
     )
+
+
+def _aligned(left: TensorArgument, right: TensorArgument) -> bool:
+    """Whether the rows of a product's factors and of its result begin at multiples of 16 bytes."""
+    rows = [max(t.stride[-2:]) * t.dtype.itemsize for t in (left, right)]
+    rows.append(right.shape[-1] * right.dtype.itemsize)
+    return not any(row % _ROW_BYTES for row in rows)
 
 
 def _convolution(name: str, call: Signature, writes: list[TensorArgument]) -> tuple[str, float]:

@@ -53,10 +53,13 @@ _ALIGNMENT = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
+_BEFORE_HOPPER = ("P100", "V100", "T4", "A10", "A40", "A6000", "L4", "RTX30", "RTX40")
+
+
 def cublas_workspace_bytes(device_name: str) -> int:
     """Return the bytes that cuBLAS keeps on a device for the threads of the forward and of the
     backward; for unknown devices the larger figure."""
-    older = any(word in device_name.upper() for word in ("P100", "V100", "T4", "A100", "A10"))
+    older = any(word in device_name.upper() for word in _BEFORE_HOPPER)
     return 2 * ((4096 * 2 + 16 * 8) * 1024 if older else 4096 * 8 * 1024)
 
 

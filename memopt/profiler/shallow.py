@@ -16,8 +16,8 @@ from torch import nn
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.shards import local_part
 
-KEPT = 6
-"""Blocks that are captured: two to compare, their neighbours, and two whose edges differ."""
+KEPT = 4
+"""Blocks that are captured: two to compare, and their neighbours."""
 _NUMBERS = ("idx", "id", "index", "number")
 
 

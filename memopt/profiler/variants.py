@@ -18,8 +18,16 @@ from memopt.kernels.attach import with_implementations
 from memopt.kernels.cross_entropy import attach as attach_chunks
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.profiler.adapters import adapted
-from memopt.profiler.shallow import BlockList, WholeFigures, block_lists, meta_copy, whole_figures
+from memopt.profiler.adapters import Adapted, adapted
+from memopt.profiler.four_bits import frozen_weights, in_four_bits
+from memopt.profiler.shallow import (
+    BlockList,
+    WholeFigures,
+    block_lists,
+    meta_copy,
+    whole_figures,
+)
+from memopt.profiler.whole_steps import whole_step
 from memopt.programs.chosen import with_chosen
 from memopt.step.more_blocks import UnequalBlocksError, with_more_blocks
 from memopt.step.profiled import Profiled
@@ -87,12 +95,25 @@ class Variants:
         self.lists = block_lists(model)
         self.step = lru_cache(maxsize=None)(self._step)
 
+    def movable(self, variant: StepVariant, optimizer: str | None) -> Graph:
+        """Return a variant's whole step, whose parameters and state may live on the host; of one
+        with adapters the step up to its gradients, whose frozen weights may."""
+        step = self.step(variant)
+        state = step.with_optimizer(optimizer).state.bytes_total
+        if variant.rank:
+            held = step.graph.extra_resident_bytes + state
+            movable = frozen_weights(step.graph)
+            return replace(step.graph, movable=movable, extra_resident_bytes=held)
+        return whole_step(step.graph, state, self._device)
+
     def _step(self, variant: StepVariant) -> VariantStep:
         """Return a variant's step.
 
         Raises:
             CaptureError, ValueError: it cannot be captured; see `memopt.plan`.
         """
+        if variant.quantized:
+            return self._in_four_bits(self.step(replace(variant, quantized=False)))
         shallow = tuple(one for one in self.lists if one.more)
         if shallow:
             try:
@@ -100,6 +121,12 @@ class Variants:
             except (UnequalBlocksError, CaptureError, IndexError):
                 pass  # the whole model says what is wrong, if anything is
         return self._made(variant, ())
+
+    def _in_four_bits(self, step: VariantStep) -> VariantStep:
+        frozen = next(m for m in step.copies[0].modules() if isinstance(m, Adapted)).base
+        size = next(frozen.parameters()).element_size()
+        chunked = step.chunked and in_four_bits(step.chunked, size, self._device)
+        return replace(step, graph=in_four_bits(step.graph, size, self._device), chunked=chunked)
 
     def _made(self, variant: StepVariant, lists: tuple[BlockList, ...]) -> VariantStep:
         model, inputs = meta_copy(self._model, lists), self._inputs
@@ -109,7 +136,7 @@ class Variants:
             inputs = pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), inputs)
         if variant.rank:
             paths = [one.path for one in self.lists]
-            model = adapted(model, variant.rank, inside=paths, quantized=variant.quantized)
+            model = adapted(model, variant.rank, inside=paths)
         with self._shard(model, variant.ranks) as built:
             profiled = self._price(built, inputs)
             family = (("cross-entropy", attach_chunks),)

@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from memopt.errors import InvalidProgramError
 from memopt.models.graph import Graph, Phase
+from memopt.models.last_of import LastOf
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
 
@@ -106,9 +107,15 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
     return tuple(backwards)
 
 
+_STORED = LastOf[Program]()
+
+
 def store_all(graph: Graph) -> Program:
     """Run every operator once, in the graph's order; free each tensor after its last reader."""
-    return Program(with_frees(graph, computes(graph, range(len(graph.operators)))))
+    operators = range(len(graph.operators))
+    return _STORED.of(
+        (graph,), None, lambda: Program(with_frees(graph, computes(graph, operators)))
+    )
 
 
 def _first_computations(graph: Graph, program: tuple[Instruction, ...]) -> dict[int, int]:

@@ -28,6 +28,7 @@ from enum import StrEnum
 from memopt.errors import InvalidProgramError
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.models.last_of import LastOf
 from memopt.models.variants import Variant, variant
 from memopt.programs.instructions import (
     Compute,
@@ -110,6 +111,9 @@ class Timeline:
         return sum(self.stall_s)
 
 
+_REPLAYED = LastOf[Timeline]()
+
+
 def replay(graph: Graph, program: Program, device: Device | None = None) -> Timeline:
     """Replay a program and return its memory and time.
 
@@ -122,6 +126,10 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         InvalidProgramError: an instruction that cannot be processed, such as a read of an
             absent tensor. Whole-program laws are the validator's.
     """
+    return _REPLAYED.of((graph, program), device, lambda: _replayed(graph, program, device))
+
+
+def _replayed(graph: Graph, program: Program, device: Device | None) -> Timeline:
     state = _Streams(graph, device, moved_tensors(graph, program))
     state.begin_with(carried_over(graph, program))
     if state.moved:

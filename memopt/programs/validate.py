@@ -75,7 +75,7 @@ def validate(
     malformed = first(list(_malformed(graph, program.instructions)))
     if malformed:
         return malformed
-    device, _, found = _lifetimes(graph, program.instructions)
+    device, host, found = _lifetimes(graph, program.instructions)
     found = [
         *_order(graph, program.instructions),
         *_draws(graph, program.instructions),
@@ -85,7 +85,7 @@ def validate(
     ]
     if found:
         return first(found)
-    use = memory_use(graph, program)
+    use = _use(graph, program, device, host)
     for limit, values, code in (
         (budget.device_bytes, use.during, Code.OVER_BUDGET),
         (budget.host_bytes, use.host, Code.OVER_HOST_BUDGET),
@@ -104,16 +104,19 @@ def memory_use(graph: Graph, program: Program) -> Use:
     Independent of `replay`, with which it must agree.
     """
     device, host, _ = _lifetimes(graph, program.instructions)
-    sizes = [tensor.size_bytes for tensor in graph.tensors]
+    return _use(graph, program, device, host)
+
+
+def _use(
+    graph: Graph, program: Program, device: Sequence[LiveRange], host: Sequence[LiveRange]
+) -> Use:
+    sizes, length = [tensor.size_bytes for tensor in graph.tensors], len(program.instructions)
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
-    length = len(program.instructions)
     whole = _Covering(device, sizes, length)
     apart = [x for x in device if (x.begin, x.tensor) not in placed]
-    unplaced = _Covering(apart, sizes, length)
-    copies = _Covering(host, sizes, length)
+    unplaced, copies = _Covering(apart, sizes, length), _Covering(host, sizes, length)
     apart_ends = {(x.tensor, x.end) for x in apart}
-    moved_bytes = sum(sizes[x.tensor] for x in host if x.begin < 0)
-    resident_bytes = graph.resident_bytes - moved_bytes
+    resident_bytes = graph.resident_bytes - sum(sizes[x.tensor] for x in host if x.begin < 0)
     host_scratch = max((on_host(graph, x) or 0 for x in program.instructions), default=0)
     during, outside, copied = [], [], []
     for i, instruction in enumerate(program.instructions):

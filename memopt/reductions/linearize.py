@@ -48,6 +48,8 @@ from memopt.reductions.stage_map import (
 
 _SPAN_DIVISORS = (2, 4, 8, 12, 16, 24, 32, 48)
 """`linearizations` tries spans of the number of forward operators divided by each."""
+_FEWER_DIVISORS, _MANY = (4, 16, 48), 8000
+"""Those instead where there are so many operators: each takes a third of a second."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def linearizations(graph: Graph) -> tuple[Linearization, ...]:
         ValueError: the graph has parameter updates.
     """
     found: dict[_Plan, Linearization] = {}
-    for divisor in (1, *_SPAN_DIVISORS):
+    many = len(graph.operators) >= _MANY
+    for divisor in (1, *(_FEWER_DIVISORS if many else _SPAN_DIVISORS)):
         plan = _Plan.of(graph, graph.first_backward // divisor)
         if plan not in found:
             found[plan] = _linearize(graph, plan)

@@ -60,8 +60,15 @@ class _Costs:
         """Return o_f: the first run's or, if larger, a later one's, which rewrites held tensors."""
         stage, source = self.stages[k], self._input(k)
         first = self._peak(stage.forward, source, source | targets, self.held)
-        again = self._peak(stage.rerun, source, source | targets, frozenset())
+        if stage.rerun == stage.forward and not self._holds(stage.forward):
+            again = first
+        else:
+            again = self._peak(stage.rerun, source, source | targets, frozenset())
         return max(first, again) - self.bytes(source) - self.bytes(targets)
+
+    def _holds(self, operators: Sequence[int]) -> bool:
+        """Tell whether any of these operators writes a held tensor."""
+        return any(not self.held.isdisjoint(self.graph.operators[i].writes) for i in operators)
 
     def _backward_overhead(self, k: int) -> int:
         """Return o_b; negative where inputs are freed before the peak, or gradients pass on."""
@@ -83,8 +90,11 @@ class _Costs:
         needed = {*after, *uncounted}
         for i in reversed(operators):
             operator = self.graph.operators[i]
-            wanted = needed.intersection(operator.writes)
-            figures.append(variant(operator, leanest(operator, wanted, self.sizes)))
+            if operator.implementations:
+                wanted = needed.intersection(operator.writes)
+                figures.append(variant(operator, leanest(operator, wanted, self.sizes)))
+            else:
+                figures.append(operator)
             needed.update(operator.reads)
         figures.reverse()
         return running_peak_bytes(figures, self.sizes, before, after, uncounted)

@@ -8,6 +8,7 @@ from memopt.models.budget import Budget
 from memopt.models.codec import NAME
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.last_of import LastOf
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
@@ -24,6 +25,9 @@ class Figures:
     host_peak_bytes: int
 
 
+_CHECKED = LastOf[tuple[Violation | None, Figures]]()
+
+
 def validate_and_replay(
     graph: Graph, program: Program, budget: Budget, device: Device | None
 ) -> tuple[Violation | None, Figures]:
@@ -38,6 +42,14 @@ def validate_and_replay(
     Raises:
         InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
     """
+    return _CHECKED.of(
+        (graph, program), (budget, device), lambda: _checked(graph, program, budget, device)
+    )
+
+
+def _checked(
+    graph: Graph, program: Program, budget: Budget, device: Device | None
+) -> tuple[Violation | None, Figures]:
     violation = validate(graph, program, budget)
     if violation is not None:
         return violation, Figures(0, 0.0, 0)

@@ -17,6 +17,11 @@ from memopt.report.fixed_bytes import fixed_bytes
 from memopt.report.peak import peak_of
 from memopt.report.texts import aligned, format_seconds, or_dash
 
+CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
+FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
+SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED})
+"""Changes that leave what is trained, and but for rounding its numbers, as they are."""
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -51,6 +56,21 @@ class Rung:
         """The changes as one text."""
         return ", ".join(self.changes) or "as asked"
 
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether it trains the same, but for rounding in the same numbers."""
+        return SAME.issuperset(self.changes)
+
+    @property
+    def rate_of_one(self) -> float:
+        """Tokens or examples per second of one device; 0: unknown."""
+        return (self.samples_per_s or 0.0) / self.ranks
+
+    def __str__(self) -> str:
+        needs = or_dash(self.needed_bytes, format_bytes)
+        step = "" if self.step_time_s is None else f", {format_seconds(self.step_time_s)} a step"
+        return f"{self.name}: {'fits' if self.fits else 'does not fit'}, {needs}{step}"
+
 
 @dataclass(frozen=True)
 class Ladder:
@@ -65,7 +85,8 @@ class Ladder:
         lora: rank of the adapters asked for; 0: none.
         unit: of `Rung.samples_per_s`.
         parts: (what, bytes) of the step as asked, in the framework's own order, at its peak.
-        rungs: those that fit, the fastest first; then the others, the smallest first.
+        rungs: those that fit, the most per second and device first; then the others, the smallest
+            first.
         notes: what to know about the figures.
     """
 
@@ -94,6 +115,11 @@ class Ladder:
         """Return the fastest rung that fits; None if none does."""
         return next((rung for rung in self.rungs if rung.fits), None)
 
+    def best_as_asked(self) -> Rung | None:
+        """Return the fastest rung that fits and trains the same, in the same numbers, on the same
+        devices; None if none does."""
+        return next((rung for rung in self.rungs if rung.fits and rung.is_as_asked), None)
+
     def __str__(self) -> str:
         what = [self.dtype or "", self.optimizer or "no optimizer"]
         what += [f"LoRA r={self.lora}"] if self.lora else []
@@ -104,6 +130,9 @@ class Ladder:
         answer = f"It fits: {needs}." if self.fits else f"It does not fit: it takes {needs}."
         if not self.fits and best is not None:
             answer += f" It fits with: {best.name}."
+            same = self.best_as_asked()
+            if same is not None and same is not best:
+                answer += f" Trained as asked, with: {same.name}."
         sizes = [(what, format_bytes(size)) for what, size in self.parts]
         table: list[tuple[str, ...]] = [("ladder", "fits", "needs", "step", self.unit, "cost")]
         table += [self._cells(rung, best) for rung in self.rungs]
@@ -112,14 +141,15 @@ class Ladder:
     def _cells(self, rung: Rung, best: Rung | None) -> tuple[str, ...]:
         cost = "-"
         if best is not None and rung.samples_per_s and best.samples_per_s:
-            mine, others = rung.samples_per_s / rung.ranks, best.samples_per_s / best.ranks
-            cost = f"{mine / others - 1:+.0%}" if rung is not best else ""
+            cost = f"{rung.rate_of_one / best.rate_of_one - 1:+.0%}" if rung is not best else ""
         return (
             rung.name,
             "yes" if rung.fits else "no",
             or_dash(rung.needed_bytes, format_bytes),
             or_dash(rung.step_time_s, format_seconds),
-            or_dash(rung.samples_per_s, lambda rate: f"{rate:,.0f}"),
+            or_dash(
+                rung.samples_per_s, lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+            ),
             cost,
         )
 

@@ -107,6 +107,11 @@ class SideEffects:
         """Return the effects for which the graph returns values."""
         return tuple(one for one in self.effects if one.is_made_by_call)
 
+    @property
+    def are_constant(self) -> bool:
+        """Return whether every call sets the same constants."""
+        return all(isinstance(v, Constant) for one in self.effects for v in one.values)
+
     def places(self, model: nn.Module, call: Call) -> list[Place]:
         """Return the places that get values from the graph."""
         return [

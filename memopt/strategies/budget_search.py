@@ -23,7 +23,8 @@ from memopt.reductions.chain_view import ChainView
 from memopt.solvers.running import Deadline
 from memopt.strategies.store_all import chain_steps
 
-PROBES = 10
+PROBES, FEWER_PROBES, MANY = 10, 3, 8000
+"""Larger chain budgets tried; fewer where there are so many operators that each takes long."""
 
 Attempt = Callable[[int | None], Solution]
 """attempt(total bytes; None: no limit): a strategy's solution of its cost model."""

@@ -112,8 +112,9 @@ class Planning:
     def within(self, budget_bytes: int | None) -> Solution:
         """Return the strategy's solution; if it has none, its kept plan that fits, if any."""
         solution = self.target.solve(budget_bytes, self.attempt, Deadline(self.end_s))
+        solution = self.target.fastest(solution, budget_bytes, self.device)
         if solution.plans or budget_bytes is None:
-            return self.target.fastest(solution, budget_bytes, self.device)
+            return solution
         known = KEPT.least(self.target.strategy, self.target.graph)
         if solution.smallest is not None:
             named = solution.smallest_budget_bytes or solution.smallest.peak_bytes or 1

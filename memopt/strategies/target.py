@@ -27,7 +27,7 @@ from memopt.reductions.step_linearization import linearize_step
 from memopt.reductions.validate_and_replay import Figures, validate_and_replay
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
-from memopt.strategies.budget_search import PROBES, Attempt, best_that_fits
+from memopt.strategies.budget_search import FEWER_PROBES, MANY, PROBES, Attempt, best_that_fits
 from memopt.strategies.checkpointed_blocks import or_checkpointed
 
 
@@ -125,16 +125,17 @@ class Target:
         if self.linearized is None or budget_bytes is None:
             return self._overlapped(attempt(budget_bytes))
         # One table of a recomputing strategy answers every budget; the others solve anew.
-        probes = PROBES if self.strategy.features.recompute else 0
+        probes = PROBES if len(self.graph.operators) < MANY else FEWER_PROBES
+        probes *= self.strategy.features.recompute
         return best_that_fits(self.linearized, attempt, budget_bytes, probes, deadline)
 
     def fastest(
         self, solution: Solution, budget_bytes: int | None, device: Device | None
     ) -> Solution:
         """Return the solution, or, from a strategy that recomputes, checkpointed blocks if
-        collectives make those faster."""
+        collectives make those faster, or if it has no plan and those fit."""
         again = self.strategy.features.recompute and self.graph.network_time_s > 0
-        if budget_bytes is None or not (again and solution.plans):
+        if budget_bytes is None or not again:
             return solution
         made = partial(self.program, budget_bytes=budget_bytes, device=device)
         return or_checkpointed(self.graph, solution, made, budget_bytes, device)

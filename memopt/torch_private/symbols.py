@@ -68,7 +68,7 @@ def symbols_of(nodes: Sequence[Node], at: int) -> Symbols | None:
     found: set[Any] = set()
     for value in values:
         if isinstance(value, Tensor):
-            numbers = (*value.shape, *value.stride(), value.storage_offset())
+            numbers = (*value.shape, *value.stride(), value.storage_offset(), value.numel())
             found.update(one.node.expr for one in numbers if isinstance(one, torch.SymInt))
         elif isinstance(value, (torch.SymInt, torch.SymFloat)):
             found.add(value.node.expr)

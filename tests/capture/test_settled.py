@@ -88,3 +88,26 @@ def test_others_are_refused_and_left_as_they_were(kind: type[Clamps]) -> None:
         memopt.plan(model, (x,), progress=False)
     assert (model.window, model.shift) == (16, 4)
     assert not hasattr(model, "seen")
+
+
+class Says(nn.Module):
+    """Says in an attribute, which it does not read, whether its last input was long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.last = "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = "long" if x.shape[0] > 6 else "short"
+        result: Tensor = self.linear(x)
+        return result.square().mean()
+
+
+def test_what_kinds_of_calls_set_otherwise_is_set_by_each_call() -> None:
+    model = Says()
+    memopt.wrap(model, None, "store-all", progress=False, cache=False)
+    for length in (4, 5, 8, 9, 4, 8, 5, 9):
+        model(torch.randn(length, 8)).backward()
+        assert model.last == ("long" if length > 6 else "short"), length
+    assert model.calls.planned == 8  # type: ignore[union-attr]

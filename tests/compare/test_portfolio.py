@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,18 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.report.searched import searched
-from memopt.strategies import Auto
+from memopt.solvers.running import Deadline
+from memopt.strategies import Auto, Joint, resolve
 from memopt.strategies.auto.portfolio import BESIDE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
+from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome
+from memopt.strategies.shared.worth import Payback, worth_s
+from tests.strategies.joint.chains import blocks
 
 LEAST_S, ROUND = 1.0, 1e-9
 LINK = Device(to_host_bytes_per_s=2.0)
@@ -156,6 +163,15 @@ def test_says_why_it_ended(clock: Clock, plan_s: float, ended: str) -> None:
     assert portfolio(clock, 5.0, [one]).ended == ended
 
 
+def test_once_there_is_a_plan_a_slow_member_does_not_keep_the_user_waiting(clock: Clock) -> None:
+    members = [
+        Curve(clock, "sequential", True, 2.0, 2.0, lambda _: 3.0),
+        Curve(clock, "rotor", True, 0.0, 1e9, lambda _: 2.0),
+    ]
+    Portfolio(1, LINK, None, LEAST_S, 10.0, quick_s=2.5).run(members)  # type: ignore[arg-type]
+    assert members[1].spent_s == 0.5
+
+
 def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock) -> None:
     first = Curve(clock, "sequential", True, 0.0, 0.1, lambda _: 1.02)
     leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: 1.015)
@@ -163,6 +179,70 @@ def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock
     # 500 steps gain 10 s at most.
     assert leader.spent_s == pytest.approx(10.0 - 0.1)
     assert "would not come back in 500 steps" in search.ended
+
+
+def test_what_the_leader_leaves_is_not_filled_with_those_that_rarely_win(clock: Clock) -> None:
+    """Without a limit: the leader has ended since more seconds did not pay."""
+    leader = Curve(clock, LEADER, False, 0.0, 6.0, lambda _: 1.03)
+    other = Curve(clock, "monet", False, 0.0, 1e9, lambda _: 1.02)
+    search = portfolio(clock, None, [leader, other])
+    assert (leader.spent_s, other.spent_s) == (6.0, -1.0)
+    assert "would not come back in 500 steps" in search.ended
+
+
+@pytest.mark.parametrize(("saved_s", "looks"), [(0.1, 40), (0.0, 2), (1e-4, 2)])
+def test_a_search_ends_at_the_first_look_that_did_not_pay(
+    clock: Clock, saved_s: float, looks: int
+) -> None:
+    payback, step_s, asked = Payback(), 9.0, 0
+    while asked < 40 and not payback.ended(step_s):
+        clock.now_s += 1.0
+        step_s -= saved_s
+        asked += 1
+    # The first look has nothing to compare with.
+    assert asked == looks
+
+
+def test_an_incumbent_leaves_no_more_time_than_a_faster_program_could_gain(clock: Clock) -> None:
+    graph = steps()[0]
+    stored = store_all(graph)
+    step_s = replay(graph, stored).time_s
+    for pays in (False, True):
+        search = JointIncumbent(graph, None, LINK, 0.0, Deadline(clock.now_s + 60.0), pays=pays)
+        search.bound_s = step_s - 0.01
+        clock.now_s += 0.5
+        search.offer(stored, "store-all")
+        assert search.deadline.left_s == pytest.approx(worth_s(0.01) - 0.5 if pays else 59.5)
+        search.raise_bound(step_s)
+        assert search.deadline.left_s == pytest.approx(0.0 if pays else 59.5)
+
+
+def test_joint_knows_whether_moving_beats_recomputing() -> None:
+    graph, fast = blocks(8), Device(to_host_bytes_per_s=1e9)
+    budget = int(0.6 * replay(graph, store_all(graph)).peak_bytes)
+    search = JointIncumbent(graph, budget, fast, math.inf, Deadline())
+    assert not search.moving_wins
+    again = solve(graph, budget, resolve("sequential"), device=fast)
+    moved = solve(graph, budget, resolve("offload-graph"), device=fast)
+    for plan, wins in ((again, False), (moved, True), (again, True)):
+        assert plan.program is not None
+        search.offer(plan.program, "")
+        assert search.moving_wins == wins
+    assert search.recomputed_s == again.step_time_s
+    assert search.best_s == moved.step_time_s
+
+
+def test_joint_ends_within_its_gap() -> None:
+    graph = random_graph(Random(1), 20)
+    budget = int(0.9 * replay(graph, store_all(graph)).peak_bytes)
+    plans = [
+        solve(graph, budget, Joint(gap=gap, changes=50), device=Device()) for gap in (0.5, 0.0)
+    ]
+    near, exact = (plan.stats["changes_tried"] for plan in plans)
+    assert plans[0].gap <= 0.5
+    assert isinstance(near, int)
+    assert isinstance(exact, int)
+    assert near < exact
 
 
 def steps() -> list[Graph]:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memopt
+from memopt.pricing import device_measure
+from memopt.pricing.device_probes import row_probes
 from memopt.profiler import Loss, MeasureOptions, Profiled, profile_model
 from tests.device import accelerator
 
@@ -45,6 +48,14 @@ class Net(nn.Module):
             x = x + block(x)
         found: Tensor = self.last(x)
         return found
+
+
+def small_probes(patch: pytest.MonkeyPatch) -> None:
+    """Measure links and rates in small: a GPU's sizes take a CPU minutes."""
+    patch.setattr(device_measure, "_COPY_BYTES", 2**18)
+    patch.setattr(device_measure, "_SQUARE", 8)
+    patch.setattr(device_measure, "STREAM_ELEMENTS", 2**6)
+    patch.setattr(device_measure, "PROBES", (lambda place, _: row_probes(place, 1),))
 
 
 def on(device: torch.device | str, value: Any) -> Any:

@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.executor.cuda_graph import Run
-from memopt.executor.swap import flat
-from memopt.step.accelerator import Accelerator
-from memopt.torch_private import pytree
+from memopt.step.accelerator import Accelerator, Generator
+from memopt.step.backend import BACKENDS
 from tests.device import accelerator
-
-
-class CaptureError(RuntimeError):
-    """A capture breaks one of CUDA's rules."""
+from tests.executor.fake_graphs import Call, CallRecorder, CaptureError
 
 
 @dataclass(eq=False)
@@ -122,53 +117,30 @@ class Runtime(Accelerator):
             raise CaptureError("a capture waits on the host")
         accelerator.mod.synchronize(device)
 
+    def generator(self, device: Any) -> Generator:
+        if _now:
+            raise CaptureError("a capture looks at the generator's state")
+        return super().generator(device)
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
+
+def record_streams(device: torch.device, patch: pytest.MonkeyPatch) -> None:
+    """Let memopt's streams and events on a kind of device be such that a capture records."""
+    row = replace(BACKENDS[device.type], register_host=None)  # torch pins, which a capture sees
+    vars(row)["runtime"] = Runtime(device.type)
+    patch.setitem(BACKENDS, device.type, row)
 
 
-class _Recorder(TorchDispatchMode):
-    """Runs each operator, and records it; notes what the memory that it writes held before."""
+class _Recorder(CallRecorder):
+    """Records calls on the streams where they run."""
 
     def __init__(self, record: Record, device: torch.device) -> None:
-        super().__init__()
-        self._record, self._device = record, device
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._made: list[torch.Tensor] = []
+        def launched(call: Call) -> None:
+            record.launched(accelerator.mod.current_stream(device).stream_id, "run", call)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("pin_memory"):
-            raise CaptureError("a capture allocates pinned memory")
-        name = func.overloadpacket.__name__
-        plain = func.is_view or name in ("set_", "detach", "alias") or name.startswith("empty")
-        given = _tensors((args, kwargs))
-        if not plain:
-            schema = func._schema.arguments
-            written = [kwargs.get(one.name, args[i] if i < len(args) else None)
-                       for i, one in enumerate(schema)
-                       if one.alias_info is not None and one.alias_info.is_write]  # fmt: skip
-            for value in _tensors(written):
-                self._before.append((value, flat(value).clone()))
-        accelerator.mod.synchronize(self._device)
-        result = func(*args, **kwargs)
-        accelerator.mod.synchronize(self._device)
-        if not plain and any(value.device == self._device for value in (*given, *_tensors(result))):
-            stream = accelerator.mod.current_stream(self._device).stream_id
-            self._record.launched(stream, "run", (func, args, kwargs, result))
-            own = {value.untyped_storage().data_ptr() for value in given}
-            fresh = [v for v in _tensors(result) if v.untyped_storage().data_ptr() not in own]
-            self._made += [value for value in fresh if value.is_floating_point()]
-        return result
+        super().__init__(device, launched)
 
-    def put_back(self) -> None:
-        """A capture writes nothing; what it makes holds anything."""
-        for value in self._made:
-            value.detach().fill_(float("nan"))
-        for value, before in reversed(self._before):
-            flat(value).copy_(before)
+    def synchronize(self) -> None:
+        accelerator.mod.synchronize(self._device)
 
 
 class RecordedGraphs:
@@ -180,7 +152,8 @@ class RecordedGraphs:
         self.captures = self.replays = 0
         self.records: list[Record] = []
 
-    def capture(self, run: Run) -> tuple[tuple[list[Any], list[Any]], Callable[[], object]]:
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Callable[[], object]]:
         self.captures += 1
         accelerator.mod.synchronize(self._device)
         generator = accelerator.generator(self._device.index)
@@ -188,13 +161,12 @@ class RecordedGraphs:
         record = Record(self._stream.stream_id, clocks={self._stream.stream_id: {}})
         recorder = _Recorder(record, self._device)
         with accelerator.mod.stream(self._stream), self._under_way(record), recorder:
-            results = run()
+            yield lambda: self._replay(record)
         record.check_joined()
         recorder.put_back()
         generator.set_state(state)
         accelerator.mod.synchronize(self._device)
         self.records.append(record)
-        return results, lambda: self._replay(record)
 
     @contextlib.contextmanager
     def _under_way(self, record: Record) -> Iterator[None]:
@@ -220,11 +192,4 @@ class RecordedGraphs:
                     stream.wait_event(events[more])
                 else:
                     with accelerator.mod.stream(stream):
-                        _launch(*more)
-
-
-def _launch(func: Any, args: Any, kwargs: Any, into: Any) -> None:
-    given = {value.untyped_storage().data_ptr() for value in _tensors((args, kwargs))}
-    for value, static in zip(_tensors(func(*args, **kwargs)), _tensors(into), strict=True):
-        if static.untyped_storage().data_ptr() not in given:
-            static.copy_(value)
+                        more.launch()

@@ -10,13 +10,12 @@ import torch
 
 import memopt
 from memopt.pricing import device_measure
-from memopt.pricing.device_probes import row_probes
 from memopt.pricing.measure import MeasureOptions, environment
 from memopt.pricing.memory import metered
 from memopt.profiler import Loss, profile_model
 from memopt.report.lanes import Lane
 from tests.device import accelerator
-from tests.device.harness import delayed, net, settled
+from tests.device.harness import delayed, net, settled, small_probes
 from tests.device.test_plans import WAYS
 
 
@@ -32,11 +31,7 @@ def test_memory_of_a_block(device: torch.device) -> None:
 
 
 def test_the_link_and_the_rates(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A GPU's sizes take a CPU minutes.
-    monkeypatch.setattr(device_measure, "_COPY_BYTES", 2**18)
-    monkeypatch.setattr(device_measure, "_SQUARE", 8)
-    monkeypatch.setattr(device_measure, "STREAM_ELEMENTS", 2**6)
-    monkeypatch.setattr(device_measure, "PROBES", (lambda place, _: row_probes(place, 1),))
+    small_probes(monkeypatch)
     torch.manual_seed(3)
     states = [accelerator.generator(number).get_state() for number in range(2)]
     held = torch.empty(3 * 2**20, dtype=torch.uint8, device="fake:1")
@@ -88,3 +83,11 @@ def test_a_recorded_step(way: str, device: torch.device, tmp_path: Path) -> None
     assert check.measured_time_s > 0
     got = one.grads()
     assert all(a is b or torch.equal(a, b) for a, b in zip(got, wanted, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_link_used_both_ways_at_once(device: torch.device) -> None:
+    """The directions overlap or take turns; what slows the slower one slows both."""
+    at_once = device_measure.at_once
+    assert at_once(2e9, 1e9, 1.5e-9) == (2e9, 1e9, False)
+    assert at_once(2e9, 1e9, 1e-9) == (2e9, 1e9, True)
+    assert at_once(2e9, 1e9, 1.1e-9) == pytest.approx((2e9 / 1.1, 1e9 / 1.1, True))

@@ -3,7 +3,9 @@ under random delays: eager's bits, by CUDA's rules for captures."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.executor import handover
+from memopt.executor import apply, graph_segments, handover
 from memopt.executor.apply import apply_plan
-from memopt.executor.cuda_graph import WARM_UP
+from memopt.executor.cuda_graph import WARM_UP, between_graphs
+from memopt.executor.graph_segments import Segments
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
-from memopt.step.backend import BACKENDS
 from tests.device import accelerator
-from tests.device.recorded_graphs import CaptureError, RecordedGraphs, Runtime
+from tests.device.recorded_graphs import RecordedGraphs, record_streams
+from tests.executor.fake_graphs import CaptureError
 
 LINK = memopt.Device(name="link", to_host_bytes_per_s=1e9, from_host_bytes_per_s=1e9)
 STEPS = WARM_UP + 4
@@ -42,9 +45,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def recorded_streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(BACKENDS[device.type], register_host=None)  # torch pins, which a capture sees
-    vars(row)["runtime"] = Runtime(device.type)
-    monkeypatch.setitem(BACKENDS, device.type, row)
+    record_streams(device, monkeypatch)
 
 
 def planned(model: nn.Module, x: Tensor, **how: Any) -> memopt.Plan:
@@ -63,6 +64,8 @@ def steps(module: nn.Module, model: nn.Module, device: torch.device) -> list[Ten
     torch.manual_seed(3)
     for step in range(STEPS):
         x = torch.randn(256, 32, generator=torch.Generator().manual_seed(step)).to(device)
+        if isinstance(model, Scaled):
+            model.scale.fill_(1 + step)
         output = module(x)
         (output.square().sum() * (step + 1)).backward()
         torch.accelerator.synchronize(device)
@@ -97,17 +100,15 @@ def test_copies_under_way_join_a_capture_at_its_end(device: torch.device) -> Non
     swap = StreamSwap(DeviceStreams(device), 4096, device=device)
     tensor = torch.ones(64, device=device)
     kept: list[Any] = []
-
-    def out(join: Any) -> tuple[list[Any], list[Any]]:
+    swap.make_pool()
+    with swap.captured() as join, RecordedGraphs(device).capture():
         kept.append(swap.out(tensor, 0, swap.lease()))
         join()
-        return [], []
-
-    with swap.captured() as join:
-        RecordedGraphs(device).capture(lambda: out(join))
     kept[-1].settle()  # outside, where nothing is left to wait for
-    with pytest.raises(CaptureError, match="has not joined"), swap.captured():
-        RecordedGraphs(device).capture(lambda: out(lambda: None))
+    swap.make_pool()
+    unjoined = pytest.raises(CaptureError, match="has not joined")
+    with unjoined, swap.captured(), RecordedGraphs(device).capture():
+        kept.append(swap.out(tensor, 0, swap.lease()))
 
 
 @pytest.mark.parametrize("fault", ["no wait", "a pool made inside", "waits for the outside"])
@@ -118,7 +119,7 @@ def test_faults_of_a_capture_are_found(
     if fault == "no wait":
         monkeypatch.setattr(DeviceStreams, "wait", lambda *_: None)
     elif fault == "a pool made inside":
-        monkeypatch.setattr(StreamSwap, "captured", lambda self: self._streams.captured())
+        monkeypatch.setattr(StreamSwap, "make_pool", lambda _: None)
     else:
         monkeypatch.setattr(DeviceStreams, "captured", lambda _: nullcontext(lambda: None))
     module = apply_plan(with_room(planned(model, x)), model, cuda_graph=RecordedGraphs(device))
@@ -142,37 +143,107 @@ def test_inside_data_parallel(device: torch.device, monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, steps(module, model, device), expected))
 
 
-def test_what_a_replay_would_not_do_again_is_refused(device: torch.device) -> None:
-    class OnHost(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.made(super().forward(x))
+class Noise(Net):
+    """Draws on the host, and reads that on the device."""
 
-    class Noise(OnHost):
-        def made(self, x: Tensor) -> Tensor:
-            return x * torch.rand(())
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(())) * torch.rand(32).to(x.device)
 
-    class Sent(OnHost):
-        def made(self, x: Tensor) -> Tensor:
-            return x * torch.arange(32.0).to(x.device)
 
-    class Number(OnHost):
-        def made(self, x: Tensor) -> Tensor:
-            return x * torch.tensor(0.5)
+class Sent(Net):
+    """Reads on the device what is always the same on the host."""
 
-    x = torch.randn(256, 32).to(device)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.tensor(0.5)) * torch.arange(32.0).to(x.device)
 
-    def refused(model: nn.Module, reason: str, **how: Any) -> None:
-        plan = with_room(planned(model, x, **how))
-        with pytest.raises(ValueError, match=reason):
-            apply_plan(plan, model, cuda_graph=RecordedGraphs(device))
 
-    refused(Noise().to(device), r"draws random numbers on the host.*device=x\.device")
-    refused(Sent().to(device), r"reads a tensor on the host")
-    refused(Net().to(device), r"runs twice.*offload-graph", strategy="rotor")
-    number = Number(0.0).to(device)
-    expected = steps(number, number, device)
-    module = apply_plan(with_room(planned(number, x)), number, cuda_graph=RecordedGraphs(device))
-    assert all(map(torch.equal, steps(module, number, device), expected))
+class Scaled(Net):
+    """Reads a number on the host that its user changes, in the forward and in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * self.scale).sin()
+
+
+class Fetched(Net):
+    """Fetches what it has computed, and takes it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * (x.detach().mean().cpu() + 1)
+
+
+SEGMENTED: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
+    "random numbers of the host": (Noise, {}),
+    "a tensor of the host": (Sent, {}),
+    "a number that the user changes": (Scaled, {}),
+    "a value that is fetched": (Fetched, {}),
+    "dropout that runs twice": (Net, {"strategy": "rotor"}),
+    "all, and transfers": (Noise, {"strategy": "joint", "time_limit_s": 2}),
+}
+
+
+@functools.lru_cache(1)
+def segmented(way: str) -> tuple[Net, memopt.Plan, list[Tensor]]:
+    """A model, its plan and eager's steps."""
+    torch.manual_seed(0)
+    device = torch.device("fake:0")
+    kind, how = SEGMENTED[way]
+    model, x = kind().to(device), torch.randn(256, 32).to(device)
+    expected = steps(model, model, device)
+    return model, with_room(planned(model, x, **how)), expected
+
+
+@pytest.mark.parametrize("way", SEGMENTED)
+def test_what_no_graph_repeats_runs_between_two(way: str, device: torch.device) -> None:
+    """Before, most of these were refused, and a number on the host stayed what it was when the
+    step was captured."""
+    model, plan, expected = segmented(way)
+    graphs = RecordedGraphs(device)
+    module = apply_plan(plan, model, cuda_graph=graphs)
+    count = len(between_graphs(plan.profiled.lowering, plan.program))
+    for delay in (0, 300):
+        accelerator.delay(delay)
+        assert all(map(torch.equal, steps(module, model, device), expected))
+    assert graphs.captures == count + 2 > 2
+    assert graphs.replays == graphs.captures * (2 * STEPS - WARM_UP)
+
+
+TWICE, FETCHED = "dropout that runs twice", "a value that is fetched"
+
+
+@pytest.mark.parametrize(
+    ("fault", "way", "reason"),
+    [
+        ("captured", TWICE, "looks at the generator"),
+        ("captured", FETCHED, "copies to the host"),
+        ("not again", TWICE, ""),
+        ("not again", FETCHED, ""),
+        ("not written", FETCHED, ""),
+        ("too early", FETCHED, ""),
+    ],
+)
+def test_faults_of_segments_are_found(
+    fault: str, way: str, reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan, expected = segmented(way)
+    if fault == "captured":
+        monkeypatch.setattr(apply, "between_graphs", lambda *_: {})
+    elif fault == "not again":
+        monkeypatch.setattr(Segments, "_repeated", lambda *_: lambda: None)
+    elif fault == "not written":
+        monkeypatch.setattr(graph_segments, "_write", lambda *_: None)
+    else:  # before the graph that makes what it reads is launched
+        monkeypatch.setattr(Segments, "_end", lambda self: (self._join(), self._open.close()))
+    module = apply_plan(plan, model, cuda_graph=RecordedGraphs(device))
+    if reason:
+        with pytest.raises(CaptureError, match=reason):
+            steps(module, model, device)
+        return
+    assert not all(map(torch.equal, steps(module, model, device), expected))
 
 
 def test_captures_are_made_in_the_backwards_thread(device: torch.device) -> None:
@@ -180,9 +251,9 @@ def test_captures_are_made_in_the_backwards_thread(device: torch.device) -> None
     graphs, where = RecordedGraphs(device), []
     capture = graphs.capture
 
-    def noted(run: Any) -> Any:
+    def noted() -> Any:
         where.append(threading.get_ident())
-        return capture(run)
+        return capture()
 
     graphs.capture = noted  # type: ignore[method-assign]
     steps(apply_plan(with_room(planned(model, x)), model, cuda_graph=graphs), model, device)

@@ -31,15 +31,18 @@ def planned(way: str) -> PlannedModule:
     return plan.apply(subject().model)
 
 
+SLOW = memopt.Device(to_host_bytes_per_s=1e5)
+"""So slow that it pays to leave something on the device, or to let the host update it."""
 WHOLE: dict[str, dict[str, Any]] = {
     "olla": {"strategy": "olla", "time_limit_s": 1},
     "state on the host": {"strategy": "olla", "time_limit_s": 1, "offload_optimizer": True},
     "all moved": {"strategy": "offload-graph", "budget": 0.6, "movable": "all"},
     "steady": {
         "strategy": "offload-graph",
-        "budget": 0.6,
+        "budget": 0.65,
         "movable": "all",
         "steady_state": True,
+        "device": SLOW,
     },
     "micro-batches": {"strategy": "store-all", "micro_batches": 2, "clip_norm": 0.5},
     "activations": {"strategy": "offload-graph", "budget": "min"},
@@ -49,17 +52,16 @@ MOVED = ("state on the host", "all moved", "steady")
 
 
 class Whole:
-    """A model whose whole step is planned, and eager's twin."""
+    """A model whose whole step is planned as `asked`, and eager's twin."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, asked: dict[str, Any], rows: int = 64, **how: Any) -> None:
         torch.manual_seed(1)
         self.model = Net().to("fake:0")
         self.twin = copy.deepcopy(self.model)
         self.optimizer, self.eager = (
             torch.optim.AdamW(one.parameters(), lr=0.01) for one in (self.model, self.twin)
         )
-        self.x, self.y = torch.randn(64, 16).to("fake:0"), (torch.arange(64) % 10).to("fake:0")
-        asked = dict(WHOLE[way])
+        self.x, self.y = torch.randn(rows, 16).to("fake:0"), (torch.arange(rows) % 10).to("fake:0")
         self.count, self.clip = asked.get("micro_batches", 1), asked.get("clip_norm")
         plan = memopt.plan(
             self.model,
@@ -67,11 +69,10 @@ class Whole:
             loss_fn=LOSS,
             targets=(self.y,),
             optimizer=self.optimizer,
-            device=LINK,
             progress=False,
-            **({"whole_step": True} | asked),
+            **({"whole_step": True, "device": LINK} | asked),
         )
-        self.plan, self.step = plan, plan.train_step(self.model, LOSS, self.optimizer)
+        self.plan, self.step = plan, plan.train_step(self.model, LOSS, self.optimizer, **how)
 
     def run(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -114,7 +115,7 @@ def test_a_backward_that_runs_again_has_its_own_host_copies(device: torch.device
 
 @pytest.mark.parametrize("way", WHOLE)
 def test_whole_steps_equal_eagers_and_the_host_never_waits(way: str, device: torch.device) -> None:
-    one = Whole(way)
+    one = Whole(WHOLE[way], rows=8 if way == "steady" else 64)
     for seed, most in enumerate(DELAYS):
         with delayed(most):
             before = accelerator.counts()[2]
@@ -124,6 +125,8 @@ def test_whole_steps_equal_eagers_and_the_host_never_waits(way: str, device: tor
         if seed:  # pinned memory is taken in the first step
             assert waits <= (way in MOVED)
     assert one.differs() == []
+    assert bool(one.step.host_bytes) == (way in ("all moved", "steady"))
+    assert bool(one.step._homes.carried) == (way == "steady")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,23 @@ DEVICE = Device(
 )
 def test_roofline(done: Work, expected: float) -> None:
     assert work_time_s(done, DEVICE) == pytest.approx(expected)
+
+
+def test_products_hide_neither_all_arithmetic_nor_all_memory() -> None:
+    device = replace(DEVICE, product_exposure=3.0)
+    for operations, moved in ((5e8, 25_000_000), (2.5e8, 50_000_000)):
+        done = Work("", "float32", operations, moved)
+        assert work_time_s(done, device) == pytest.approx(1e-3 + 1.0 + 3 * 0.5)
+    assert work_time_s(Work("softmax", "float32", 1e6, 25_000_000), device) == 1e-3 + 1.0
+
+
+@pytest.mark.parametrize(("rows", "share"), [(50304, 1.0), (50257, 0.4)])
+def test_half_precision_waits_for_rows_that_begin_anywhere(rows: int, share: float) -> None:
+    given, weight = (torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(rows, 64))
+    done = work_of(aten.mm.default, given, weight.to(torch.bfloat16).t())
+    device = Device(flops_per_s={"bfloat16": 1e9, "float32": 1e9}, block_bytes=512)
+    assert work_time_s(done, device) == pytest.approx(done.operations / 1e9 / share)
+    assert work_time_s(replace(done, dtype="float32"), device) == done.operations / 1e9
 
 
 def test_a_dtype_without_a_rate_is_named() -> None:

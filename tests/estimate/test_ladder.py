@@ -13,9 +13,13 @@ from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.options import StepOptions
 from memopt.profiler.adapters import Adapted, adapted
+from memopt.profiler.estimate import estimate_model
+from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import KEPT, block_lists, meta_copy
+from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
-from memopt.report.ladder import OUTSIDE, Ladder
+from memopt.report.ladder import OUTSIDE, Ladder, Rung
+from memopt.step.loss import Loss
 
 WIDTH, WORDS, DEPTH = 32, 64, 8
 DEVICE = Device(
@@ -30,21 +34,21 @@ DEVICE = Device(
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Language(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.head = nn.Linear(width, WORDS, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
@@ -54,9 +58,9 @@ class Language(nn.Module):
         return nn.functional.cross_entropy(logits, ids.flatten())
 
 
-def made(budget: int | None = None, **how: Any) -> Ladder:
+def made(budget: int | None = None, width: int = WIDTH, **how: Any) -> Ladder:
     with torch.device("meta"):
-        model = Language()
+        model = Language(width)
     ids = torch.zeros(4, 32, dtype=torch.long)
     step = StepOptions(loss_fn=lambda loss: loss)
     given = {"device": DEVICE, "budget": budget, "step": step, "progress": False, "rank": 4}
@@ -71,7 +75,7 @@ def check(found: Ladder) -> None:
         assert rung.peak_bytes is not None
         assert rung.peak_bytes <= found.budget_bytes
         assert validate(rung.plan.graph, rung.plan.program, Budget(found.budget_bytes)) is None
-    rates = [rung.samples_per_s or 0.0 for rung in fitting]
+    rates = [rung.rate_of_one for rung in fitting]
     assert rates == sorted(rates, reverse=True)
     assert list(found.rungs[: len(fitting)]) == fitting
     assert [row["name"] for row in found.figures()["rungs"]] == [rung.name for rung in found.rungs]
@@ -103,6 +107,46 @@ def test_the_whole_ladder() -> None:
     fitting = {rung.name for rung in found.rungs if rung.fits}
     assert {"bfloat16", "recompute plan", "activation offload"} <= fitting
     assert {"bfloat16, LoRA r=4", "bfloat16, QLoRA r=4"} <= fitting
+
+
+@pytest.mark.parametrize(
+    ("lora", "share", "name"),
+    [(4, 0.8, "moved frozen weights"), (0, 0.6, "moved parameters and state")],
+)
+def test_what_does_not_fit_even_without_activations_moves(
+    lora: int, share: float, name: str
+) -> None:
+    heard: list[Rung] = []
+    roomy = made(only="asked", lora=lora, width=256)
+    budget = int(share * roomy.peak_bytes)
+    assert budget < roomy.rungs[0].plan.resident_bytes  # type: ignore[union-attr]
+    found = made(budget, width=256, only="asked", lora=lora, heard=heard.append)
+    check(found)
+    best = found.best_as_asked()
+    assert best is not None
+    assert (best.name, best in heard) == (name, True)
+    assert best.step_time_s > roomy.rungs[0].step_time_s  # type: ignore[operator]
+    assert best.plan is not None
+    assert best.plan.program.has_transfers
+
+
+def test_weights_in_four_bits_are_made_for_each_reader() -> None:
+    with torch.device("meta"):
+        model = adapted(Language(), 4, inside=["blocks"])
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    graph = estimate_model(model, ids, DEVICE, loss=Loss(lambda loss: loss)).graph
+    packed = in_four_bits(graph, 4, DEVICE)
+    frozen = frozen_weights(graph)
+    assert len(frozen) == 2 * DEPTH
+    readers = sum(len(graph.readers[t]) for t in frozen)
+    made = [x for x in packed.operators if x.target == "memopt.dequantized"]
+    assert len(made) == readers == len(packed.operators) - len(graph.operators)
+    assert {x.phase.value for x in made} == {"forward", "backward"}
+    # 4 bits, a byte for each 64 elements, and 4 for each 256 of those, in blocks.
+    elements = 4 * WIDTH * WIDTH
+    held = elements // 2 + -(-(elements // 64 + 4) // 512) * 512
+    assert {packed.tensors[t].size_bytes for t in frozen} == {held}
+    assert validate(packed, store_all(packed)) is None
 
 
 def test_a_copy_with_few_blocks_leaves_the_model_as_it_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import published_steps as steps
-from benchmarks.published import Measurements, estimate, measurements
+from benchmarks.published import Measurements, estimate, measurements, reserved
 from benchmarks.published.decoder import Decoder, Style
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocabulary": 256}
@@ -24,8 +24,10 @@ STYLES = {
     "eager": (GATED, Style()),
     "scores": ({**SHAPE, "tied": True, "bias": True}, Style(scores=True, loss="in place")),
     "adapters": (GATED, Style(packed=True, loss="own", lora=("query", "mlp"), rank=4)),
+    "held": (GATED, Style(packed=True, held=True, lora=("query", "key", "value"), rank=4)),
     "half": (SHAPE, Style(eager=False, loss="chunks", tensor=2)),
     "parallel": ({**SHAPE, "parallel_residual": True}, Style()),
+    "norms of heads": ({**GATED, "qk_norm": True}, Style(scores=True, wide_softmax=True)),
     "one norm": ({**SHAPE, "parallel_residual": True, "shared_norm": True}, Style()),
 }
 
@@ -35,7 +37,8 @@ def test_decoders_train(name: str) -> None:
     shape, style = STYLES[name]
     model = Decoder(shape, style, 2, 16, first=True)
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    model(ids, ids).backward()
+    found = model(ids, ids)
+    (found[0] if style.held else found).backward()
     for path, parameter in model.named_parameters():
         trained = not style.rank or ".narrow." in path or ".widen." in path
         assert (parameter.grad is not None) == trained, path
@@ -44,7 +47,7 @@ def test_decoders_train(name: str) -> None:
 def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
     source = {"title": "t", "url": "https://x", "date": "2026-01-01", "licence": "MIT"}
     found = Measurements({"megatron": source, "y": source}, {"m": SHAPE}, rows)
-    for module in (estimate, steps):
+    for module in (estimate, reserved, steps):
         monkeypatch.setattr(module, "measurements", lambda: found)
     for kept in (estimate._by_name, estimate._captured):
         kept.cache_clear()
@@ -76,6 +79,11 @@ def test_parts_in_flight(stages: int, parts: int, batches: int, held: int) -> No
     assert estimate._in_flight(row, stages) == held
 
 
+def test_larger_groups_hold_more() -> None:
+    row = {"virtual_stages": 3, "micro_batches": 10, "chunk_group": 5}
+    assert estimate._in_flight(row, 4) == 11
+
+
 def test_what_is_not_estimated_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
     assert estimate.why_not(ROW) == ""
@@ -96,19 +104,52 @@ def test_every_case_is_a_row_with_a_reason_to_be_there() -> None:
     assert len(steps._cases()) > 120
 
 
-def test_constants_are_fitted_and_the_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_hold_gathered_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, {**ROW, "sharding": "parameters"})
+    # 4 layers of 10 on each of 2 ranks, tables of 6: gathered in bfloat16, gradients in float32.
+    gathered, tables, gradients = 2 * 2 * (6 + 2 * 10), 2 * 6, 4 * (6 + 4 * 10)
+    row = {**ROW, "sharding": "parameters"}
+    assert reserved.streams_bytes(row, 10, 36, 3) == gathered + tables + gradients
+    use(monkeypatch)
+
+
+def test_the_exposure_is_fitted_and_the_page_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, ROW, {**ROW, "name": "b", "source": "y"})
-    times = dict.fromkeys(estimate.TIMES, 0.0) | {"launches": 100.0}
+    monkeypatch.setattr(steps, "FITTED", 4.0)
+    times = dict.fromkeys(estimate.TIMES, 0.0) | {"exposed": 0.1}
     parts = {"parameters": 2.0**30}
-    rows = [estimate.Row(n, (2**30, 2**30), (1.0, 0.8), parts, times) for n in ("a", "b")]
-    assert steps._fitted(rows)[0] == pytest.approx(1.25)
-    host = [estimate.Row("a", (0, 1), (0.03, 1e-6), parts, times)]
-    assert steps._fitted(host)[1] == pytest.approx(1e-4)
+    rows = [estimate.Row(n, (2**30, 2**30), (1.0, 0.9), parts, times) for n in ("a", "b")]
+    # Three micro-batches are exposed for 0.1 s each: without that a step takes 0.6 s.
+    assert steps._exposed(rows[0], 0.0).step[1] == pytest.approx(0.6)
+    assert steps._median(rows, 2 * steps.FITTED) == pytest.approx(0.2)
     blocks = steps._blocks(rows, None)
-    assert (
-        "| held out | 1 | 0.0% | 1 | 0% | 1 | 20.0% | 0 | 20% | 0.0% | 1 | 0% |"
-        in blocks["summary"]
-    )
-    assert "1.25 times" in blocks["summary"]
+    line = "| held out | 1 | 0.0% | 1 | 0% | 1 | 10.0% | 1 | 10% | 40.0% | 0 | 40% |"
+    assert line in blocks["summary"]
+    assert "an exposure of 5.5." in blocks["summary"]
     assert blocks["rows"].count("\n") == 3
+    use(monkeypatch)
+
+
+def test_rows_beyond_the_limits_have_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict.fromkeys(estimate.TIMES, 0.0)
+    near = estimate.Row("megatron-10", (100, 109), (1.0, 1.19), {}, times)
+    assert steps._outside([near]) == []
+    known = estimate.Row("megatron-10", (100, 89), (0, 0), {}, times)
+    other = estimate.Row("megatron-1", (0, 0), (1.0, 1.21), {}, times)
+    lines = steps._outside([known, other])
+    assert lines[0] == ["megatron-10", "-11%", "", steps.CAUSES["megatron-10 megatron-13"]]
+    assert lines[1] == ["megatron-1", "", "+21%", "not found"]
+    named = " ".join(steps.CAUSES).split()
+    assert set(named) <= {row["name"] for row in measurements().rows}
+
+
+def test_a_loss_apart_is_charged_beside_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {**ROW, "source": "y", "kernels": "compiled", "gpus": 1}
+    one = {k: v for k, v in row.items() if k not in ("dp", "tp", "sharding")}
+    use(monkeypatch, one)
+    found = estimate._depth(one, 1)
+    logits = 2 * 64 * 256
+    # Float32 copies of the logits, of their shares and of the gradient, which nothing fuses.
+    assert found["activations"] > 3 * 4 * logits
+    assert estimate._captured.cache_info().misses == 1
     use(monkeypatch)

@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     refused("interpreted", plan, interpreted=True)
     refused("checked", plan, checked=True)
     tight = planned(model, budget=plan.peak_bytes)
-    needed = static_bytes(plan.profiled.lowering)
+    needed = static_bytes(plan.profiled.lowering, plan.program)
     refused(f"raise it by {needed - (tight.budget - tight.peak_bytes)} bytes", tight)
 
 
@@ -169,7 +169,8 @@ def test_a_capture_is_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> N
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     graphs = CudaGraphs(torch.device("cuda:1"))
-    assert graphs.capture(lambda: ([current[0]], []))[0] == ([1], [])
+    with graphs.capture():
+        assert current == [1]
     ((made, pool, stream, device),) = seen
     assert (made.of, pool, stream, device) == (1, "pool of 1", "stream of cuda:1", 1)
     assert current == [0]
@@ -180,25 +181,24 @@ def test_what_a_capture_holds_beyond_the_plan() -> None:
     model = Net()
     plan = planned(model)
     lowering = plan.profiled.lowering
-    needed = static_bytes(lowering)
+    needed = static_bytes(lowering, plan.program)
     inputs = 8 * 12 * 4
     assert needed > inputs
-    assert static_bytes(lowering, 1000) == needed + 1000
+    assert static_bytes(lowering, plan.program, 1000) == needed + 1000
     reason = why_not(lowering, plan.program, torch.device("cuda"), needed + 999, 1000)
     assert reason is not None
     assert "raise it by 1 bytes" in reason
     assert why_not(lowering, plan.program, torch.device("cuda"), needed + 1000, 1000) is None
 
 
-@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
-def test_on_a_gpu() -> None:
-    """The same steps, captured and not, on the device."""
+def check_on(device: torch.device, cuda_graph: Any) -> None:
+    """The same steps, captured and not, on a device."""
     torch.manual_seed(0)
-    model, twin = Net().cuda(), Net().cuda()
+    model, twin = Net().to(device), Net().to(device)
     twin.load_state_dict(model.state_dict())
-    x = torch.randn(8, 12, device="cuda")
+    x = torch.randn(8, 12).to(device)
     how = {"strategy": "rotor", "place": True, "progress": False, "cache": False}
-    module = memopt.plan(model, x, **how).apply(model, cuda_graph=True)
+    module = apply_plan(memopt.plan(model, x, **how), model, cuda_graph=cuda_graph)
     plain = memopt.plan(twin, x, **how).apply(twin)
     for _ in range(WARM_UP + 3):
         x = torch.randn_like(x)
@@ -206,3 +206,8 @@ def test_on_a_gpu() -> None:
             one(x).square().sum().backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.gpu(twin="test_replayed_steps_are_eagers")
+def test_on_a_gpu() -> None:
+    check_on(torch.device("cuda"), True)

@@ -275,9 +275,8 @@ def test_what_an_interrupted_constructor_leaves_ends_quietly(
     assert said == []
 
 
-@pytest.mark.gpu(twin="test_one_pool_for_all_steps_and_two_for_two_at_once")
-def test_on_a_gpu() -> None:
-    device = torch.device("cuda")
+def check_on(device: torch.device) -> None:
+    """What went to the host comes back."""
     swap = StreamSwap(DeviceStreams(device), 1 << 24)
     lease = swap.lease()
     tensors = [torch.randn(1 << 18, device=device) for _ in range(8)]
@@ -290,3 +289,8 @@ def test_on_a_gpu() -> None:
     for copy in copies:
         swap.wait(copy)
     assert all(map(torch.equal, back, expected))
+
+
+@pytest.mark.gpu(twin="test_one_pool_for_all_steps_and_two_for_two_at_once")
+def test_on_a_gpu() -> None:
+    check_on(torch.device("cuda"))

@@ -18,6 +18,7 @@ from memopt.models.device import Device
         ({"launch_latency_s": math.inf}, "launch_latency_s must be at least 0"),
         ({"flops_fraction": 0}, r"flops_fraction must be in \(0, 1\]"),
         ({"memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\]"),
+        ({"product_exposure": -1.0}, "product_exposure must be at least 0, got -1.0"),
         ({"block_bytes": 0}, "block_bytes must be at least 1"),
     ],
 )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
 import memopt
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
+from memopt.models.status import Status
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
+from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
 from memopt.reductions.block_checkpoints import (
     block_of,
@@ -94,6 +97,22 @@ def test_what_runs_again(kept: int) -> None:
     assert twice == gathers | {f"first{k}" for k in range(again)}
     if kept == COUNT:
         assert program == store_all(GRAPH)
+
+
+class Planless(Rotor):
+    """Finds nothing, as Rotor does where a model is no chain."""
+
+    def solve(self, *_: Any, **__: Any) -> Solution:
+        return Solution(Status.INFEASIBLE)
+
+
+def test_blocks_fit_where_a_strategy_finds_no_plan() -> None:
+    budget = replay(GRAPH, checkpointed(GRAPH, BLOCKS)).peak_bytes
+    plan = memopt.plan(GRAPH, budget=budget, strategy=Planless(), progress=False)
+    assert plan.peak_bytes <= budget
+    assert (plan.status, plan.stats["schedule"]) == (Status.FEASIBLE, "checkpointed blocks")
+    with pytest.raises(memopt.InfeasibleBudgetError):
+        memopt.plan(GRAPH, budget=budget // 2, strategy=Planless(), progress=False)
 
 
 def prefetched(program: Program) -> Program:

@@ -14,24 +14,39 @@ from memopt.pricing.memory import metered
 
 
 class StepMeter:
-    """Meters steps one by one, each from where its plan is ready: planning measures on its own."""
+    """Meters steps one by one, each from where its plan is ready: planning measures on its own.
+    From its first training call if what a trainer makes before that call (GRPO's completions,
+    their masks and rewards) is the trainer's."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, from_call: bool = False) -> None:
         self._metering: contextlib.ExitStack | None = None
-        made = SelfPlanning._made
+        self._waits = self._from_call = from_call
+        made, called = SelfPlanning._made, SelfPlanning._training_call
 
         def beside(asking: SelfPlanning, *args: Any) -> Any:
             running = self._metering is not None
             self._stop()
             planned = made(asking, *args)
             if running:
-                self.begin()
+                self._start()
             return planned
 
+        def first(asking: SelfPlanning, *args: Any, **kwargs: Any) -> Any:
+            if self._metering is not None and self._waits:
+                self._stop()
+                self._start()
+                self._waits = False
+            return called(asking, *args, **kwargs)
+
         monkeypatch.setattr(SelfPlanning, "_made", beside)
+        monkeypatch.setattr(SelfPlanning, "_training_call", first)
 
     def begin(self) -> None:
         """The step begins."""
+        self._waits = self._from_call
+        self._start()
+
+    def _start(self) -> None:
         self._metering = contextlib.ExitStack()
         self._used = self._metering.enter_context(metered(torch.device("cpu")))
 

@@ -169,3 +169,38 @@ def test_shorter_calls_share_the_plan_of_a_longer_one() -> None:
         assert torch.equal(model[0].weight.grad, plain[0].weight.grad), length
     assert len(model.plans.lines) == 3
     assert model.calls.planned == 6
+
+
+class Notes(nn.Module):
+    """Leaves what it did in an attribute that it does not read."""
+
+    def __init__(self, noted: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.noted, self.last = noted, None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.last = self.noted(tokens.shape[1])
+        loss: torch.Tensor = self.head(self.words(tokens)).square().mean()
+        return loss
+
+
+NOTED: dict[str, tuple[Callable[[int], Any], int]] = {
+    "a constant": (lambda length: False, 8),
+    "whether it is long": (lambda length: "long" if length > 40 else "short", 11),
+    "a quotient": (lambda length: length // 30, 16),
+}
+
+
+@pytest.mark.parametrize("kind", NOTED)
+def test_what_each_call_notes_is_noted_whatever_the_plan(kind: str) -> None:
+    noted, most = NOTED[kind]
+    model = Notes(noted)
+    memopt.wrap(model, None, "store-all", progress=False, cache=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*plans were made")
+        for length in (20, 21, 22, 23, 24, 28, 30, 40, 44, 8, 41, 33, 1000, 999, 60, 12):
+            model(torch.zeros(2, length, dtype=torch.int64)).backward()
+            assert model.last == noted(length), length
+    assert model.calls.planned == 16  # type: ignore[union-attr]
+    assert len(model.plans.lines) <= most  # type: ignore[union-attr]

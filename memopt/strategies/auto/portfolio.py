@@ -12,24 +12,16 @@ from memopt.models.progress import Progress
 from memopt.programs.instructions import Program
 from memopt.solvers.running import Deadline
 from memopt.strategies.shared.members import Member, MemberOutcome
+from memopt.strategies.shared.worth import LEAST_S, MOST_S, STEPS, worth_s
 
-STEPS = 500
-"""Steps of training in which the time that a search takes must come back."""
-LEAST_S, WITHOUT_S, MOST_S = 1.0, 5.0, 60.0
-"""Seconds: a search that may take less is not begun; one without a plan may take at least so many;
-the most for all members together."""
+WITHOUT_S, AFTER_S = 5.0, 5.0
+"""Seconds: a search without a plan may take at least so many; without a limit, members after the
+leader are not asked when so many are over."""
 BESIDE = 0.1
 """Share of the time left: a member's before the leader; and, where it is no less than LEAST_S, that
 of all others together where the leader begins without a plan."""
 NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
-
-
-def worth_s(saved_s: float) -> float:
-    """Return the seconds that a search may take which could save so many in every step; 0 where
-    it is not worth to begin."""
-    found = STEPS * saved_s
-    return min(found, MOST_S) if found >= LEAST_S else 0.0
 
 
 @dataclass
@@ -56,6 +48,8 @@ class Portfolio:
     gap: float = NOTHING_FASTER
     limit_s: float | None = None
     leader: str = ""
+    quick_s: float = MOST_S
+    """Seconds in which members begin that have their plan at once, as soon as one of them has."""
     bounding: frozenset[str] = frozenset()
     """Members whose bound holds for the plans of all members."""
     outcomes: list[MemberOutcome] = field(default_factory=list)
@@ -89,12 +83,15 @@ class Portfolio:
         has its plan at once, which the worth of a search does not stop."""
         if self.limit_s is not None:
             return self.began_s + self.limit_s
-        if quick:
-            return self.began_s + MOST_S
         best = self.best
+        if quick:
+            return self.began_s + (MOST_S if best is None else self.quick_s)
         if best is None:
             return self.began_s + max(WITHOUT_S, worth_s(self.base_s))
-        return self.began_s + worth_s(best.time_s - self.least_s)
+        worth = worth_s(best.time_s - self.least_s)
+        if self.leader and any(one.name == self.leader for one in self.outcomes):
+            worth = min(worth, AFTER_S)
+        return self.began_s + worth
 
     def run(self, members: Sequence[Member]) -> None:
         """Ask members in turn, until the gap is closed or the time is up."""

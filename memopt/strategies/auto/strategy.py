@@ -17,18 +17,14 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
-from memopt.strategies.auto.portfolio import (
-    LEAST_S,
-    MOST_S,
-    NOTHING_FASTER,
-    STEPS,
-    Portfolio,
-    worth_s,
-)
+from memopt.strategies.auto.portfolio import NOTHING_FASTER, Portfolio
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
+from memopt.strategies.budget_search import MANY
 from memopt.strategies.host_budget import with_host_budget
+from memopt.strategies.joint.strategy import Joint
 from memopt.strategies.olla.strategy import Olla
 from memopt.strategies.shared.members import Member, MemberOutcome, fitting, for_forward
+from memopt.strategies.shared.worth import LEAST_S, MOST_S, STEPS, worth_s
 from memopt.strategies.singles import SINGLE_STRATEGIES
 
 ORDER = Olla(place=False)
@@ -42,6 +38,10 @@ LEFT_OUT = frozenset({"checkmate", "checkmate-rounding"})
 """Not run on anything: slow solvers whose place monet takes."""
 MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
+FIRST_S = 2.5
+"""Seconds for the first plan of a graph of many operators, beside what its chain takes."""
+OWN_S = 60.0
+"""Seconds for all members that the user names, where there is no limit."""
 SMALL = 60
 """The most operators of a graph for which all members name their smallest budget."""
 IN_REACH = 0.8
@@ -57,8 +57,9 @@ class Auto(Strategy):
     is left; where it ends early rotor-menus, monet, offload-graph and another order of operators.
     For a bare chain all strategies for chains. It ends where the plan is within `gap` of a bound,
     or the time is up: without a limit 500 times the seconds that a step could still gain, at most
-    a minute; where that is less than a second the plan made at once is taken. Where there is no
-    backward only those are asked whose plans may lower its memory.
+    20 s, and no longer than what is found comes back in 500 steps; where that is less than a
+    second the plan made at once is taken. Where there is no backward only those are asked whose
+    plans may lower its memory.
 
     All plans are validated and replayed before they are compared. The solution's stats say what
     each member did ("tried"), who won ("chosen"), why ("reason"), and why no more were asked
@@ -147,6 +148,10 @@ class Auto(Strategy):
         progress: Progress | None = None,
     ) -> Solution:
         candidates = self.candidates(device, cost_model)
+        limit_s = self.time_limit_s if time_limit_s is None else time_limit_s
+        if not self.members:
+            leader = Joint(gap=self.gap, pays=limit_s is None)
+            candidates = tuple(leader if one.name == LEADER else one for one in candidates)
         limited = tuple(with_host_budget(one, self.host_budget_bytes) for one in candidates)
         members, refused = fitting(cost_model, limited)
         forward = isinstance(cost_model, Graph) and cost_model.is_forward
@@ -157,7 +162,7 @@ class Auto(Strategy):
             members = _in_order(members, cost_model, budget_bytes)
         if self.at_once:
             members = tuple(member for member in members if member.quick)
-        search = self._portfolio(cost_model, budget_bytes, device, time_limit_s, progress)
+        search = self._portfolio(cost_model, budget_bytes, device, limit_s, progress)
         search.run(members)
         return _solution(search, members, refused)
 
@@ -166,13 +171,13 @@ class Auto(Strategy):
         cost_model: CostModel,
         budget_bytes: int | None,
         device: Device | None,
-        time_limit_s: float | None,
+        limit_s: float | None,
         progress: Progress | None,
     ) -> Portfolio:
         """Begin a search."""
-        limit_s = self.time_limit_s if time_limit_s is None else time_limit_s
         step = isinstance(cost_model, Graph) and not has_updates(cost_model)
         # Without a budget the step as it is ends no search: within one, a faster plan is found.
+        many = isinstance(cost_model, Graph) and len(cost_model.operators) >= MANY
         free = budget_bytes is None and isinstance(cost_model, Graph) and cost_model.is_forward
         return Portfolio(
             budget_bytes,
@@ -183,7 +188,8 @@ class Auto(Strategy):
             impossible=isinstance(cost_model, Graph)
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
             gap=NOTHING_FASTER if self.members or free else self.gap,
-            limit_s=MOST_S if limit_s is None and self.members else limit_s,
+            limit_s=OWN_S if limit_s is None and self.members else limit_s,
+            quick_s=FIRST_S if many else MOST_S,
             leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
             bounding=frozenset({LEADER} if step and not self.members else ()),
         )

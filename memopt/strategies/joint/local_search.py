@@ -18,6 +18,7 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 from memopt.strategies.shared.timing import TIMINGS
+from memopt.strategies.shared.worth import Payback
 
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""
@@ -37,6 +38,8 @@ class LocalSearch:
         bound_s: a lower bound on every program's time.
         seed: of the order in which changes are tried.
         most: the most changes tried; None: no limit.
+        gap: to the bound, at which the search ends.
+        payback: ends the search where it does not pay; None: nothing does.
         tried: how many changes were judged.
         best: the fastest decisions and their moved runs.
     """
@@ -46,6 +49,8 @@ class LocalSearch:
     bound_s: float = 0.0
     seed: int = 0
     most: int | None = None
+    gap: float = NEAR
+    payback: Payback | None = None
     tried: int = field(default=0, init=False)
     best: tuple[Decisions, Moved] | None = field(default=None, init=False)
 
@@ -119,7 +124,9 @@ class LocalSearch:
                 return
 
     def _ended(self) -> bool:
-        if self.time_s <= self.bound_s * (1 + NEAR) or self.tried == self.most:
+        if self.time_s <= self.bound_s * (1 + self.gap) or self.tried == self.most:
+            return True
+        if self.payback is not None and self.tried % 16 == 0 and self.payback.ended(self.time_s):
             return True
         return self.deadline.over or (
             self.tried % 16 == 0

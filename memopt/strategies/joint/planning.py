@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from memopt.models.bounds import memory_lower_bound, time_lower_bound
-from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
@@ -17,6 +16,7 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import solution_of
+from memopt.strategies.joint.annealings import annealings
 from memopt.strategies.joint.deep_planning import (
     DEEP,
     GROUPS,
@@ -25,18 +25,21 @@ from memopt.strategies.joint.deep_planning import (
     folded_into,
 )
 from memopt.strategies.joint.equal_layers import RepeatedLayers
+from memopt.strategies.joint.incumbent import PROVED, JointIncumbent
+from memopt.strategies.joint.larger_budgets import rotor_programs_above, stage_programs_above
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Moved, Mover, least_moved
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation_search import LinkedSearch
-from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
+from memopt.strategies.shared.chain_programs import programs_of_chain
 from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.graph_problem import graph_problem
 from memopt.strategies.shared.incumbent import stored
 from memopt.strategies.shared.members import Member
 from memopt.strategies.shared.run_table import Ints, RunTable
+from memopt.strategies.shared.worth import Payback
 from memopt.strategies.target import Target
 
 FIRST_SHARE, START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.2, 0.4, 0.4, 0.4, 0.4
@@ -44,44 +47,30 @@ FIRST_SHARE, START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.2, 0.
 relaxation, programs in larger budgets, and descents beyond the first."""
 CHECKS, MOST_CHECKS = 4.0, 0.3
 """Time kept for the last checks, in times of storing everything, and its most of the time left."""
-DESCENTS, BUDGETS, SWEPT = 12, 10, 32
-"""Starts of the local search, and larger budgets for recomputation by rotor and by stages."""
-HEATS = (3e-4, 1e-2, 3e-3)
-"""Start temperatures of annealings, each from the best so far; the second suits large tensors."""
+DESCENTS = 12
+"""Starts of the local search."""
 FIRST_CHANGES, CHANGES_EACH = 1500, 50
 """The most changes of the first descent; and of annealing per operator, or as many as those."""
-PROVED, CLOSE = 1e-6, 2e-3
-"""Gaps at which a plan is optimal, and at which it is too good for slow searches."""
 MOVERS, CHAINS = frozenset({"offload-graph"}), frozenset({"rotor-menus"})
 """Strategies that only move, and strategies that start where the relaxation has no plan close to
 the bound. The others start if a descent from these plans finds none either."""
 
 
 @dataclass(eq=False)
-class JointPlanning:
+class JointPlanning(JointIncumbent):
     """The state of planning one budget.
 
     Attributes:
-        graph, budget_bytes, device: as in `Strategy.solve`.
         allowed: which implementations may be chosen.
-        host_bytes: the most that may be on the host; 0: nothing moves.
-        deadline: of the whole solve.
         changes: the most changes that each annealing tries.
         seed: the local search's.
         least_bytes: tensors smaller than this never move; None: as SMALL says.
         known: programs to start from, too.
     """
 
-    graph: Graph
-    budget_bytes: int | None
-    device: Device
-    allowed: Allowed
-    host_bytes: float
-    deadline: Deadline
-    changes: int
-    seed: int
-    best: tuple[Program, float, str] | None = None
-    bound_s: float = 0.0
+    allowed: Allowed = field(kw_only=True)
+    changes: int = field(kw_only=True)
+    seed: int = field(kw_only=True)
     infeasible: bool = False
     runs: list[Ints] = field(default_factory=list)
     small: list[Program] = field(default_factory=list)
@@ -93,38 +82,14 @@ class JointPlanning:
     stats: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.began_s = time.monotonic()
-        self.bound_s = time_lower_bound(self.graph)
+        super().__post_init__()
         self.table = RunTable(self.graph, self.allowed)
-
-    @property
-    def limit_bytes(self) -> int:
-        """Return the budget; without one, more than any step needs."""
-        return 2**60 if self.budget_bytes is None else self.budget_bytes
 
     @cached_property
     def mover(self) -> Mover:
         """Make the mover, which makes runs fit the budget."""
         least_bytes = self.least_bytes or least_moved(self.graph, self.small[0])
         return Mover(self.table, self.limit_bytes, self.device, self.host_bytes, least_bytes)
-
-    @property
-    def near(self) -> bool:
-        """Tell whether no program can be much faster."""
-        return self.best is not None and self.best[1] <= self.bound_s * (1 + CLOSE)
-
-    @property
-    def done(self) -> bool:
-        """Tell whether no program can be faster."""
-        return self.best is not None and self.best[1] <= self.bound_s * (1 + PROVED)
-
-    def offer(self, program: Program, source: str) -> None:
-        """Take a program if it keeps the budgets and is the fastest so far."""
-        timeline = replay(self.graph, program, self.device)
-        fits = timeline.peak_bytes <= self.limit_bytes
-        fits = fits and timeline.host_peak_bytes <= self.host_bytes
-        if fits and (self.best is None or timeline.time_s < self.best[1]):
-            self.best = program, timeline.time_s, source
 
     def solution(self, members: Sequence[Member]) -> Solution:
         """Plan, and return the solution with its proof."""
@@ -148,8 +113,9 @@ class JointPlanning:
                 for names in (MOVERS, CHAINS)
             )
             if not self.done:
-                # First, since what it learns about stages also serves the larger budgets.
-                self._start([member for member in chains if not self.near])
+                if not self.moving_wins:
+                    # First, since what it learns about stages also serves the larger budgets.
+                    self._start([member for member in chains if not self.near])
                 self._sweep()
                 self._start([member for member in movers if not self._beats_moving])
                 self._descend()
@@ -169,8 +135,8 @@ class JointPlanning:
         """Plan without a budget: nothing need move."""
         program, exact = fastest_program(self.graph, self.allowed)
         self.offer(program, "no limit")
-        if exact and self.best is not None:
-            self.bound_s = self.best[1]
+        if exact:
+            self.raise_bound(self.best_s)
 
     def _deep(self, members: Sequence[Member]) -> bool:
         """Plan by way of a folded step, if there are many equal layers; tell whether it found
@@ -186,11 +152,12 @@ class JointPlanning:
                 graph,
                 budget_bytes,
                 self.device,
-                self.allowed,
                 self.host_bytes * len(graph.operators) / len(self.graph.operators),
                 deadline,
-                self.changes,
-                self.seed,
+                self.gap,
+                allowed=self.allowed,
+                changes=self.changes,
+                seed=self.seed,
             )
             folded.runs = [at.runs for at in known]
             targets = [Target.of(member.strategy, graph) for member in members]
@@ -199,12 +166,12 @@ class JointPlanning:
             self.changes_tried += folded.changes_tried
             return folded.mover, folded.decided()
 
-        begin_s = self.bound_s
         folding = folded_into(layers, GROUPS)
         self.least_bytes = least_moved(folding.graph, stored(folding.graph))
         large_bytes = least_moved(self.graph, self.small[0])
-        deep = DeepPlanning(folding, self.mover, self.deadline, plan, begin_s, large_bytes)
-        self.bound_s = deep.bound_s = max(begin_s, deep.relaxed_bound_s())
+        deep = DeepPlanning(folding, self.mover, self.deadline, plan, self.bound_s, large_bytes)
+        self.raise_bound(deep.relaxed_bound_s())
+        deep.bound_s = self.bound_s
         for moved in deep.found():
             self.offer(self.mover.program(moved), "equal layers")
         self.changes_tried += deep.changes_tried
@@ -262,10 +229,9 @@ class JointPlanning:
         fit by transfers: a good plan early on, however long the rest takes."""
         if self.deadline.passed(0.1, "joint: larger budgets"):
             return
-        more_bytes = replay(self.graph, self.small[0]).peak_bytes - self.limit_bytes
-        budgets = [self.limit_bytes + part * more_bytes // BUDGETS for part in range(BUDGETS)]
         until = self.deadline.within(FIRST_SHARE * self.deadline.left_s)
-        for program in (self.small[0], *programs_of_chain(self.graph, budgets, until)):
+        more = rotor_programs_above(self.graph, self.small[0], self.limit_bytes, until)
+        for program in (self.small[0], *more):
             self._seed(program)
         known, until = self._distinct(), self.deadline.within(FIRST_SHARE * self.deadline.left_s)
         if known and not self.near:
@@ -285,7 +251,7 @@ class JointPlanning:
             least_bytes=self.mover.least_bytes,
         )
         search.run()
-        self.bound_s = max(self.bound_s, search.bound_s)
+        self.raise_bound(search.bound_s)
         self.infeasible = search.infeasible
         self.stats["relaxation_rounds"] = search.rounds
         self.runs = [*search.found, *self.runs]
@@ -296,12 +262,12 @@ class JointPlanning:
         """Offer rotor-menus' programs within larger budgets; the mover makes them fit."""
         if self.near or self.deadline.passed(0.5, "joint: larger budgets"):
             return
-        timeline = replay(self.graph, self.small[0])
-        # The link cannot take more during a step of twice the time; it may be infinitely fast.
-        moved = 2 * timeline.time_s * self.device.to_host_bytes_per_s if self.host_bytes else 0
-        most_bytes = int(min(self.limit_bytes + moved, timeline.peak_bytes))
         until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
-        for program in programs_of_stages(self.graph, most_bytes, SWEPT, until, self.allowed):
+        link = self.device if self.host_bytes else None
+        limit_bytes = self.limit_bytes
+        for program in stage_programs_above(
+            self.graph, self.small[0], limit_bytes, link, until, self.allowed
+        ):
             self.offer(program, "stages")
             self._seed(program)
 
@@ -313,18 +279,29 @@ class JointPlanning:
             self.offer(self.mover.program(known[0]), "starts")
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
         starts = [self._local_search().start(moved.runs) for moved in known[:DESCENTS]]
+        payback = Payback() if self.pays else None
         if self.cut and self.decisions is not None:
             # The fastest start may pass the first descent's plan; the better of both goes on.
             for at in starts[:1]:
-                self._descent(at, until)
+                self._descent(at, until, payback=payback)
             starts[:1] = [self.decisions[0]]
         for number, at in enumerate(starts):
+            if payback is not None and payback.over:
+                break
             if (until.left_s or not number) and not self.deadline.passed(0.6, "joint: descents"):
-                self._descent(at, self.deadline)
+                self._descent(at, self.deadline, payback=payback)
 
-    def _descent(self, at: Decisions, until: Deadline, most: int | None = None) -> None:
+    def _descent(
+        self,
+        at: Decisions,
+        until: Deadline,
+        most: int | None = None,
+        payback: Payback | None = None,
+    ) -> None:
         """Descend from decisions, by at most so many changes."""
-        search = LocalSearch(self.mover, until, self.bound_s, self.seed, most)
+        search = LocalSearch(
+            self.mover, until, self.bound_s, self.seed, most, self.near_gap, payback
+        )
         search.descend(at)
         self._finish(search)
         self.cut = until.over or search.tried == most
@@ -345,16 +322,21 @@ class JointPlanning:
         """Anneal from the best decisions of the local search, and again from the result."""
         count = len(self.graph.operators)
         most = max(CHANGES_EACH, count) * count
-        for number, hot in enumerate(HEATS):
+        for number, hot, until in annealings(
+            self.deadline, self.began_s if self.pays else None, lambda: self.best_s
+        ):
             over = self.near or self.deadline.passed(0.7, "joint: local search")
             if self.decisions is None or over:
                 return
             search = self._local_search(number)
+            search.deadline = until
             search.anneal(self.decisions[0], min(self.changes, most), hot)
             self._finish(search)
+            self.deadline.over |= until.over and until.left_s > 0  # interrupted
 
     def _local_search(self, number: int = 0) -> LocalSearch:
-        return LocalSearch(self.mover, self.deadline, self.bound_s, self.seed + number)
+        seed = self.seed + number
+        return LocalSearch(self.mover, self.deadline, self.bound_s, seed, gap=self.near_gap)
 
     def _finish(self, search: LocalSearch) -> None:
         """Take over the best program of a finished local search."""

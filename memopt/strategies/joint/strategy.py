@@ -45,12 +45,16 @@ class Joint(Strategy):
         exact_only: leave out implementations that change rounding.
         changes: how many changes each of the local search's annealings may try.
         seed: the local search's.
+        gap: share of the bound by which the plan may be slower where the search ends.
+        pays: end where further seconds would not come back in 500 steps of training.
     """
 
     host_budget_bytes: int | None = None
     exact_only: bool = True
     changes: int = 20_000
     seed: int = 0
+    gap: float = 0.0
+    pays: bool = False
 
     name: ClassVar[str] = "joint"
     needs: ClassVar[str] = "graph"
@@ -125,11 +129,13 @@ class Joint(Strategy):
             graph,
             budget_bytes,
             device or Device(),
-            self.allowed,
             float(host_bytes) if linked else 0.0,
             Deadline(begin + limit_s, progress),
-            self.changes,
-            self.seed,
+            self.gap,
+            self.pays,
+            allowed=self.allowed,
+            changes=self.changes,
+            seed=self.seed,
             known=tuple(known),
         )
         return planning.solution(self.starts(graph, linked))

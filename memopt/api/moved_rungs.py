@@ -1,0 +1,70 @@
+"""Plans of whole steps whose parameters and optimizer state live on the host, for the ladder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memopt.api.solving import solve
+from memopt.errors import InfeasibleBudgetError, InvalidProgramError
+from memopt.models.budget import Budget
+from memopt.models.device import Device
+from memopt.models.graph import Graph
+from memopt.plan_record import PlanRecord
+from memopt.programs.in_place import with_in_place
+from memopt.programs.replay import replay
+from memopt.reductions.validate_and_replay import validate_and_replay
+from memopt.strategies import resolve
+from memopt.strategies.moving.planning import SCOUTS, fixed_graph
+from memopt.strategies.moving.stays import MovedBase
+
+_SHARES = (0.7, 0.3)
+"""Of the room, for activations; the rest is for moved tensors."""
+
+
+def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
+    """Plan a whole step whose movable tensors are on the host where the room does not suffice.
+
+    Activations are recomputed by `rotor` within a share of the room, with every movable tensor
+    resident; which of those move then, and when, `memopt.strategies.moving.stays` decides.
+
+    Returns:
+        The plan, validated; the least bytes known to be enough; or None: nothing is known.
+    """
+    resident = fixed_graph(graph)
+    room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
+    least: int | None = None
+    for share in _SHARES if room > 0 else ():
+        try:
+            within = graph.resident_bytes + int(share * room)
+            base = solve(resident, within, resolve("rotor"), device=device)
+        except InfeasibleBudgetError as error:
+            if error.smallest_budget_bytes is not None:
+                needed = error.smallest_budget_bytes - graph.movable_bytes
+                least = min(needed, needed if least is None else least)
+            continue
+        moving = MovedBase(graph, with_in_place(graph, base.program), device)
+        if moving.floor_bytes > budget_bytes:
+            least = min(moving.floor_bytes, moving.floor_bytes if least is None else least)
+            continue
+        found = [
+            (replay(graph, program, device), number, program)
+            for number, program in enumerate(moving.candidates(budget_bytes, SCOUTS))
+        ]
+        _, _, program = min(
+            (line for line in found if line[0].peak_bytes <= budget_bytes),
+            key=lambda line: line[0].time_s,
+        )
+        violation, figures = validate_and_replay(graph, program, Budget(budget_bytes), device)
+        if violation is not None:
+            raise InvalidProgramError(f"moving parameters gave an invalid plan: {violation}")
+        return replace(
+            base,
+            graph=graph,
+            program=program,
+            budget=budget_bytes,
+            chain_steps=None,
+            peak_bytes=figures.peak_bytes,
+            step_time_s=figures.time_s,
+            host_peak_bytes=figures.host_peak_bytes,
+        )
+    return least
