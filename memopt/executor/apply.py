@@ -123,11 +123,10 @@ def apply_plan(
         raise ValueError("cuda_graph=True goes with neither interpreted=True nor checked=True")
     with _as_planned(plan), as_in_forward(model):
         ranks = ranks_of(model)
-        together = nullcontext() if ranks is None else ranks.failing_together(APPLYING)
-        with together:
-            call = planned_call(plan, model, inputs)
-            of_file = inputs is None and plan.profiled is None
-            captured, lowering = with_module(plan, model, call, of_file, last)
+        with nullcontext() if ranks is None else ranks.failing_together(APPLYING):
+            captured, lowering = _capture(plan, model, inputs, last)
+            if cuda_graph and (interpreted or checked):
+                raise ValueError(_NOT_GRAPHED)
             installed = install(
                 captured,
                 lowering,
@@ -154,6 +153,17 @@ def apply_plan(
             on_mismatch,
             spare_bytes=_spare_bytes(plan),
         )
+
+
+_NOT_GRAPHED = "cuda_graph=True goes with neither interpreted=True nor checked=True"
+
+
+def _capture(
+    plan: PlanRecord, model: nn.Module, inputs: Any, last: LastCapture | None
+) -> tuple[Captured, Lowering]:
+    """Return the capture of the model that a plan is applied to; arguments as of `apply_plan`."""
+    call = planned_call(plan, model, inputs)
+    return with_module(plan, model, call, inputs is None and plan.profiled is None, last)
 
 
 def _between(
