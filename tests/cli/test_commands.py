@@ -248,7 +248,7 @@ def test_torchvision_that_cannot_be_imported() -> None:
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("strategy       Rotor")
+    assert result.stdout.startswith("strategy       Auto")
 
 
 def test_what_hides_behind_a_failed_import() -> None:
