@@ -54,7 +54,7 @@ def fits(
             raise ValueError(f"there is no {solve!r} to solve for; take {', '.join(SOLVED)}")
         if solve is not None and (strategy or model.mode != "estimate"):
             raise ValueError("goes with an estimate (--device H100), and without --strategy")
-    if model.mode != "estimate" and limit is None and model.place is None:
+    if model.mode != "estimate" and limit is None and model.place is None and ranks is None:
         raise OptionError(
             'name a device (--gpu RTX4090), or a budget of this one (--budget "6GiB")'
         )

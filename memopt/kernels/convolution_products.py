@@ -39,6 +39,8 @@ class Products:
         fits: whether it can compute a plain convolution of (x, weight, steps).
         scratch_bytes: (x, weight, y, steps) → (scratch memory, bytes read and written there).
         sums_images: whether the weight gradient is a sum over images, in scratch memory.
+        folds: whether the input gradient adds up columns (torch's col2im), of which it holds a
+            copy, in place of an image and its columns.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Products:
     fits: Callable[[Any, Any, Steps], bool]
     scratch_bytes: Callable[[Any, Any, Any, Steps], tuple[int, int]]
     sums_images: bool
+    folds: bool
 
 
 GEMM = Products(
@@ -58,6 +61,7 @@ GEMM = Products(
     fits=lambda *_: True,
     scratch_bytes=columns_bytes,
     sums_images=True,
+    folds=True,
 )
 FFT = Products(
     "fft",
@@ -67,6 +71,7 @@ FFT = Products(
     fits=spectra_fit,
     scratch_bytes=spectra_bytes,
     sums_images=False,
+    folds=False,
 )
 
 
@@ -108,12 +113,15 @@ def attach_products(way: Products, sites: Sites) -> None:
             continue
         scratch, moved = way.scratch_bytes(value_of(x), value_of(weight), value_of(g), steps)
         sums_bytes = 2 * storage_bytes(weight) if way.sums_images else 0
+        image_bytes = value_of(x)[0].nbytes
+        folded_bytes = 2 * (scratch - image_bytes) if way.folds else scratch
         results = tuple(sites.result(backward, i) for i in range(3))
         shapes = tuple(value_of(x).shape), tuple(value_of(weight).shape)
         for side, kernel, args, made, scratch_bytes in (
             ("weight", way.weight_gradient, (by_bias, g, x, shapes[1], steps),
              results[1 : 2 + by_bias], scratch + sums_bytes),
-            ("input", way.input_gradient, (g, weight, shapes[0], steps), results[:1], scratch),
+            ("input", way.input_gradient, (g, weight, shapes[0], steps), results[:1],
+             folded_bytes),
         ):  # fmt: skip
             sites.add(
                 backward,

@@ -10,6 +10,8 @@ from torch import nn
 from torch.fx.node import map_arg
 
 from memopt.kernels import convolution_kernels
+from memopt.kernels.convolution_product_kernels import Steps, columns_forward, columns_input
+from memopt.pricing.memory import metered
 from tests.kernels.test_kernels import F64, Scaled, _reference, _run, _tuple, _within
 
 
@@ -115,7 +117,18 @@ def test_one_gradient_alone_is_the_same_bits() -> None:
 def test_scratch_of_products_is_one_image() -> None:
     layer, images = nn.Conv2d(4, 4, 3, padding=1), torch.randn(6, 4, 8, 8)
     lowering, _ = _run(Scaled(layer, torch.float32), images, 0)
-    columns = 4 * 9 * 64 * 4
+    columns, image = 4 * 9 * 64 * 4, 4 * 64 * 4
     choices = {c.name: c for o in lowering.graph.operators for c in o.implementations}
-    assert choices["gemm"].workspace_bytes == columns
-    assert choices["input gradient gemm"].workspace_bytes == columns
+    assert choices["gemm"].workspace_bytes == columns + image
+    # torch's col2im copies them.
+    assert choices["input gradient gemm"].workspace_bytes == 2 * columns
+    steps: Steps = ([1, 1], [1, 1], [1, 1])
+    weight, gradient = layer.weight.detach(), torch.randn(6, 4, 8, 8)
+    for kernel, args in (
+        (columns_forward, (images, weight, None, gradient.shape, steps)),
+        (columns_input, (gradient, weight, images.shape, steps)),
+    ):
+        with metered(torch.device("cpu")) as used:
+            kernel(*args)
+        name = "gemm" if kernel is columns_forward else "input gradient gemm"
+        assert used.peak_bytes == images.nbytes + choices[name].workspace_bytes
