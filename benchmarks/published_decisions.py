@@ -133,9 +133,7 @@ def step_of(name: str, layers: int | None = None) -> Step:
     found = made.step(StepVariant(ranks=row["dp"]))
     state = found.with_optimizer(row["optimizer"])
     held = found.graph.extra_resident_bytes + state.state.bytes_total
-    moved = 2 * state.state.bytes_total + 3 * state.trained_bytes
-    update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
-    return Step(replace(found.graph, extra_resident_bytes=held), update_s, device)
+    return Step(replace(found.graph, extra_resident_bytes=held), state.update_s(device), device)
 
 
 def planned(step: Step, budget_bytes: int) -> tuple[str, PlanRecord] | None:

@@ -111,20 +111,12 @@ def draw(out: Path, theirs: dict[float, int], own: dict[float, int], most: int) 
 
     figure, axes = new_figure()
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, label="peak = budget")
-    points = sorted(theirs.items())
-    axes.plot(
-        [x for x, _ in points],
-        [peak / most for _, peak in points],
-        marker="o",
-        label="torch.compile, activation_memory_budget",
-    )
-    points = sorted(own.items())
-    axes.plot(
-        [x for x, _ in points],
-        [peak / most for _, peak in points],
-        marker="s",
-        label="memopt, budget of the peak",
-    )
+    for label, marker, peaks in (
+        ("torch.compile, activation_memory_budget", "o", theirs),
+        ("memopt, budget of the peak", "s", own),
+    ):
+        shares = sorted(peaks)
+        axes.plot(shares, [peaks[x] / most for x in shares], marker=marker, label=label)
     axes.set(xlabel="budget", ylabel="measured peak", xlim=(0, 1.02), ylim=(0, 1.05))
     axes.legend()
     figure.savefig(out, dpi=110)

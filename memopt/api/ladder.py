@@ -327,9 +327,7 @@ class _LadderMaker:
         whole_s: float | None = None,
     ) -> Rung:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
-        # The update reads and writes state and parameters, and reads gradients.
-        moved = 2 * figures.state.bytes_total + 3 * figures.trained_bytes
-        update_s = moved / (device.memory_bytes_per_s * device.memory_fraction)
+        update_s = figures.update_s(device)
         time_s = plan.step_time_s + update_s if whole_s is None else whole_s
         samples = tokens_of(self._inputs) or _examples(self._inputs)
         return Rung(

@@ -47,19 +47,18 @@ def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | 
 def _within(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
     resident = fixed_graph(graph)
     room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
-    least: int | None = None
+    enough: list[int] = []
     for share in _SHARES if room > 0 else ():
         try:
             within = graph.resident_bytes + int(share * room)
             base = solve(resident, within, resolve("rotor"), device=device)
         except InfeasibleBudgetError as error:
             if error.smallest_budget_bytes is not None:
-                needed = error.smallest_budget_bytes - graph.movable_bytes
-                least = min(needed, needed if least is None else least)
+                enough.append(error.smallest_budget_bytes - graph.movable_bytes)
             continue
         moving = MovedBase(graph, with_in_place(graph, base.program), device)
         if moving.floor_bytes > budget_bytes:
-            least = min(moving.floor_bytes, moving.floor_bytes if least is None else least)
+            enough.append(moving.floor_bytes)
             continue
         found = [
             (replay(graph, program, device), number, program)
@@ -82,4 +81,4 @@ def _within(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int
             step_time_s=figures.time_s,
             host_peak_bytes=figures.host_peak_bytes,
         )
-    return least
+    return min(enough, default=None)

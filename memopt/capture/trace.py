@@ -126,12 +126,13 @@ def _settled(
         nonlocal found
         later, after = _dynamo_trace(model, call)
         found = later, Dependencies.of(model, after)
-        same = digest(later, model, found[1]) == _digest(module, model, guards)
+        if digest(later, model, found[1]) != _digest(module, model, guards):
+            return False
         # Another kind of call may set them otherwise in between.
         after = lasting_changes(model, call, after)
         effects = side_effects(model, call, TraceReader(model, after))
         later.meta[EFFECTS] = effects
-        return same and effects.are_constant
+        return effects.are_constant
 
     return found if settles(model, call, names, unchanged) else None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -113,34 +114,39 @@ class Segments:
             first: whether it draws them now: `state` is set. Else it draws them again.
             below: whether it runs below autograd.
         """
+        one = _Between(call, state, first, below, self._random)
         if self._capturer is None:
-            return self._once(call, values, state, first)
+            return one.made(values)
         self._end()
-        result = self._once(call, values, state, first)
-        self._steps.append(self._repeated(call, values, state, first, below, result))
+        result = one.made(values)
+        self._steps.append(one.repeated(values, result))
         self._begin()
         return result
 
-    def _once(
-        self, call: Callable[..., Any], values: Iterable[Any], state: bytearray | None, first: bool
-    ) -> Any:
-        with self._random.lock:
-            if state is not None and first:
-                state[:] = self._random.save()
-            again = state is not None and not first
-            with self._random.replay(state) if state is not None and again else nullcontext():
-                return call(*values)
 
-    def _repeated(
-        self,
-        call: Callable[..., Any],
-        values: tuple[Any, ...],
-        state: bytearray | None,
-        first: bool,
-        below: bool,
-        result: Any,
-    ) -> Callable[[], None]:
-        """Return a function that runs an instruction again and writes its results over `result`."""
+@dataclass(frozen=True)
+class _Between:
+    """An instruction that runs between two graphs; attributes as `Segments.run`'s arguments."""
+
+    call: Callable[..., Any]
+    state: bytearray | None
+    first: bool
+    below: bool
+    random: RandomStates
+
+    def made(self, values: Iterable[Any]) -> Any:
+        """Run it."""
+        with self.random.lock:
+            if self.state is None:
+                return self.call(*values)
+            if self.first:
+                self.state[:] = self.random.save()
+                return self.call(*values)
+            with self.random.replay(self.state):
+                return self.call(*values)
+
+    def repeated(self, values: tuple[Any, ...], result: Any) -> Callable[[], None]:
+        """Return a function that runs it again and writes its results over `result`."""
         given = [_without_owning(value) for value in values]
         addresses = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
         # Its own results stay; what it was given belongs to the step.
@@ -152,8 +158,8 @@ class Segments:
         ]
 
         def again() -> None:
-            with torch.no_grad(), below_autograd() if below else nullcontext():
-                fresh = pytree.tree_leaves(self._once(call, given, state, first))
+            with torch.no_grad(), below_autograd() if self.below else nullcontext():
+                fresh = pytree.tree_leaves(self.made(given))
                 for one, now in zip(there, fresh, strict=True):
                     _write(one, now)
 

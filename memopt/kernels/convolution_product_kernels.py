@@ -61,11 +61,11 @@ def _with_bias(by_weight: Tensor, g: Tensor, bias: bool) -> tuple[Tensor, ...]:
     return (by_weight, g.sum((0, 2, 3))) if bias else (by_weight,)
 
 
-def columns_bytes(x: Any, weight: Any, y: Any, _: Steps) -> tuple[int, int]:
-    """Return the bytes of one image and its columns (weights of a filter × positions), and those
-    moved."""
+def columns_bytes(x: Any, weight: Any, y: Any, _: Steps) -> tuple[int, int, int]:
+    """Return the bytes of one image and its columns (weights of a filter × positions); of columns
+    and the copy that torch's col2im makes; and those moved."""
     columns = int(weight[0].numel() * y[0, 0].numel() * y.element_size())
-    return columns + x[0].nbytes, 2 * columns * x.shape[0]
+    return columns + x[0].nbytes, 2 * columns, 2 * columns * x.shape[0]
 
 
 def _spectrum(x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -117,11 +117,11 @@ def spectra_fit(x: Any, weight: Any, steps: Steps) -> bool:
     return {*stride, *dilation} == {1} and known and weight[0, 0].numel() >= _SMALLEST_WINDOW
 
 
-def spectra_bytes(x: Any, weight: Any, y: Any, steps: Steps) -> tuple[int, int]:
+def spectra_bytes(x: Any, weight: Any, y: Any, steps: Steps) -> tuple[int, int, int]:
     """Return the bytes of three spectra (a complex number for two padded positions of every plane)
-    and a copy of each in the order of frequencies; and the bytes moved."""
+    and a copy of each in the order of frequencies, twice; and the bytes moved."""
     padding = steps[1]
     rows, columns = x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]
     planes = x.shape[0] * x.shape[1] + weight.shape[0] * weight.shape[1] + y.shape[0] * y.shape[1]
     spectra = int(planes * rows * (columns // 2 + 1) * 2 * x.element_size())
-    return 2 * spectra, 4 * spectra
+    return 2 * spectra, 2 * spectra, 4 * spectra

@@ -37,10 +37,9 @@ class Products:
         input_gradient: of (gradient of y, weight, shape of x, steps).
         weight_gradient: of (whether a bias has one, gradient of y, x, shape of the weight, steps).
         fits: whether it can compute a plain convolution of (x, weight, steps).
-        scratch_bytes: (x, weight, y, steps) → (scratch memory, bytes read and written there).
+        scratch_bytes: (x, weight, y, steps) → (scratch memory, that of the input gradient, bytes
+            read and written there).
         sums_images: whether the weight gradient is a sum over images, in scratch memory.
-        folds: whether the input gradient adds up columns (torch's col2im), of which it holds a
-            copy, in place of an image and its columns.
     """
 
     name: str
@@ -48,9 +47,8 @@ class Products:
     input_gradient: Kernel
     weight_gradient: Kernel
     fits: Callable[[Any, Any, Steps], bool]
-    scratch_bytes: Callable[[Any, Any, Any, Steps], tuple[int, int]]
+    scratch_bytes: Callable[[Any, Any, Any, Steps], tuple[int, int, int]]
     sums_images: bool
-    folds: bool
 
 
 GEMM = Products(
@@ -61,7 +59,6 @@ GEMM = Products(
     fits=lambda *_: True,
     scratch_bytes=columns_bytes,
     sums_images=True,
-    folds=True,
 )
 FFT = Products(
     "fft",
@@ -71,7 +68,6 @@ FFT = Products(
     fits=spectra_fit,
     scratch_bytes=spectra_bytes,
     sums_images=False,
-    folds=False,
 )
 
 
@@ -94,7 +90,7 @@ def attach_products(way: Products, sites: Sites) -> None:
         if steps is None:
             continue
         y = value_of(forward)
-        scratch, moved = way.scratch_bytes(value_of(x), value_of(weight), y, steps)
+        scratch, _, moved = way.scratch_bytes(value_of(x), value_of(weight), y, steps)
         sites.add(
             forward,
             way.name,
@@ -111,17 +107,16 @@ def attach_products(way: Products, sites: Sites) -> None:
         steps = _steps(way, x, weight, g, given)
         if steps is None or not (by_input and by_weight):
             continue
-        scratch, moved = way.scratch_bytes(value_of(x), value_of(weight), value_of(g), steps)
+        scratch, of_input, moved = way.scratch_bytes(
+            value_of(x), value_of(weight), value_of(g), steps
+        )
         sums_bytes = 2 * storage_bytes(weight) if way.sums_images else 0
-        image_bytes = value_of(x)[0].nbytes
-        folded_bytes = 2 * (scratch - image_bytes) if way.folds else scratch
         results = tuple(sites.result(backward, i) for i in range(3))
         shapes = tuple(value_of(x).shape), tuple(value_of(weight).shape)
         for side, kernel, args, made, scratch_bytes in (
             ("weight", way.weight_gradient, (by_bias, g, x, shapes[1], steps),
              results[1 : 2 + by_bias], scratch + sums_bytes),
-            ("input", way.input_gradient, (g, weight, shapes[0], steps), results[:1],
-             folded_bytes),
+            ("input", way.input_gradient, (g, weight, shapes[0], steps), results[:1], of_input),
         ):  # fmt: skip
             sites.add(
                 backward,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from memopt.models.device import Device
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.shards import local_part
 
@@ -131,6 +132,12 @@ class WholeFigures:
     trained_bytes: int
     trained: int
     state: OptimizerState
+
+    def update_s(self, device: Device) -> float:
+        """Return the seconds of an update that reads and writes state and parameters, and reads
+        gradients, once each."""
+        moved = 2 * self.state.bytes_total + 3 * self.trained_bytes
+        return moved / (device.memory_bytes_per_s * device.memory_fraction)
 
 
 def whole_figures(

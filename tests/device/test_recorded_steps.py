@@ -236,7 +236,7 @@ def test_faults_of_segments_are_found(
     if fault == "captured":
         monkeypatch.setattr(apply, "between_graphs", lambda *_: {})
     elif fault == "not again":
-        monkeypatch.setattr(Segments, "_repeated", lambda *_: lambda: None)
+        monkeypatch.setattr(graph_segments._Between, "repeated", lambda *_: lambda: None)
     elif fault == "not written":
         monkeypatch.setattr(graph_segments, "_write", lambda *_: None)
     else:  # before the graph that makes what it reads is launched

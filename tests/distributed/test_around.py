@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from benchmarks.engines import ENGINES, SUBJECTS, Decoder, cells, trained
+from benchmarks.engine_models import SUBJECTS, Decoder
+from benchmarks.engines import ENGINES, cells, trained
 from memopt.errors import CaptureError, InfeasibleBudgetError
 from memopt.programs.serialize import dumps
 from tests.distributed import cases, processes

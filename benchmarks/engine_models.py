@@ -1,0 +1,130 @@
+"""The small decoders that `benchmarks.engines` trains: GPT-like, Llama-like, and with experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY, WIDTH, TOKENS = 64, 32, 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A decoder: its kind of norm and of feed-forward, and how many heads have keys."""
+
+    text: str
+    norm: type[nn.Module]
+    gated: bool = False
+    experts: int = 0
+    key_heads: int = 4
+
+
+SUBJECTS = {
+    "gpt": Subject("GPT-like", nn.LayerNorm),
+    "llama": Subject("Llama-like", nn.RMSNorm, gated=True, key_heads=2),
+    "moe": Subject("Mixture of experts", nn.RMSNorm, gated=True, experts=4),
+}
+
+
+class Attention(nn.Module):
+    """Causal attention of heads of eight, as many as the (sharded) projections hold."""
+
+    def __init__(self, key_heads: int) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, 8 * key_heads, bias=False) for _ in range(2))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix tokens."""
+        rows, tokens = x.shape[:2]
+        q, k, v = (
+            one(x).view(rows, tokens, -1, 8).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found: Tensor = self.o(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return found
+
+
+class FeedForward(nn.Module):
+    """Two or, gated, three projections."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.gate = nn.Linear(WIDTH, 64) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token."""
+        hidden = self.up(x)
+        gated = functional.gelu(hidden) if self.gate is None else functional.silu(self.gate(x))
+        found: Tensor = self.down(gated if self.gate is None else gated * hidden)
+        return found
+
+
+class Experts(nn.Module):
+    """Experts of which each token takes the best, weighted: all compute, a mask chooses."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, count, bias=False)
+        self.experts = nn.ModuleList(FeedForward(True) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token."""
+        shares = self.router(x).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
+        parts = [expert(x) * chosen[..., i : i + 1] for i, expert in enumerate(self.experts)]
+        return torch.stack(parts).sum(0)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, of: Subject) -> None:
+        super().__init__()
+        self.first, self.second = of.norm(WIDTH), of.norm(WIDTH)  # type: ignore[call-arg]
+        self.attention = Attention(of.key_heads)
+        self.feed = Experts(of.experts) if of.experts else FeedForward(of.gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both."""
+        x = x + self.attention(self.first(x))
+        found: Tensor = x + self.feed(self.second(x))
+        return found
+
+
+class Embedded(nn.Module):
+    """Tokens and their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Add both."""
+        found: Tensor = self.tokens(tokens) + self.places.weight
+        return found
+
+
+class Decoder(nn.Module):
+    """Two blocks between embeddings and logits."""
+
+    def __init__(self, of: Subject) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = Embedded()
+        self.blocks = nn.ModuleList(Block(of) for _ in range(2))
+        self.norm, self.head = of.norm(WIDTH), nn.Linear(WIDTH, VOCABULARY)  # type: ignore[call-arg]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(self.norm(x))
+        return found
