@@ -193,7 +193,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         refused.modules = tuple(name for name in names_of_modules(failing) if name in own)
         raise refused from error
     except AssertionError as error:
-        raise CaptureError(why_not_taken(model, error)) from error
+        raise CaptureError(why_not_taken(model, call, error)) from error
     except NotImplementedError as error:
         if "argument of type" in str(error):
             raise CaptureError(why_not_captured(model, call, error)) from error
