@@ -122,8 +122,8 @@ def test_a_failing_update(early: bool, device: torch.device) -> None:
     check_taken_back(one, 4, torch.optim.AdamW, "step", failing_update(one, early))
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_first_step_that_fails(early: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("what", ["update", "late update", "copy"])
+def test_a_first_step_that_fails(what: str, device: torch.device) -> None:
     """Before it there is no state, and after it none. (A second step of a model had its moved
     parameters from the first on the host, and read them there.)"""
     one = repeated()
@@ -131,8 +131,17 @@ def test_a_first_step_that_fails(early: bool, device: torch.device) -> None:
         optimizer.state.clear()
     one.step = one.plan.train_step(one.model, LOSS, one.optimizer, undo=True)
     before = [p.detach().cpu() for p in one.model.parameters()]
+    made = len(one.optimizer.state)
+
+    def fails(*_: Any) -> bool:
+        """A copy to the host once there is state: its first."""
+        return len(one.optimizer.state) > made
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", failing_update(one, early))
+        if what == "copy":
+            patch.setattr(StreamSwap, "out", failing(StreamSwap.out, fails))
+        else:
+            patch.setattr(torch.optim.AdamW, "step", failing_update(one, what == "update"))
         with pytest.raises(RuntimeError, match="it failed"):
             one.run(5)
     settled()
