@@ -82,7 +82,7 @@ def as_on_accelerators(trainer: Any) -> None:
 
 
 def by_fsdp(rank: int, ranks: int, folder: str) -> tuple[bool, int, int, int]:
-    """Train under FSDP2 without and with the callback: the same bits; parts, and calls by kind."""
+    """Train under FSDP2 without and with the callback: whether bits are the same; calls by kind."""
     from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
     from accelerate.state import AcceleratorState  # isort: skip
