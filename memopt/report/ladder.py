@@ -18,6 +18,7 @@ from memopt.report.peak import peak_of
 from memopt.report.texts import aligned, format_seconds, or_dash
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
+FEWER_BITS = "8-bit optimizer state"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
 SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED})
 """Changes that leave what is trained, and but for rounding its numbers, as they are."""
