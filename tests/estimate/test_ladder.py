@@ -22,7 +22,7 @@ from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import KEPT, block_lists, meta_copy
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
-from memopt.report.ladder import OUTSIDE, Ladder, Rung
+from memopt.report.ladder import OUTSIDE, Ladder, Rung, next_steps
 from memopt.step.loss import Loss
 
 WIDTH, WORDS, DEPTH = 32, 64, 8
@@ -111,6 +111,13 @@ def test_the_whole_ladder() -> None:
     fitting = {rung.name for rung in found.rungs if rung.fits}
     assert {"bfloat16", "recompute plan", "activation offload"} <= fitting
     assert {"bfloat16, LoRA r=4", "bfloat16, QLoRA r=4"} <= fitting
+    (less, *_) = steps = found.next_steps()
+    best = found.best()
+    assert best is not None
+    assert steps == next_steps(best, (rung for rung in found.rungs if rung.fits))
+    assert f"Next: {less}." in str(found)
+    assert less.rung.peak_bytes == best.peak_bytes + less.more_bytes  # type: ignore[operator]
+    assert [one["more_bytes"] for one in found.figures()["next"]] == [x.more_bytes for x in steps]
 
 
 @pytest.mark.parametrize(
