@@ -153,7 +153,8 @@ def test_a_first_step_that_fails(what: str, device: torch.device) -> None:
     assert one.differs() == []
 
 
-def test_a_first_step_that_fails_and_is_not_taken_back(device: torch.device) -> None:
+@pytest.mark.parametrize("what", ["update", "out", "wait"])
+def test_a_first_step_that_fails_and_is_not_taken_back(what: str, device: torch.device) -> None:
     """What it has updated is the eager step's, and on the host, as is the state that it made."""
     one = repeated()
     for optimizer in (one.optimizer, one.eager):
@@ -163,8 +164,19 @@ def test_a_first_step_that_fails_and_is_not_taken_back(device: torch.device) -> 
         for own, other in zip(one.model.parameters(), one.twin.parameters(), strict=True):
             other.copy_(own)
     before = [p.detach().cpu().clone() for p in one.model.parameters()]
+    failed = list[bool]()
+
+    def fails(*_: Any) -> bool:
+        """The first copy once there is state, or wait for one."""
+        now = bool(one.optimizer.state) and not failed
+        failed.extend([True] * now)
+        return now
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", failing_update(one, early=True))
+        if what == "update":
+            patch.setattr(torch.optim.AdamW, "step", failing_update(one, early=True))
+        else:
+            patch.setattr(StreamSwap, what, failing(getattr(StreamSwap, what), fails))
         with pytest.raises(ExecutionError, match="restore a checkpoint"):
             one.run(5)
     one.expected(5)
