@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.errors import ExecutionError
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.programs.moved import updates_on_host
@@ -150,3 +151,42 @@ def test_a_first_step_that_fails(what: str, device: torch.device) -> None:
     one.run(6)
     one.expected(6)
     assert one.differs() == []
+
+
+@pytest.mark.parametrize("what", ["update", "out", "wait"])
+def test_a_first_step_that_fails_and_is_not_taken_back(what: str, device: torch.device) -> None:
+    """What it has updated is the eager step's, and on the host, as is the state that it made."""
+    one = repeated()
+    for optimizer in (one.optimizer, one.eager):
+        optimizer.state.clear()
+    one.step = one.plan.train_step(one.model, LOSS, one.optimizer)
+    with torch.no_grad():
+        for own, other in zip(one.model.parameters(), one.twin.parameters(), strict=True):
+            other.copy_(own)
+    before = [p.detach().cpu().clone() for p in one.model.parameters()]
+    failed = list[bool]()
+
+    def fails(*_: Any) -> bool:
+        """The first copy once there is state, or wait for one."""
+        now = bool(one.optimizer.state) and not failed
+        failed.extend([True] * now)
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "update":
+            patch.setattr(torch.optim.AdamW, "step", failing_update(one, early=True))
+        else:
+            patch.setattr(StreamSwap, what, failing(getattr(StreamSwap, what), fails))
+        with pytest.raises(ExecutionError, match="restore a checkpoint"):
+            one.run(5)
+    one.expected(5)
+    settled()
+    updated = 0
+    for old, own, other in zip(before, one.model.parameters(), one.twin.parameters(), strict=True):
+        state = one.optimizer.state.get(own) or {}
+        assert torch.equal(own.cpu(), other.cpu() if state else old)
+        updated += bool(state)
+        for key, value in state.items():
+            assert torch.equal(value.cpu(), one.eager.state[other][key].cpu())
+    assert 0 < updated < len(before)
+    assert all(value.device.type == "cpu" for value in one.step._homes._views.values())

@@ -18,9 +18,11 @@ from diffusers import optimization, training_utils
 from torch import Tensor, nn
 
 import memopt
+from memopt.step.backend import backend_of
 from tests.users.metering import StepMeter
 
 STEPS = 20
+CPU = backend_of(torch.device("cpu"))
 DRAWS = diffusers.DDPMScheduler(num_train_timesteps=1000)
 
 
@@ -197,8 +199,9 @@ def trained(
                 accelerator.backward(loss)
                 if meter is not None and asked:
                     plan = model.memopt.plans[-1]  # type: ignore[union-attr]
-                    # It charges the last step's loss, which this loop drops, and this step's.
-                    over.append(meter.end(plan) - plan.loss_bytes)
+                    # Charged: the last step's loss, which this loop drops, and a step's scalars.
+                    twice = plan.loss_bytes + CPU.step_scalars_bytes
+                    over.append(meter.end(plan) - twice)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(weights, 1.0)
                 optimizer.step()
