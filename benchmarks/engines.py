@@ -111,7 +111,13 @@ def _expert_parallel(model: Any, ranks: int, wrap: Wrap) -> Any:
         block.feed = SpreadExperts(block.feed, torch.distributed.get_rank(), ranks)
     own = [name for name, _ in model.named_parameters() if ".experts." in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-    return DistributedDataParallel(wrap(model))
+    return _unrebuilt(wrap(model))
+
+
+def _unrebuilt(model: Any) -> Any:
+    """Keep DDP from making its buckets anew in the order in which gradients came: over more than
+    two ranks the place in a bucket decides in which order they are added up."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def _started(ranks: int) -> None:
@@ -165,6 +171,7 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
 
 ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "DDP": lambda m, _, wrap: DistributedDataParallel(wrap(m)),
+    "DDP, find_unused_parameters": lambda m, _, wrap: _unrebuilt(wrap(m)),
     "replicate, then wrap": lambda m, _, wrap: wrap(replicate(m)),
     "wrap, then replicate": lambda m, _, wrap: replicate(wrap(m)),
     "FSDP2 by blocks, then wrap": lambda m, n, wrap: wrap(_blockwise(m, _line(n), lambda one: one)),
@@ -287,6 +294,7 @@ The model has four layers: on two ranks."""
 ALL = (*ENGINES, *SCHEDULES)
 _ON_FOUR = (
     "DDP",
+    "DDP, find_unused_parameters",
     "FSDP2 by blocks, then wrap",
     "memopt.shard",
     "memopt.shard, replicas",

@@ -249,10 +249,13 @@ def test_an_engine_of_each_kind(tmp_path: Path) -> None:
         assert all(cell.planned == cell.calls > 0 for cell in one)
 
 
+_UNREBUILT = "DDP, find_unused_parameters"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SUBJECTS), ("llama", 4)])
 def test_every_engine(name: str, ranks: int, tmp_path: Path) -> None:
-    engines = list(ENGINES) if ranks == 2 else ["FSDP2 x tensor parallel"]
+    engines = list(ENGINES) if ranks == 2 else ["FSDP2 x tensor parallel", _UNREBUILT]
     found = processes.run(cells, ranks, tmp_path, name, engines, timeout_s=600)
     for one in processes.results(found):
         for cell in one:
