@@ -116,7 +116,10 @@ def plan(
         kernels: the kernels that operators run: "aten", torch's own, as in eager mode; "compiled",
             Inductor's fused ones wherever operators between matrix products, convolutions and
             attentions can be fused (they round otherwise, and draw other random numbers); "auto",
-            for each region the faster of both. The last two are measured, and need a compiler.
+            for each region the faster of both; these two are measured, and need a compiler.
+            "tiled", for long sequences: what works token by token runs on some tokens at a time,
+            forward and backward, so that nothing between two attentions is kept. Loss and outputs
+            are eager's; gradients of parameters are summed chunk by chunk, which rounds otherwise.
         mesh: with mode="estimate", the ranks of a cluster that need not exist; one of them is
             planned. `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
