@@ -9,6 +9,7 @@ from typing import Any
 from memopt.api.cluster import on_mesh, with_cluster
 from memopt.api.deferred import deferred
 from memopt.api.plan import Plan
+from memopt.api.ranks import telling_ranks
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan, planned_device, reporting_on
 from memopt.api.solving import solve as solve_record
@@ -32,6 +33,7 @@ from memopt.stages import profiled_for
 from memopt.strategies import Strategy
 
 
+@telling_ranks("a step is planned")
 def plan(
     model: Any,
     inputs: Any = None,
