@@ -18,7 +18,15 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.mesh import Mesh
-from memopt.models.options import Mode, PassOptions, PlanLimits, Pricing, Returns, StepOptions
+from memopt.models.options import (
+    Mode,
+    PassOptions,
+    PlanLimits,
+    Pricing,
+    Returns,
+    StepOptions,
+    parse_returns,
+)
 from memopt.models.progress import Progress
 from memopt.models.step_rules import StepRules, scales
 from memopt.stages import profiled_for
@@ -137,7 +145,7 @@ def plan(
         steady_state=steady_state,
         accumulate=accumulate,
         rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
-        returns=returns,
+        returns=parse_returns(returns),
     )
     wanted = PlanRequest(
         strategy,
@@ -188,16 +196,18 @@ def profile(
     mode: Mode = "measure",
     kernels: str = "aten",
     cache: bool = True,
+    mesh: Mesh | None = None,
+    returns: Returns = "all",
     progress: bool | Progress = True,
 ) -> Graph:
     """Capture and price a model's training step, measured here or estimated for `device`; the graph
     can be planned, linearized (`graph.to_chain()`) and saved without torch. The arguments are those
     of `plan`."""
     target = planned_device(device, mode)
-    step = StepOptions(loss_fn, targets, optimizer)
+    step = StepOptions(loss_fn, targets, optimizer, returns=parse_returns(returns))
     pricing = Pricing(device, mode, kernels, cache)
-    with reporting_on(progress) as report:
-        profiled = profiled_for(model, inputs, step, pricing, target, report)
+    with reporting_on(progress) as report, on_mesh(model, mesh, mode) as built:
+        profiled = profiled_for(built, inputs, step, pricing, target, report)
     if profiled is None:
         raise ValueError("profile takes an nn.Module and its example inputs")
     return profiled.graph

@@ -14,6 +14,7 @@ from memopt.models.budget import Budget
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.last_of import LastOf
 from memopt.models.status import Status
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
@@ -31,11 +32,13 @@ from memopt.strategies.base import CostModel, Strategy
 from memopt.strategies.budget_search import FEWER_PROBES, MANY, PROBES, Attempt, best_that_fits
 from memopt.strategies.checkpointed_blocks import or_checkpointed
 
+_GRAPHS = LastOf[ChainView](kept=1)
+
 
 def chain_view(cost_model: CostModel) -> ChainView:
     """Return the cost model, graph or chain, as a graph with its chain."""
     if isinstance(cost_model, Chain):
-        return chain_to_graph(cost_model)
+        return _GRAPHS.of((cost_model,), None, lambda: chain_to_graph(cost_model))
     return (linearize_step if has_updates(cost_model) else linearize)(cost_model)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from memopt.api.planning import solve
 from memopt.models.device import Device
-from memopt.models.generate import random_graph
+from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.instructions import Program
@@ -30,6 +30,7 @@ from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome, fitting
 from memopt.strategies.shared.worth import Payback, worth_s
+from memopt.strategies.target import Target
 from tests.strategies.joint.chains import blocks
 
 LEAST_S, ROUND = 1.0, 1e-9
@@ -54,6 +55,7 @@ class Curve:
         least_s: seconds that it takes at least.
         most_s: seconds after which it ends.
         plan_s: working seconds → the time of its plan's step; None: it has none.
+        check_s: seconds that its plan takes to be checked, beside.
         spent_s: what it took when it was last asked.
     """
 
@@ -63,6 +65,7 @@ class Curve:
     least_s: float
     most_s: float
     plan_s: Callable[[float], float | None]
+    check_s: float = 0.0
     spent_s: float = field(default=-1.0)
 
     @property
@@ -72,12 +75,13 @@ class Curve:
     def run(self, *given: Any) -> MemberOutcome:
         _, _, share_s, _, _ = given
         self.spent_s = max(self.least_s, min(share_s, self.most_s))
-        self.clock.now_s += self.spent_s
+        self.clock.now_s += self.spent_s + self.check_s
         plan_s = self.plan_s(self.spent_s)
         if plan_s is None:
             return MemberOutcome(self.name, self.spent_s, Solution(Status.UNKNOWN))
         solution = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=1, time_s=plan_s)
-        return MemberOutcome(self.name, self.spent_s, solution)
+        spent_s = self.spent_s + self.check_s
+        return MemberOutcome(self.name, spent_s, solution, check_s=self.check_s)
 
 
 @pytest.fixture
@@ -311,3 +315,27 @@ def test_stats_of_others_are_no_rows() -> None:
     assert rows[1] == (("rotor", "250.00 ms", "too large"), ("joint", "1.00 s", "+25.0%"))
     assert "interrupted" in rows[0]
     assert "not tried: monet" in rows[0]
+
+
+def test_no_member_begins_whose_plan_could_not_be_checked_in_time(clock: Clock) -> None:
+    """Of a long chain the check of a plan takes longer than finding it."""
+    members = [Curve(clock, name, True, 0.1, 0.1, lambda _: 2.0, 1.7) for name in "abcd"]
+    search = Portfolio(1, Device(), None, 1.0, 1.0, limit_s=5.0)
+    begin_s = clock()
+    search.run(members)  # type: ignore[arg-type]
+    assert [member.spent_s > 0 for member in members] == [True, True, False, False]
+    assert clock() - begin_s <= 5.0
+
+
+def test_what_is_slow_to_begin_is_not_begun_in_the_last_moment(clock: Clock) -> None:
+    first = Curve(clock, "at once", True, 4.5, 4.5, lambda _: 2.0)
+    last = Curve(clock, "slow", False, 1.8, 9.0, lambda _: 1.5)
+    search = Portfolio(1, Device(), None, 1.0, 1.0, limit_s=5.0, leader="other", leader_s=1.8)
+    search.run([first, last])  # type: ignore[list-item]
+    assert last.spent_s < 0
+
+
+def test_members_share_the_graph_of_a_chain() -> None:
+    chain = random_chain(Random(1), 5)
+    members, _ = fitting(chain, [resolve("sequential")])
+    assert members[0].target.graph is Target.of(resolve("auto"), chain).graph

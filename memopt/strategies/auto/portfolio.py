@@ -51,7 +51,8 @@ class Portfolio:
     limit_s: float | None = None
     leader: str = ""
     leader_s: float = 0.0
-    """Seconds that the leader takes to begin: where a plan stands, it is not asked with less."""
+    """Seconds that the leader, or another member that has no plan at once, takes to begin: where a
+    plan stands, it is not asked with less."""
     most_s: float = MOST_S
     """Seconds for all members at most, where there is no limit."""
     quick_s: float = math.inf
@@ -87,6 +88,13 @@ class Portfolio:
         best = self.best
         return best is not None and best.time_s <= self.least_s * (1 + self.gap)
 
+    @property
+    def check_s(self) -> float:
+        """Return the most seconds that a member's plan took to be lowered and checked, so far."""
+        if self.limit_s is None:
+            return 0.0
+        return max((one.check_s for one in (*self.outcomes, *self.at_once)), default=0.0)
+
     def end_s(self, *, quick: bool) -> float:
         """Return when the search ends, by time.monotonic's clock; `quick` asks for a member that
         has its plan at once, which the worth of a search does not stop."""
@@ -117,9 +125,13 @@ class Portfolio:
             if over and (self.best is not None or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
-            if name == self.leader and self.best is not None and deadline.left_s < self.leader_s:
+            # The leader leaves time for checks itself.
+            leads = name == self.leader
+            left_s = deadline.left_s - (0.0 if leads else self.check_s)
+            slow = leads or not member.quick
+            if self.best is not None and left_s < (self.leader_s if slow else 0.0):
                 continue
-            share_s = deadline.left_s
+            share_s = max(0.0, left_s)
             share_s *= self._share(members[index:], share_s)
             try:
                 known = self.programs

@@ -73,6 +73,7 @@ class JointPlanning(JointIncumbent):
     seed: int = field(kw_only=True)
     infeasible: bool = False
     runs: list[Ints] = field(default_factory=list)
+    relaxed: frozenset[bytes] = frozenset()
     small: list[Program] = field(default_factory=list)
     decisions: tuple[Decisions, Moved] | None = None
     changes_tried: int = 0
@@ -255,6 +256,7 @@ class JointPlanning(JointIncumbent):
         self.infeasible = search.infeasible
         self.stats["relaxation_rounds"] = search.rounds
         self.runs = [*search.found, *self.runs]
+        self.relaxed = frozenset(self.mover.used(runs).tobytes() for runs in search.found)
         if search.best.program is not None:
             self.offer(search.best.program, "relaxation")
 
@@ -278,7 +280,8 @@ class JointPlanning(JointIncumbent):
         if known and self.best is None:
             self.offer(self.mover.program(known[0]), "starts")
         until = self.deadline.within(DESCENT_SHARE * self.deadline.left_s)
-        starts = [self._local_search().start(moved.runs) for moved in known[:DESCENTS]]
+        known = self._mixed(known)[:DESCENTS]
+        starts = [self._local_search().start(moved.runs) for moved in known]
         payback = Payback() if self.pays else None
         if self.cut and self.decisions is not None:
             # The fastest start may pass the first descent's plan; the better of both goes on.
@@ -317,6 +320,14 @@ class JointPlanning(JointIncumbent):
             moved = self.mover.moved(runs)
             found[moved.runs.tobytes()], fits = moved, fits or moved.fits
         return sorted((one for one in found.values() if one.fits), key=lambda one: one.time_s)
+
+    def _mixed(self, known: list[Moved]) -> list[Moved]:
+        """Put the fastest runs of the relaxation second: they lead elsewhere than those of chains,
+        which are faster to begin with."""
+        relaxed = next((one for one in known[1:] if one.runs.tobytes() in self.relaxed), None)
+        if relaxed is None or known[0].runs.tobytes() in self.relaxed:
+            return known
+        return [known[0], relaxed, *(one for one in known[1:] if one is not relaxed)]
 
     def _anneal(self) -> None:
         """Anneal from the best decisions of the local search, and again from the result."""

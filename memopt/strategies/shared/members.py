@@ -32,12 +32,14 @@ class MemberOutcome:
             budget, and None for a graph's chain, whose accounting counts more memory than the
             program needs: a faster program may still fit.
         note: why there is no valid plan.
+        check_s: how much of `seconds` lowering and checking the plan took.
     """
 
     name: str
     seconds: float
     solution: Solution
     note: str = ""
+    check_s: float = 0.0
 
     @property
     def plans(self) -> bool:
@@ -91,14 +93,17 @@ class Member:
                 progress=progress,
             )
 
-        note = ""
+        note, solved_s = "", begin
         try:
             solution = self.target.solve(budget_bytes, attempt, Deadline(begin + share_s))
+            solved_s = time.monotonic()
             solution, note = self._checked(solution, budget_bytes, device)
         except (MemoptError, MemoryError) as error:
             # One member that gives up (a host budget, a table too large) does not stop the rest.
             solution, note = Solution(Status.UNKNOWN), str(error)
-        return MemberOutcome(self.strategy.name, time.monotonic() - begin, solution, note)
+        end = time.monotonic()
+        checked_s = end - solved_s if solution.plans else 0.0
+        return MemberOutcome(self.strategy.name, end - begin, solution, note, checked_s)
 
     @property
     def quick(self) -> bool:
@@ -135,7 +140,7 @@ class Member:
         checked = replace(
             solution,
             steps=solution.steps if bare else None,
-            program=None if bare else program,
+            program=program,
             peak_bytes=figures.peak_bytes,
             time_s=figures.time_s,
             lower_bound_s=None if linearized else solution.lower_bound_s,
