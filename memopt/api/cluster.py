@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from memopt.api.sharding import shard
 from memopt.models.mesh import Mesh
 from memopt.models.optimizer_names import update_bytes
 from memopt.plan_record import PlanRecord
@@ -91,3 +92,14 @@ def tokens_of(inputs: Any) -> int:
     tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     whole = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
     return max((x.numel() for x in whole if x.dtype is not torch.bool), default=0)
+
+
+@contextlib.contextmanager
+def sharded(model: Any, ranks: int) -> Iterator[Any]:
+    """Spread a model over ranks that need not exist; one: leave it as it is."""
+    if ranks == 1:
+        yield model
+        return
+    spread = on_mesh(lambda mesh: shard(model, mesh), Mesh(data=ranks), "estimate")
+    with spread as built:
+        yield built

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from memopt.api.cluster import on_mesh, tokens_of
+from memopt.api.cluster import sharded, tokens_of
 from memopt.api.moved_rungs import moved_plan
 from memopt.api.refusal import unit_meant
 from memopt.api.reserved import reserved_bytes, soon_within_card
-from memopt.api.sharding import shard
 from memopt.api.solving import planned_device, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import parse_budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.mesh import Mesh
 from memopt.models.optimizer_names import optimizer_name
 from memopt.models.options import Pricing, StepOptions
 from memopt.models.progress import Progress
@@ -31,6 +28,8 @@ from memopt.report.ladder import (
     MOVED,
     OFFLOAD,
     RECOMPUTE,
+    SAME,
+    TILED,
     Ladder,
     Rung,
     memory_parts,
@@ -158,10 +157,11 @@ class _LadderMaker:
         self._asked, self._inputs = asked, inputs
         pricing = Pricing(asked.device, "estimate")
 
-        def price(built: Any, given: Any) -> Any:
-            return profiled_for(built, given, step, pricing, asked.device, lambda _s, _w: None)
+        def price(built: Any, given: Any, kernels: str) -> Any:
+            how = replace(pricing, kernels=kernels)
+            return profiled_for(built, given, step, how, asked.device, lambda _s, _w: None)
 
-        self._variants = Variants(model, inputs, asked.device, price, _sharded)
+        self._variants = Variants(model, inputs, asked.device, price, sharded)
         self._report = report
         self._peaks: dict[_Way, int] = {}
 
@@ -171,9 +171,11 @@ class _LadderMaker:
         ways = list(self._ways(rank))
         if only != "all":
             own = ways[0].variant
-            ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
             ways = [w for w in ways if not w.chunked and w.optimizer == asked.optimizer]
-            ways = ways[: 1 if only == "asked" else None]
+            if only == "asked":
+                ways = [w for w in ways if replace(w.variant, tiled=False) == own]
+            else:
+                ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
@@ -212,6 +214,7 @@ class _LadderMaker:
             own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
             yield _Way(own, asked.optimizer, False, first)
         yield _Way(own, asked.optimizer, True, (*first, CHUNKED))
+        yield _Way(replace(own, tiled=True), asked.optimizer, False, (*first, TILED))
         fewer = _FEWER_BITS.get(asked.optimizer or "")
         if fewer is None and (asked.optimizer or "").endswith("-fp32"):
             fewer = (asked.optimizer or "").replace("-fp32", "-8bit")
@@ -224,6 +227,8 @@ class _LadderMaker:
         if not asked.lora:
             yield _Way(adapted, asked.optimizer, False, (*first, name))
             yield _Way(adapted, asked.optimizer, True, (*first, name, CHUNKED))
+            tiled = replace(adapted, tiled=True)
+            yield _Way(tiled, asked.optimizer, False, (*first, name, TILED))
         if asked.ranks == 1:
             packed = replace(adapted, quantized=True)
             yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
@@ -346,14 +351,23 @@ class _LadderMaker:
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
     """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, or one on fewer devices, of which there are `ranks`: on several, one
-    that trains the same."""
+    without its loss in chunks, for tiles one that trains the same, or one on fewer devices, of
+    which there are `ranks`: on several, one that trains the same."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
     more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
     if way.variant.ranks > ranks and any(more):
         return True
+    if way.variant.tiled and any(
+        r.fits and _changed(r.changes) == _changed(way.said) for r in rungs
+    ):
+        return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
+
+
+def _changed(changes: tuple[str, ...]) -> list[str]:
+    """Return the changes that train something else."""
+    return [one for one in changes if one not in SAME]
 
 
 def _offload_pays(rungs: list[Rung]) -> bool:
@@ -379,15 +393,3 @@ def _examples(inputs: Any) -> int:
 
     sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
     return next((int(size[0]) for size in sizes if len(size)), 1)
-
-
-@contextmanager
-def _sharded(model: Any, ranks: int) -> Iterator[Any]:
-    """Spread a model over ranks that need not exist; one: leave it as it is."""
-    if ranks == 1:
-        yield model
-        return
-    build: Callable[[Any], Any] = lambda mesh: shard(model, mesh)  # noqa: E731
-    spread: AbstractContextManager[Any] = on_mesh(build, Mesh(data=ranks), "estimate")
-    with spread as built:
-        yield built

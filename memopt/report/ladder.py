@@ -19,7 +19,8 @@ from memopt.report.texts import aligned, format_seconds, or_dash
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
-SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED})
+TILED = "tiles of tokens"
+SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED, TILED})
 """Changes that leave what is trained, and but for rounding its numbers, as they are."""
 
 
