@@ -13,6 +13,7 @@ from memopt.api.refusal import unit_meant
 from memopt.api.reserved import reserved_bytes, soon_within_card
 from memopt.api.solving import planned_device, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.kernels.tiled.kernel import LEAST_ROWS_OF_ACCELERATORS
 from memopt.models.budget import parse_budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -184,8 +185,7 @@ class _LadderMaker:
             for rung in self._rungs(way, _offload_pays(rungs)):
                 rungs.append(rung)
                 heard(rung)
-        first = self._graph(ways[0])
-        if first is None:
+        if (first := self._graph(ways[0])) is None:
             raise MemoptError("nothing was estimated")
         whole, step = first
         rungs.sort(key=lambda r: (not r.fits, -r.rate_of_one, r.needed_bytes or 0))
@@ -211,10 +211,11 @@ class _LadderMaker:
         first: tuple[str, ...] = ()
         yield _Way(own, asked.optimizer, False, ())
         if asked.dtype == "float32":
+            yield from self._tiles(own, first)
             own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
             yield _Way(own, asked.optimizer, False, first)
         yield _Way(own, asked.optimizer, True, (*first, CHUNKED))
-        yield _Way(replace(own, tiled=True), asked.optimizer, False, (*first, TILED))
+        yield from self._tiles(own, first)
         fewer = _FEWER_BITS.get(asked.optimizer or "")
         if fewer is None and (asked.optimizer or "").endswith("-fp32"):
             fewer = (asked.optimizer or "").replace("-fp32", "-8bit")
@@ -227,8 +228,7 @@ class _LadderMaker:
         if not asked.lora:
             yield _Way(adapted, asked.optimizer, False, (*first, name))
             yield _Way(adapted, asked.optimizer, True, (*first, name, CHUNKED))
-            tiled = replace(adapted, tiled=True)
-            yield _Way(tiled, asked.optimizer, False, (*first, name, TILED))
+            yield from self._tiles(adapted, (*first, name))
         if asked.ranks == 1:
             packed = replace(adapted, quantized=True)
             yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
@@ -238,6 +238,11 @@ class _LadderMaker:
                 if ranks > asked.ranks:
                     said = (*first, f"sharded over {ranks}")
                     yield _Way(replace(own, ranks=ranks), asked.optimizer, False, said)
+
+    def _tiles(self, variant: StepVariant, said: tuple[str, ...]) -> Iterator[_Way]:
+        if tokens_of(self._inputs) >= 2 * LEAST_ROWS_OF_ACCELERATORS:
+            name = self._asked.optimizer
+            yield _Way(replace(variant, tiled=True), name, False, (*said, TILED))
 
     def _graph(self, way: _Way) -> tuple[Graph, VariantStep] | None:
         step = self._variants.step(way.variant)
@@ -261,8 +266,8 @@ class _LadderMaker:
     def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
         """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
         recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
-        budget, known = self._asked.budget_bytes, self._holds(way)
-        if known is not None and known > budget:
+        budget = self._asked.budget_bytes
+        if (self._holds(way) or 0) > budget:
             return
         found = self._graph(way)
         if found is None:
