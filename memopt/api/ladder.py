@@ -13,7 +13,6 @@ from memopt.api.refusal import unit_meant
 from memopt.api.reserved import reserved_bytes, soon_within_card
 from memopt.api.solving import planned_device, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.kernels.tiled.kernel import LEAST_ROWS_OF_ACCELERATORS
 from memopt.models.budget import parse_budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -240,9 +239,11 @@ class _LadderMaker:
                     yield _Way(replace(own, ranks=ranks), asked.optimizer, False, said)
 
     def _tiles(self, variant: StepVariant, said: tuple[str, ...]) -> Iterator[_Way]:
-        if tokens_of(self._inputs) >= 2 * LEAST_ROWS_OF_ACCELERATORS:
-            name = self._asked.optimizer
-            yield _Way(replace(variant, tiled=True), name, False, (*said, TILED))
+        from memopt.kernels.tiled.kernel import LEAST_ROWS_OF_ACCELERATORS as LEAST
+
+        if tokens_of(self._inputs) >= 2 * LEAST:
+            variant = replace(variant, tiled=True)
+            yield _Way(variant, self._asked.optimizer, False, (*said, TILED))
 
     def _graph(self, way: _Way) -> tuple[Graph, VariantStep] | None:
         step = self._variants.step(way.variant)
