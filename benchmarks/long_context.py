@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.runner import Benchmark, Line
 from benchmarks.shapes import llama
-from memopt.api.cluster import sharded
+from memopt.api.cluster import sharded_over
 from memopt.api.moved_rungs import moved_plan
 from memopt.api.reserved import reserved_bytes
 from memopt.api.solving import solve
@@ -47,7 +47,7 @@ def _variants(tokens: int) -> Variants:
         how = Pricing(H100, "estimate", kernels)
         return profiled_for(built, given, step, how, H100, lambda _share, _what: None)
 
-    return Variants(model, inputs, H100, price, sharded)
+    return Variants(model, inputs, H100, price, sharded_over)
 
 
 def _adapters(tokens: int) -> list[Line]:

@@ -34,8 +34,6 @@ ROUNDS = 7
 FIRST = "sequential"
 """The strategy of the first plan: it solves without compiling anything."""
 SHARES = (0.6, 0.3, 0.0)
-FLOOR_S = 10.0
-"""Seconds of looking for the floor: a lower one that takes minutes to find shows nothing more."""
 
 
 def _steps(
@@ -100,7 +98,7 @@ def plans_of(task: DemoTask, made_one: Callable[[str, Plan], None]) -> dict[str,
         task.model, inputs, strategy="store-all", loss_fn=task.loss, targets=(target,)
     )
     made_one("store-all", whole)
-    least = make_plan(whole.profiled, budget="min", progress=False, time_limit_s=FLOOR_S)
+    least = make_plan(whole.profiled, budget="min", progress=False)
     assert least.budget is not None
     plans = {"store-all": whole}
     for share in SHARES:

@@ -183,7 +183,8 @@ def solve(
 ) -> PlanRecord:
     """Solve a cost model and finish the program; see `plan`. A caller that solves one graph often
     passes its `view`, so that it is made once."""
-    end_s = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
+    began_s = time.monotonic()
+    end_s = began_s + (math.inf if time_limit_s is None else time_limit_s)
     target = Target.of(strategy, cost_model, view)
     if (order or place) and target.bare_chain is not None:
         raise ValueError(_NO_OPERATORS.format(strategy.name))
@@ -195,16 +196,19 @@ def solve(
 
     def attempt(budget_bytes: int | None) -> Solution:
         # All attempts share the time.
-        return strategy.solve(
+        now_s = time.monotonic()
+        return strategy.in_search(now_s - began_s).solve_from(
+            known,
             target.solved,
             budget_bytes,
             device=device,
-            time_limit_s=None if time_limit_s is None else max(0.0, end_s - time.monotonic()),
+            time_limit_s=None if time_limit_s is None else max(0.0, end_s - now_s),
             progress=progress,
         )
 
     budget_bytes: int | None
-    attempts = Planning(target, device, attempt, end_s)
+    known: list[Program] = []
+    attempts = Planning(target, device, attempt, end_s, known)
     if budget == MINIMUM:
         least = attempts.smallest()
         if least is None:

@@ -12,13 +12,14 @@ from typing import Annotated, Any
 import typer
 
 import memopt
-from memopt.api.ladder import with_adapters
+from memopt.api.cluster import with_adapters
 from memopt.api.solving import planned_device
 from memopt.commands.devices import chosen_device
 from memopt.commands.output import failures, value_of
 from memopt.commands.targets import DTYPES, Sizes, load_target
 from memopt.models import device as models
 from memopt.models.budget import check_budget
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.optimizer_names import optimizer_name
 from memopt.strategies import resolve
 
@@ -234,7 +235,7 @@ def reporting_failures(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**arguments: Any) -> None:
-        with failures(arguments.get("as_json", False)):
+        with full_collections_deferred(), failures(arguments.get("as_json", False)):
             command(**arguments)
 
     return run

@@ -101,9 +101,9 @@ class Variants:
         """Return a variant's whole step, whose parameters and state may live on the host; of one
         with adapters the step up to its gradients, whose frozen weights may."""
         step = self.step(variant)
-        state = step.with_optimizer(optimizer).state.bytes_total
+        state = step.with_optimizer(optimizer).state
         if variant.rank:
-            held = step.graph.extra_resident_bytes + state
+            held = step.graph.extra_resident_bytes + state.bytes_total
             movable = frozen_weights(step.graph)
             return replace(step.graph, movable=movable, extra_resident_bytes=held)
         return whole_step(step.graph, state, self._device)

@@ -99,6 +99,11 @@ class Strategy(ABC):
         """Tell whether a step of so many seconds is worth looking for alternatives."""
         return True
 
+    def in_search(self, spent_s: float) -> Strategy:
+        """Return the strategy for one more solve of a search of several, which has taken so many
+        seconds: what it takes without a time limit is for all of them together."""
+        return self
+
     def at_first(self) -> Strategy | None:
         """Return the same strategy, but with a plan at once, which this one improves; None: there
         is none."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memopt.errors import InvalidProgramError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.locks import ForkedLock
+from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Strategy
@@ -66,19 +67,21 @@ class Planning:
         device: for the check of a named plan.
         attempt: solves for a budget.
         end_s: when all attempts together end, by time.monotonic's clock.
+        known: programs of the smallest budgets found so far, which attempts may start from.
     """
 
     target: Target
     device: Device
     attempt: Attempt
     end_s: float = math.inf
+    known: list[Program] = field(default_factory=list)
 
     def smallest(self) -> tuple[int, Solution] | None:
         """Return (the smallest budget that the strategy can meet, total bytes; the plan for it)."""
         budget_bytes = self.smallest_budget()
         if budget_bytes is None:
             return None
-        solution = self.within(budget_bytes)
+        solution = self._from_least(budget_bytes)
         searches = MOST_SEARCHES * self.target.strategy.refines_smallest(self.target.solved)
         # With in-place outputs, the plan may need less than the budget it was searched for; and a
         # search within less may find a plan that the one for the smallest budget missed.
@@ -89,7 +92,7 @@ class Planning:
             least_bytes = max(1, memory_lower_bound(self.target.graph))
             if budget_bytes <= least_bytes or number == searches:
                 break
-            lower = self.within(budget_bytes - 1)
+            lower = self._from_least(budget_bytes - 1)
             if not lower.plans:
                 break
             budget_bytes, solution = budget_bytes - 1, lower
@@ -108,6 +111,13 @@ class Planning:
         if least is None or least is answer:
             return None if least is None else 1
         return self._kept(answer.smallest_budget_bytes or least.peak_bytes or 1, least)
+
+    def _from_least(self, budget_bytes: int) -> Solution:
+        """Solve as `within` does, from the plan of the smallest budget known."""
+        least = KEPT.least(self.target.strategy, self.target.graph)
+        program = None if least is None else least[1].program
+        self.known[:] = [] if program is None else [program]
+        return self.within(budget_bytes)
 
     def within(self, budget_bytes: int | None) -> Solution:
         """Return the strategy's solution; if it has none, its kept plan that fits, if any."""

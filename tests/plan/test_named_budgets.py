@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -174,6 +176,31 @@ def test_auto_also_searches_below_what_its_members_name() -> None:
     assert least.peak_bytes < plan(graph, "min", "store-all").peak_bytes
 
 
+def test_auto_looks_for_the_smallest_budget_in_the_time_of_one_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each search has what the ones before left, and starts from the least plan so far."""
+    graph = training_graph(Random(8), 4, False)
+    asked: list[tuple[float, list[int]]] = []
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 8 * len(asked))
+    solve = Auto.solve_from
+
+    def counted(self: Auto, known: Sequence[Program], *given: Any, **options: Any) -> Solution:
+        peaks = [replay(graph, program).peak_bytes for program in known]
+        found = solve(self, known, *given, **options)
+        asked.append((self.most_s, peaks))
+        return found
+
+    monkeypatch.setattr(Auto, "solve_from", counted)
+    least = memopt.plan(graph, budget="min", strategy=Auto(), progress=False)
+    spans, starts = zip(*asked, strict=True)
+    assert all(span <= max(0.0, 20.0 - 8 * number) for number, span in enumerate(spans))
+    assert starts[0] == []
+    assert all(len(peaks) == 1 and peaks[0] >= least.peak_bytes for peaks in starts[1:])
+    assert len(asked) > 1
+
+
 def test_auto_with_slow_members_only_asks_the_first() -> None:
     assert plan(GRAPH, "min", Auto(members=(Monet(), Checkmate())), 1e-6).peak_bytes > 0
 
@@ -205,7 +232,7 @@ def test_a_plan_is_checked_once_on_its_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_named_plan_can_be_ordered_again_at_its_ordered_peak() -> None:
     """The search for "min" and the refusal below it know different plans of one budget."""
-    known = ((90038, "monet"), (90096, "monet"), (90096, "auto"), (90237, "offload-graph"))
+    known = ((90038, "monet"), (90096, "monet"), (90102, "auto"), (90237, "offload-graph"))
     for seed, name in known:
         graph, device = extreme(seed)
         own = next(one for one in every_strategy() if one.name == name)

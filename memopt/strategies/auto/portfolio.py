@@ -20,6 +20,8 @@ leader are not asked when so many are over."""
 BESIDE = 0.1
 """Share of the time left: a member's before the leader; and, where it is no less than LEAST_S, that
 of all others together where the leader begins without a plan."""
+LEAST_SHARE = 0.5
+"""Share of a search's seconds for the smallest budget, where no plan is within the one given."""
 NOTHING_FASTER = 1e-12
 """Gap at which no plan is faster."""
 
@@ -50,10 +52,14 @@ class Portfolio:
     leader: str = ""
     leader_s: float = 0.0
     """Seconds that the leader takes to begin: where a plan stands, it is not asked with less."""
-    quick_s: float = MOST_S
+    most_s: float = MOST_S
+    """Seconds for all members at most, where there is no limit."""
+    quick_s: float = math.inf
     """Seconds in which members begin that have their plan at once, as soon as one of them has."""
     bounding: frozenset[str] = frozenset()
     """Members whose bound holds for the plans of all members."""
+    known: tuple[Program, ...] = ()
+    """Programs to start from that were known before."""
     outcomes: list[MemberOutcome] = field(default_factory=list)
     at_once: list[MemberOutcome] = field(default_factory=list)
     """Outcomes of members that were asked when the time was up and there was no plan."""
@@ -72,7 +78,8 @@ class Portfolio:
     def programs(self) -> tuple[Program, ...]:
         """Return the programs found, the fastest first."""
         plans = sorted((one for one in self.outcomes if one.plans), key=lambda one: one.time_s)
-        return tuple(one.solution.program for one in plans if one.solution.program is not None)
+        found = (one.solution.program for one in plans)
+        return (*(one for one in found if one is not None), *self.known)
 
     @property
     def done(self) -> bool:
@@ -87,10 +94,13 @@ class Portfolio:
             return self.began_s + self.limit_s
         best = self.best
         if quick:
-            return self.began_s + (MOST_S if best is None else self.quick_s)
+            return self.began_s + (self.most_s if best is None else min(self.most_s, self.quick_s))
         if best is None:
-            return self.began_s + max(WITHOUT_S, worth_s(self.base_s))
-        worth = worth_s(best.time_s - self.least_s)
+            without_s = max(WITHOUT_S, worth_s(self.base_s))
+            # Time is left for a search within the least budget that is found.
+            share = LEAST_SHARE if self.impossible else 1.0
+            return self.began_s + share * min(self.most_s, without_s)
+        worth = min(self.most_s, worth_s(best.time_s - self.least_s))
         if self.leader and any(one.name == self.leader for one in self.outcomes):
             worth = min(worth, AFTER_S)
         return self.began_s + worth

@@ -13,6 +13,7 @@ from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
@@ -78,6 +79,7 @@ class Auto(Strategy):
         gap: share of the bound by which the plan may be slower where the search ends.
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         at_once: ask only members that have a plan at once.
+        most_s: seconds for all members of its own at most, where there is no limit.
     """
 
     members: tuple[Strategy, ...] = ()
@@ -85,6 +87,8 @@ class Auto(Strategy):
     gap: float = 0.01
     host_budget_bytes: int | None = None
     at_once: bool = False
+
+    most_s: float = MOST_S
 
     name: ClassVar[str] = "auto"
     needs: ClassVar[str] = "any"
@@ -96,6 +100,8 @@ class Auto(Strategy):
     def __post_init__(self) -> None:
         if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise ValueError(f"Auto: time_limit_s must be positive, got {self.time_limit_s!r}")
+        if not self.most_s >= 0:
+            raise ValueError(f"Auto: most_s must be at least 0, got {self.most_s!r}")
         if not self.gap >= 0:
             raise ValueError(f"Auto: gap must be at least 0, got {self.gap!r}")
         if self.host_budget_bytes is not None:
@@ -111,6 +117,12 @@ class Auto(Strategy):
 
     def wants_implementations(self, step_s: float) -> bool:
         return worth_s(MOST_SAVED * step_s) > 0
+
+    def in_search(self, spent_s: float) -> Strategy:
+        if self.members or self.time_limit_s is not None:
+            # Their seconds are for each solve, as named.
+            return self
+        return replace(self, most_s=max(0.0, self.most_s - spent_s))
 
     def at_first(self) -> Strategy | None:
         return None if self.members or self.at_once else replace(self, at_once=True)
@@ -149,6 +161,25 @@ class Auto(Strategy):
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> Solution:
+        return self.solve_from(
+            (),
+            cost_model,
+            budget_bytes,
+            device=device,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
         # The graph's chain, which members share, is found within the limit, too.
         began_s = time.monotonic()
         candidates = self.candidates(device, cost_model)
@@ -167,7 +198,7 @@ class Auto(Strategy):
         if self.at_once:
             members = tuple(member for member in members if member.quick)
         search = self._portfolio(cost_model, budget_bytes, device, limit_s, progress)
-        search.began_s = began_s
+        search.began_s, search.known = began_s, tuple(known)
         search.run(members)
         return _solution(search, members, refused)
 
@@ -194,8 +225,9 @@ class Auto(Strategy):
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
             gap=NOTHING_FASTER if self.members or free else self.gap,
             limit_s=OWN_S if limit_s is None and self.members else limit_s,
+            most_s=self.most_s,
             leader_s=BEGIN_S * len(cost_model.operators) if isinstance(cost_model, Graph) else 0.0,
-            quick_s=FIRST_S if many else MOST_S,
+            quick_s=FIRST_S if many else math.inf,
             leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
             bounding=frozenset({LEADER} if step and not self.members else ()),
         )

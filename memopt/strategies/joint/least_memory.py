@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -16,9 +16,12 @@ from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 
-CHANGES = 3000
+CHANGES = 4000
 """The most changes tried; a count, so that the budget named in time does not depend on the
 machine."""
+BELOW = (0.01, 0.0)
+"""What is above the least peak, less these shares of it, is lowered: most steps have their peak at
+several time points, of which a change lowers one."""
 
 
 def least_memory(
@@ -37,22 +40,58 @@ def least_memory(
         if found and not until.left_s:
             break
         found.append((runs, mover.floor_bytes(runs)))
-    runs, least_bytes = min(found, key=lambda pair: pair[1])
-    rng, tried = Random(0), 0
-    nothing = np.zeros(mover.arrays.size_bytes.size, dtype=np.bool_)
-    going = True
-    while going and tried < CHANGES and until.left_s:
-        going = False
-        at = Decisions(mover.used(runs), nothing, nothing)
-        for change in Neighbourhood(mover, at, None, rng).changes():
-            tried += 1
-            size_bytes = mover.floor_bytes(change.runs)
-            if size_bytes < least_bytes:
-                runs, least_bytes, going = change.runs, size_bytes, True
-                break
-            if tried >= CHANGES or (tried % 16 == 0 and not until.left_s):
-                return runs, least_bytes
-    return runs, least_bytes
+    search = _LeastSearch(mover, until, *min(found, key=lambda pair: pair[1]))
+    for below in BELOW:
+        search.descend(below)
+    return search.runs, search.least_bytes
+
+
+@dataclass(eq=False)
+class _LeastSearch:
+    """A descent to less memory.
+
+    Attributes:
+        mover, deadline: see `least_memory`.
+        runs, least_bytes: the best so far, and the budget that they can meet.
+        tried: how many changes were judged.
+    """
+
+    mover: Mover
+    deadline: Deadline
+    runs: Ints
+    least_bytes: int
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = Random(0)
+        self.nothing = np.zeros(self.mover.arrays.size_bytes.size, dtype=np.bool_)
+
+    def descend(self, below: float) -> None:
+        """Take changes that lower what is above the least so far, less a share of it, in all time
+        points together."""
+        runs, needs = self.mover.used(self.runs), self.mover.needs(self.runs)
+        while needs is not None and not self._ended():
+            target = min(self.least_bytes - 1, int(self.least_bytes * (1 - below)))
+            above, at = _above(needs, target), Decisions(runs, self.nothing, self.nothing)
+            needs = None
+            for change in Neighbourhood(self.mover, at, None, self.rng).changes():
+                self.tried += 1
+                found = self.mover.needs(change.runs)
+                if found is not None and _above(found, target) < above:
+                    runs, needs = self.mover.used(change.runs), found
+                    break
+                if self._ended():
+                    return
+            if needs is not None and needs.max() < self.least_bytes:
+                self.runs, self.least_bytes = runs, int(needs.max())
+
+    def _ended(self) -> bool:
+        return self.tried >= CHANGES or (self.tried % 16 == 0 and not self.deadline.left_s)
+
+
+def _above(needs: Ints, target_bytes: int) -> int:
+    """Return the bytes above a target in all time points together."""
+    return int((needs - target_bytes).clip(0).sum())
 
 
 def program_within(mover: Mover, runs: Ints, budget_bytes: int) -> Program | None:

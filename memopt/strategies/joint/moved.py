@@ -153,20 +153,25 @@ class Mover:
     def floor_bytes(self, runs: Ints, stays: Flags | None = None) -> int:
         """Return the smallest budget that these runs can meet, total bytes; NEVER if they read a
         tensor that does not exist."""
+        needs = self.needs(runs, stays)
+        return NEVER if needs is None else int(needs.max())
+
+    def needs(self, runs: Ints, stays: Flags | None = None) -> Ints | None:
+        """Return the memory at each time point of the used runs, total bytes, with all on the host
+        that may be; None if they read a tensor that does not exist."""
         from memopt.strategies.joint import lifetime_kernels
 
         v = self.arrays
         runs = self.used(runs)
         last, kept, valid = lifetime_kernels.last_uses(v, runs)
         if not valid:
-            return NEVER
+            return None
         need, gaps = lifetime_kernels.memory_of(v, runs, last, kept, self.least_bytes)
         if not self.host_bytes:
-            return int(need.max())
+            return need
         if stays is not None:
             gaps = gaps[~stays[gaps[:, 0]]]
-        off = live_bytes(gaps[:, 1] + 1, gaps[:, 2], v.size_bytes[gaps[:, 0]], len(need))
-        return int((need - off).max())
+        return need - live_bytes(gaps[:, 1] + 1, gaps[:, 2], v.size_bytes[gaps[:, 0]], len(need))
 
     def program(self, moved: Moved) -> Program:
         """Return the program of runs that fit."""

@@ -18,6 +18,7 @@ from memopt.programs.replay import replay
 from memopt.strategies import Joint, Status, resolve
 from memopt.strategies.base import Strategy
 from tests.strategies.joint.chains import chain_of
+from tests.strategies.monet.graphs import training_graph
 
 LINK = Device(to_host_bytes_per_s=1.0)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog", "monet")
@@ -47,6 +48,16 @@ def test_moving_and_recomputing_together_beats_either() -> None:
     assert len(runs) > len(set(runs))
     assert any(isinstance(x, SwapOut) for x in solution.program)
     assert (solution.lower_bound_s or 0.0) <= solution.time_s
+
+
+@pytest.mark.parametrize(("seed", "rotors"), [(1, 0.75), (8, 0.65), (9, 0.7)])
+def test_the_least_memory_is_lowered_at_all_of_its_peaks(seed: int, rotors: float) -> None:
+    """One change lowers one of several equal peaks: none of them makes the peak less alone."""
+    graph = training_graph(Random(seed), 30, True)
+    own, other = (resolve(name).solve(graph, 1) for name in ("joint", "rotor-menus"))
+    assert own.smallest_budget_bytes is not None
+    assert other.smallest_budget_bytes is not None
+    assert own.smallest_budget_bytes <= rotors * other.smallest_budget_bytes
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5])
