@@ -108,3 +108,11 @@ def examples_of(inputs: Any) -> int:
 
     sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
     return next((int(size[0]) for size in sizes if len(size)), 1)
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Freeze a model and give its blocks' linear layers adapters of this rank, in place."""
+    from memopt.profiler.adapters import adapted
+    from memopt.profiler.shallow import block_lists
+
+    return adapted(model, rank, inside=[one.path for one in block_lists(model)])

@@ -30,9 +30,12 @@ from memopt.report.ladder import (
     MOVED,
     OFFLOAD,
     RECOMPUTE,
+    TILED,
     Ladder,
     Rung,
     memory_parts,
+    offload_pays,
+    trained_otherwise,
 )
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
@@ -135,14 +138,6 @@ def ladder(
         return made.ladder(rank, only, heard or (lambda _rung: None))
 
 
-def with_adapters(model: Any, rank: int) -> Any:
-    """Freeze a model and give its blocks' linear layers adapters of this rank, in place."""
-    from memopt.profiler.adapters import adapted
-    from memopt.profiler.shallow import block_lists
-
-    return adapted(model, rank, inside=[one.path for one in block_lists(model)])
-
-
 def _dtype_of(model: Any) -> str | None:
     dtypes = [str(p.dtype) for p in model.parameters() if p.is_floating_point()]
     most = max(dtypes, key=dtypes.count, default=None)
@@ -160,8 +155,9 @@ class _LadderMaker:
         self._asked, self._inputs = asked, inputs
         pricing = Pricing(asked.device, "estimate")
 
-        def price(built: Any, given: Any) -> Any:
-            return profiled_for(built, given, step, pricing, asked.device, lambda _s, _w: None)
+        def price(built: Any, given: Any, kernels: str) -> Any:
+            how = replace(pricing, kernels=kernels)
+            return profiled_for(built, given, step, how, asked.device, lambda _s, _w: None)
 
         self._variants = Variants(model, inputs, asked.device, price, sharded_over)
         self._report = report
@@ -175,19 +171,20 @@ class _LadderMaker:
         ways = list(self._ways(rank))
         if only != "all":
             own = ways[0].variant
-            ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
             ways = [w for w in ways if not w.chunked and w.optimizer == asked.optimizer]
-            ways = ways[: 1 if only == "asked" else None]
+            if only == "asked":
+                ways = [w for w in ways if replace(w.variant, tiled=False) == own]
+            else:
+                ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
             if _needless(way, rungs, asked.ranks):
                 continue
-            for rung in self._rungs(way, _offload_pays(rungs)):
+            for rung in self._rungs(way, offload_pays(rungs)):
                 rungs.append(rung)
                 heard(rung)
-        first = self._graph(ways[0])
-        if first is None:
+        if (first := self._graph(ways[0])) is None:
             raise MemoptError("nothing was estimated")
         whole, held_bytes, step = first
         held_bytes += whole.extra_resident_bytes
@@ -215,9 +212,11 @@ class _LadderMaker:
         first: tuple[str, ...] = ()
         yield _Way(own, asked.optimizer, False, ())
         if asked.dtype == "float32":
+            yield from self._tiles(own, first)
             own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
             yield _Way(own, asked.optimizer, False, first)
         yield _Way(own, asked.optimizer, True, (*first, CHUNKED))
+        yield from self._tiles(own, first)
         fewer = None if asked.optimizer is None else in_8_bits(asked.optimizer)
         if fewer is not None and not asked.lora:
             said = (*first, FEWER_BITS)
@@ -228,6 +227,7 @@ class _LadderMaker:
         if not asked.lora:
             yield _Way(adapted, asked.optimizer, False, (*first, name))
             yield _Way(adapted, asked.optimizer, True, (*first, name, CHUNKED))
+            yield from self._tiles(adapted, (*first, name))
         if asked.ranks == 1:
             packed = replace(adapted, quantized=True)
             yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
@@ -237,6 +237,13 @@ class _LadderMaker:
                 if ranks > asked.ranks:
                     said = (*first, f"sharded over {ranks}")
                     yield _Way(replace(own, ranks=ranks), asked.optimizer, False, said)
+
+    def _tiles(self, variant: StepVariant, said: tuple[str, ...]) -> Iterator[_Way]:
+        from memopt.kernels.tiled.kernel import LEAST_ROWS_OF_ACCELERATORS as LEAST
+
+        if tokens_of(self._inputs) >= 2 * LEAST:
+            variant = replace(variant, tiled=True)
+            yield _Way(variant, self._asked.optimizer, False, (*said, TILED))
 
     def _graph(self, way: _Way) -> tuple[Graph, int, VariantStep] | None:
         """Return the graph of a way's step without the bytes of its optimizer's state, those, and
@@ -266,8 +273,8 @@ class _LadderMaker:
     def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
         """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
         recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
-        budget, known = self._asked.budget_bytes, self._holds(way)
-        if known is not None and known > budget:
+        budget = self._asked.budget_bytes
+        if (self._holds(way) or 0) > budget:
             return
         found = self._graph(way)
         if found is None:
@@ -371,24 +378,17 @@ class _LadderMaker:
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
     """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, or one on fewer devices, of which there are `ranks`: on several, one
-    that trains the same."""
+    without its loss in chunks, for tiles one that trains the same, or one on fewer devices, of
+    which there are `ranks`: on several, one that trains the same."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
     more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
-    if way.variant.ranks > ranks and any(more):
+    same = any(
+        r.fits and trained_otherwise(r.changes) == trained_otherwise(way.said) for r in rungs
+    )
+    if (way.variant.ranks > ranks and any(more)) or (way.variant.tiled and same):
         return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
-
-
-def _offload_pays(rungs: list[Rung]) -> bool:
-    """Whether moving activations was faster than recomputing them, where both were tried."""
-    rates = {rung.changes: rung.rate_of_one for rung in rungs}
-    return all(
-        rates[(*changes[:-1], OFFLOAD)] >= rate
-        for changes, rate in rates.items()
-        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
-    )
 
 
 def _said(way: _Way, more: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from memopt.commands import options
 from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
 from memopt.models.options import StepOptions, parse_returns
-from memopt.report.ladder import OFFLOAD, RECOMPUTE, Ladder, Rung
+from memopt.report.ladder import CHUNKED, Ladder, Rung
 
 SOLVED = ("batch", "sequence", "gpus")
 _MOST = 8
@@ -133,7 +133,7 @@ class _Asked:
             return min((r.needed_bytes or limit + 1 for r in rungs), default=limit + 1)
 
         first: int = getattr(self._model, what)
-        asked = [r for r in found.rungs if r.name in ("as asked", RECOMPUTE, OFFLOAD)]
+        asked = [r for r in found.rungs if r.is_as_asked and CHUNKED not in r.changes]
         known = {first: min((r.needed_bytes or limit + 1 for r in asked), default=limit + 1)}
         return largest_size(needed, first, limit, lambda _size: len(tried) < _MOST, known)[0]
 

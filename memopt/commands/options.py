@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import memopt
-from memopt.api.ladder import with_adapters
+from memopt.api.cluster import with_adapters
 from memopt.api.solving import planned_device
 from memopt.commands.devices import chosen_device
 from memopt.commands.output import failures, value_of

@@ -20,7 +20,8 @@ from memopt.report.texts import aligned, format_seconds, or_dash
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
 FEWER_BITS = "8-bit optimizer state"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
-SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED})
+TILED = "tiles of tokens"
+SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED, TILED})
 """Changes that leave what is trained, and but for rounding its numbers, as they are."""
 
 
@@ -271,3 +272,18 @@ def memory_parts(
     parts[FRAGMENTS] = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
     parts[CONTEXT] = CONTEXT_BYTES
     return tuple((what, size) for what, size in parts.items() if size)
+
+
+def trained_otherwise(changes: tuple[str, ...]) -> list[str]:
+    """Return the changes that train something else, or in other numbers."""
+    return [one for one in changes if one not in SAME]
+
+
+def offload_pays(rungs: Iterable[Rung]) -> bool:
+    """Whether moving activations was faster than recomputing them, where both were tried."""
+    rates = {rung.changes: rung.rate_of_one for rung in rungs}
+    return all(
+        rates[(*changes[:-1], OFFLOAD)] >= rate
+        for changes, rate in rates.items()
+        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
+    )

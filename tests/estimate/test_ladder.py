@@ -141,6 +141,26 @@ def test_what_does_not_fit_even_without_activations_moves(
     assert best.plan.program.has_transfers
 
 
+def test_tiles_of_tokens_are_for_long_sequences_that_nothing_else_fits() -> None:
+    with torch.device("meta"):
+        model = Language()
+    given: Any = {"device": DEVICE, "progress": False, "only": "asked"}
+    given["step"] = StepOptions(loss_fn=lambda loss: loss)
+    long = torch.zeros(1, 8192, dtype=torch.long)
+    tight = ladder(model, long, budget=2**26, **given)
+    needed: dict[bool, int] = {}
+    for rung in tight.rungs:
+        tiled = "tiles of tokens" in rung.changes
+        if rung.needed_bytes is not None:
+            needed[tiled] = min(rung.needed_bytes, needed.get(tiled, rung.needed_bytes))
+    assert needed[True] < needed[False]
+    found = ladder(model, long, budget=needed[True], **given)
+    check(found)
+    assert any("tiles of tokens" in rung.changes for rung in found.rungs if rung.fits)
+    short = ladder(model, long[:, :64], budget=2**26, **given)
+    assert not any("tiles of tokens" in rung.changes for rung in short.rungs)
+
+
 def test_weights_in_four_bits_are_made_for_each_reader() -> None:
     with torch.device("meta"):
         model = adapted(Language(), 4, inside=["blocks"])

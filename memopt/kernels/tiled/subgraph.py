@@ -36,13 +36,13 @@ def taken(
     """
     found = []
     for region, axis in made.regions:
-        one = _Taken(lowering, tokens, made, region, axis).made(order)
+        one = _Copied(lowering, tokens, made, region, axis).made(order)
         if one is not None:
             found.append((region, axis, one))
     return found
 
 
-class _Taken:
+class _Copied:
     def __init__(
         self, lowering: Lowering, tokens: Tokens, made: Tiling, region: Region, axis: Axis
     ) -> None:
