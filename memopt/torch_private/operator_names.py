@@ -56,6 +56,7 @@ _NAMED = (
     "_fft_r2c.default",
     "_foreach_norm.Scalar",
     "_fused_rms_norm.default",
+    "_fused_rms_norm_backward.default",
     "_linalg_eigh.default",
     "_linalg_svd.default",
     "_local_scalar_dense.default",

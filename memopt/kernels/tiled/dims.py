@@ -182,7 +182,7 @@ def _part(node: Node) -> Dims:
     """One dimension is selected from, padded or joined; all others go through."""
     made, shape = Dims(), shape_of(node)
     name = str(overload_of(node))
-    dim = _args(node)[2 if "_backward" in name else 1] if len(node.args) > 1 else 0
+    dim = _args(node)[2 if "backward" in name else 1] if len(node.args) > 1 else 0
     labels = list(made.new(shape))
     place = int(dim) % len(shape)
     given: Any = _args(node)[0]
@@ -218,7 +218,7 @@ def _split(node: Node) -> Dims:
 
 def _selected(node: Node) -> Dims:
     """One dimension is missing in the result (select), or in the operand (its backward)."""
-    backward = "_backward" in str(overload_of(node))
+    backward = "backward" in str(overload_of(node))
     made, source = Dims(), _first(node)
     wide = shape_of(node if backward else source)
     place = int(_args(node)[2 if backward else 1]) % len(wide)

@@ -29,6 +29,7 @@ from memopt.step.fused import Fused
 from memopt.step.kernel import FusedKernel
 from memopt.step.region_graph import Subgraph
 from memopt.step.signature import describe_value, signature
+from memopt.torch_private.operators import OpOverload
 
 TILED = "tiled"
 _FORM = "tiled1"
@@ -84,7 +85,7 @@ def _works(one: Subgraph, count: int) -> Iterable[Work]:
 
 
 def _is_view(node: Any) -> bool:
-    return not hasattr(node.target, "_schema") or getattr(node.target, "is_view", False)
+    return not isinstance(node.target, OpOverload) or getattr(node.target, "is_view", False)
 
 
 def _notes(calls: list[tuple[Region, Subgraph, FusedKernel]]) -> tuple[str, ...]:
