@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
 
 VOCABULARY, WIDTH, TOKENS = 64, 32, 16
@@ -127,4 +129,36 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         found: Tensor = self.head(self.norm(x))
+        return found
+
+
+class SpreadExperts(nn.Module):
+    """The experts of which this rank holds some: every rank's tokens come to them, and go back.
+
+    Args:
+        whole: all experts.
+        rank, ranks: this one, and how many hold as many experts each.
+    """
+
+    def __init__(self, whole: Experts, rank: int, ranks: int) -> None:
+        super().__init__()
+        count = len(whole.experts) // ranks
+        self.router, self.ranks, self.first = whole.router, ranks, rank * count
+        self.experts = whole.experts[self.first : self.first + count]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each token of this rank."""
+        shares = self.router(x).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
+        sent, weights = self._exchanged(x), self._exchanged(chosen)
+        places = enumerate(self.experts, self.first)
+        parts = [expert(sent) * weights[..., i : i + 1] for i, expert in places]
+        return self._exchanged(torch.stack(parts).sum(0), back=True).sum(0)
+
+    def _exchanged(self, value: Tensor, back: bool = False) -> Tensor:
+        """Every rank's value; back: what every rank made of this one's."""
+        given = value if back else value.expand(self.ranks, *value.shape)
+        found: Tensor = all_to_all_single_autograd(
+            given.contiguous(), None, None, torch.distributed.group.WORLD
+        )
         return found

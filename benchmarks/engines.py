@@ -1,4 +1,4 @@
-"""Training under torch's engines on two processes: each engine with memopt.wrap beside itself.
+"""Training under torch's engines on two or four processes: each beside itself with memopt.wrap.
 
 Every cell trains a small model for five steps of AdamW, with clipping and two micro-batches a step,
 twice: under the engine alone, and with planned calls at Rotor's smallest budget. Its
@@ -44,8 +44,15 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from benchmarks.engine_models import SUBJECTS, TOKENS, VOCABULARY, Decoder, FeedForward
-from benchmarks.runner import Benchmark, named
+from benchmarks.engine_models import (
+    SUBJECTS,
+    TOKENS,
+    VOCABULARY,
+    Decoder,
+    FeedForward,
+    SpreadExperts,
+)
+from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
 from tests.distributed.gloo import in_one_thread
 
@@ -96,6 +103,21 @@ def _fsdp_tp(model: Any, ranks: int, wrap: Wrap) -> Any:
     mesh = _square(ranks, "data", "tensor")
     model = _tensor_parallel(model, mesh["tensor"])
     return wrap(_blockwise(model, mesh["data"], lambda block: block))
+
+
+def _expert_parallel(model: Any, ranks: int, wrap: Wrap) -> Any:
+    """Spread the experts; what all ranks hold is averaged as by data parallelism."""
+    for block in model.blocks:
+        block.feed = SpreadExperts(block.feed, torch.distributed.get_rank(), ranks)
+    own = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return _unrebuilt(wrap(model))
+
+
+def _unrebuilt(model: Any) -> Any:
+    """Keep DDP from making its buckets anew in the order in which gradients came: over more than
+    two ranks the place in a bucket decides in which order they are added up."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def _started(ranks: int) -> None:
@@ -149,6 +171,7 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
 
 ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "DDP": lambda m, _, wrap: DistributedDataParallel(wrap(m)),
+    "DDP, find_unused_parameters": lambda m, _, wrap: _unrebuilt(wrap(m)),
     "replicate, then wrap": lambda m, _, wrap: wrap(replicate(m)),
     "wrap, then replicate": lambda m, _, wrap: replicate(wrap(m)),
     "FSDP2 by blocks, then wrap": lambda m, n, wrap: wrap(_blockwise(m, _line(n), lambda one: one)),
@@ -161,6 +184,7 @@ ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "tensor parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n))),
     "tensor and sequence parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n), True)),
     "FSDP2 x tensor parallel": _fsdp_tp,
+    "expert parallel, DDP": _expert_parallel,
     "FSDP2 by blocks, replicas": lambda m, n, wrap: wrap(
         _blockwise(m, _square(n, "replicas", "shards"), lambda one: one)
     ),
@@ -174,6 +198,7 @@ _ONE_BATCH = ("tensor parallel", "tensor and sequence parallel", "FSDP2 x tensor
 """Engines some ranks of which share a batch; here all do."""
 _WITHOUT_EXPERTS = ("tensor and sequence parallel",)
 """Engines that this file gives no layout for a router of experts."""
+_OF_EXPERTS = ("expert parallel, DDP",)
 
 
 def trained(model: Any, data: int) -> tuple[list[float], list[Tensor]]:
@@ -267,6 +292,19 @@ The model has four layers: on two ranks."""
 
 
 ALL = (*ENGINES, *SCHEDULES)
+_ON_FOUR = (
+    "DDP",
+    "DDP, find_unused_parameters",
+    "FSDP2 by blocks, then wrap",
+    "memopt.shard",
+    "memopt.shard, replicas",
+    "FSDP2 x tensor parallel",
+    "expert parallel, DDP",
+    "FSDP2 by blocks, replicas",
+    "pipeline, 1F1B",
+)
+"""Engines that are run on four ranks: those whose meshes have two dimensions there, and of the
+others one of a kind. (Two heads have keys, and there are four layers.)"""
 
 
 @dataclass(frozen=True)
@@ -276,6 +314,7 @@ class Cell:
     Attributes:
         failed: what differs, or the refusal; "": nothing.
         planned, calls: calls that ran under plans, and all.
+        ranks: of the group.
     """
 
     model: str
@@ -283,6 +322,7 @@ class Cell:
     failed: str = ""
     planned: int = 0
     calls: int = 0
+    ranks: int = 2
 
 
 def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
@@ -303,7 +343,7 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
         own = (rank, stages - 1 - rank if folded else rank + ranks)[:each]
         return pipelined(model, ranks, plan, schedule, own, stages)
 
-    made = Cell(name, engine)
+    made = Cell(name, engine, ranks=ranks)
     try:
         before, after = run(lambda module: module), run(wrap)
     except (memopt.errors.MemoptError, RuntimeError, ValueError) as error:
@@ -317,9 +357,9 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
 
 def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
     """Train a model under engines, one after the other, in a group that is there."""
-    left_out: tuple[str, ...] = _WITHOUT_EXPERTS if SUBJECTS[name].experts else ()
+    left_out: tuple[str, ...] = _WITHOUT_EXPERTS if SUBJECTS[name].experts else _OF_EXPERTS
     if ranks != 2:
-        left_out += tuple(SCHEDULES)
+        left_out += tuple(set(ALL) - set(_ON_FOUR))
     return [cell(rank, ranks, name, engine) for engine in engines if engine not in left_out]
 
 
@@ -332,16 +372,22 @@ def _rank(rank: int, ranks: int, folder: str, name: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _measured(given: Any, name: str) -> list[Cell]:
+def _measured(_given: Any, name: str, ranks: int) -> list[Cell]:
     with tempfile.TemporaryDirectory() as folder:
-        how = (given.ranks, folder, name)
-        torch.multiprocessing.start_processes(_rank, how, nprocs=given.ranks, start_method="spawn")
-        paths = [Path(folder, f"{rank}.pt") for rank in range(given.ranks)]
+        how = (ranks, folder, name)
+        torch.multiprocessing.start_processes(_rank, how, nprocs=ranks, start_method="spawn")
+        paths = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         found = [torch.load(path, weights_only=False) for path in paths]
     return [max(same, key=lambda one: one.failed) for same in zip(*found, strict=True)]
 
 
-def _blocks(rows: list[Cell], given: Any) -> str:
+def _blocks(rows: list[Cell], _given: Any) -> str:
+    ranks = sorted({row.ranks for row in rows})
+    return joined(*(_on(one, [row for row in rows if row.ranks == one]) for one in ranks))
+
+
+def _on(ranks: int, rows: list[Cell]) -> str:
+    """The table of some ranks."""
     names = list(dict.fromkeys(row.model for row in rows))
     by_place = {(row.engine, row.model): row for row in rows}
 
@@ -356,13 +402,16 @@ def _blocks(rows: list[Cell], given: Any) -> str:
         if any((engine, name) in by_place for name in names)
     ]
     head = " | ".join(["engine", *(SUBJECTS[name].text for name in names)])
-    return joined(f"{given.ranks} ranks.", table(head, lines))
+    return joined(f"{ranks} ranks.", table(head, lines))
 
 
 BENCHMARK = Benchmark(
     row=Cell,
-    cases=named(tuple(SUBJECTS)),
+    cases={
+        name if ranks == 2 else f"{name}-{ranks}": (name, ranks)
+        for ranks in (2, 4)
+        for name in SUBJECTS
+    },
     measure=_measured,
     blocks=_blocks,
-    options={"ranks": 2},
 )

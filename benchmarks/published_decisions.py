@@ -126,7 +126,7 @@ def step_of(name: str, layers: int | None = None) -> Step:
         ids = torch.zeros(row["batch"], row["sequence"], dtype=torch.int64)
     dtype = getattr(torch, row["parameters"])
 
-    def price(built: nn.Module, given: Any) -> Any:
+    def price(built: nn.Module, given: Any, _kernels: str) -> Any:
         return estimate_model(built, given, device, kernels="compiled")
 
     made = Variants(model.to(dtype), (ids, ids), device, price, _sharded)

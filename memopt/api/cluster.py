@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from memopt.api.sharding import shard
 from memopt.models.mesh import Mesh
-from memopt.models.optimizer_names import update_bytes
+from memopt.models.optimizer_names import update_s
 from memopt.plan_record import PlanRecord
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
@@ -37,6 +38,16 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
         yield model_on(devices, model)
 
 
+@contextlib.contextmanager
+def sharded_over(model: Any, ranks: int) -> Iterator[Any]:
+    """Spread a model over ranks that need not exist; one: leave it as it is."""
+    if ranks == 1:
+        yield model
+        return
+    with on_mesh(lambda mesh: shard(model, mesh), Mesh(data=ranks), "estimate") as built:
+        yield built
+
+
 def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanRecord:
     """Add the figures of a step of all ranks to one rank's plan: in `stats`, and in a note.
 
@@ -47,12 +58,12 @@ def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanReco
     if mesh is None:
         return record
     used = network_use(replay(record.graph, record.program, record.device))
-    update_s = _update_s(record)
+    seconds = _update_s(record)
     stats: dict[str, object] = {
         "ranks": mesh.ranks,
         "network_s": used.time_s,
         "network_hidden": used.hidden,
-        "update_s": update_s,
+        "update_s": seconds,
     }
     note = (
         f"One of {mesh.ranks:,} ranks ({mesh}); its collectives take "
@@ -60,26 +71,24 @@ def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanReco
     )
     tokens = tokens_of(inputs)
     if tokens and record.step_time_s > 0:
-        total = tokens * mesh.batches / (record.step_time_s + update_s)
+        total = tokens * mesh.batches / (record.step_time_s + seconds)
         stats |= {"tokens_per_s": total, "tokens_per_s_per_rank": total / mesh.ranks}
         note += f"; {total:,.0f} tokens/s, {total / mesh.ranks:,.0f} per rank"
-        if update_s:
-            note += f", with {format_seconds(update_s)} for the optimizer's update"
+        if seconds:
+            note += f", with {format_seconds(seconds)} for the optimizer's update"
     if record.device.network is None:
         note += f". The device {record.device.name!r} has no network: collectives count as free"
     return replace(record, stats={**record.stats, **stats}, notes=(note + ".", *record.notes))
 
 
 def _update_s(record: PlanRecord) -> float:
-    """Return the time of the optimizer's update, which is bound by memory; 0 if it is unknown, or
-    in the plan."""
+    """Return the time of the optimizer's update; 0 if it is unknown, or in the plan."""
     state = None if record.profiled is None else record.profiled.optimizer
     graph = record.graph
-    if state is None or state.name == "none" or has_updates(graph):
+    if state is None or has_updates(graph):
         return 0.0
     gradient_bytes = sum(graph.tensors[one].size_bytes for one in graph.gradients)
-    moved = update_bytes(state.name, gradient_bytes, state.bytes_total)
-    return moved / (record.device.memory_bytes_per_s * record.device.memory_fraction)
+    return update_s(state.name, gradient_bytes, state.bytes_total, record.device)
 
 
 def tokens_of(inputs: Any) -> int:
@@ -91,3 +100,19 @@ def tokens_of(inputs: Any) -> int:
     tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     whole = [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
     return max((x.numel() for x in whole if x.dtype is not torch.bool), default=0)
+
+
+def examples_of(inputs: Any) -> int:
+    """Return the batch size: the first dimension of the first tensor that has one."""
+    from memopt.torch_private import pytree
+
+    sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
+    return next((int(size[0]) for size in sizes if len(size)), 1)
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Freeze a model and give its blocks' linear layers adapters of this rank, in place."""
+    from memopt.profiler.adapters import adapted
+    from memopt.profiler.shallow import block_lists
+
+    return adapted(model, rank, inside=[one.path for one in block_lists(model)])

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.api.cells import CellCache
+from memopt.api.cluster import on_mesh
 from memopt.api.comparison import Cell, Comparison
 from memopt.api.plan import Plan
 from memopt.api.planning import solve
+from memopt.api.refusal import unit_meant
 from memopt.api.solving import baseline_figures, planned_device
 from memopt.api.spread import budgets_between, enough_bytes
 from memopt.api.thread_pool import Finished, default_workers, run_all
@@ -20,7 +22,8 @@ from memopt.models.chain import Chain
 from memopt.models.checks import check_time_limit
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.models.options import Mode, Pricing, StepOptions
+from memopt.models.mesh import Mesh
+from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns
 from memopt.models.progress import Progress
 from memopt.plan_record import BaselineFigures
 from memopt.report.progress import reporting
@@ -72,6 +75,8 @@ def compare(
     time_limit_s: float | None = None,
     workers: int | None = None,
     cache: bool = True,
+    mesh: Mesh | None = None,
+    returns: Returns = "all",
     progress: bool | Progress = True,
 ) -> Comparison:
     """Plan one model with several strategies at several budgets. It is profiled once.
@@ -97,6 +102,7 @@ def compare(
             usable cores, at most four. Plans do not depend on it unless a time limit cuts them
             short; planning times do. Real steps always run alone.
         cache: keep kernels' costs and finished cells on disk, and reuse those that are there.
+        mesh, returns: as for `memopt.plan`; with a mesh nothing can be run.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -108,6 +114,8 @@ def compare(
     check_time_limit(time_limit_s)
     if points < 2:
         raise ValueError(f"compare: points must be at least 2, got {points}")
+    if run and mesh is not None:
+        raise ValueError("compare: the ranks of mesh= are not there to run: leave run= out")
     target = planned_device(device, mode)
     chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
     if chosen is None and time_limit_s is None:
@@ -115,12 +123,13 @@ def compare(
     for budget in budgets or ():
         parse_budget(None if budget == MINIMUM else budget, 1)
     with reporting(progress) as report:
-        step = StepOptions(loss_fn, targets, optimizer)
+        step = StepOptions(loss_fn, targets, optimizer, returns=parse_returns(returns))
         pricing = Pricing(device, mode, kernels, cache)
         planning_share = 0.3 if run else 0.8
-        profiled = profiled_for(
-            model, inputs, step, pricing, target, lambda f, what: report(0.2 * f, what)
-        )
+        with on_mesh(model, mesh, mode) as built:
+            profiled = profiled_for(
+                built, inputs, step, pricing, target, lambda f, what: report(0.2 * f, what)
+            )
         real = _real_model(profiled) if run else None
         cost_model: Chain | Graph = profiled.graph if profiled is not None else model
         table = _Table(
@@ -314,7 +323,8 @@ class _Table:
         except InfeasibleBudgetError as error:
             if not error.proved:
                 return empty(Status.UNKNOWN, str(error), error.smallest_budget_bytes)
-            return empty(Status.INFEASIBLE, "", error.smallest_budget_bytes)
+            meant = "" if self.profiled is None else unit_meant(error.budget_bytes).strip()
+            return empty(Status.INFEASIBLE, meant, error.smallest_budget_bytes)
         except (MemoptError, MemoryError) as error:
             return empty(Status.UNKNOWN, str(error))
         return Cell.of(label, plan, time.perf_counter() - begin)

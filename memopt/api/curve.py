@@ -8,7 +8,8 @@ from typing import Any
 from memopt.api.comparing import compare
 from memopt.api.comparison import Comparison
 from memopt.models.device import Device
-from memopt.models.options import Mode
+from memopt.models.mesh import Mesh
+from memopt.models.options import Mode, Returns
 from memopt.models.progress import Progress
 from memopt.strategies import Strategy
 
@@ -27,6 +28,8 @@ def curve(
     time_limit_s: float | None = None,
     workers: int | None = None,
     cache: bool = True,
+    mesh: Mesh | None = None,
+    returns: Returns = "all",
     progress: bool | Progress = True,
 ) -> Comparison:
     """Compute the step time at each of `points` budgets, spread evenly from the smallest that any
@@ -40,7 +43,7 @@ def curve(
         strategies: names or instances; None: those of `memopt.compare`.
         points: how many budgets, at least 2.
         time_limit_s: seconds for each plan.
-        workers, cache, progress: as for `memopt.compare`.
+        workers, cache, mesh, returns, progress: as for `memopt.compare`.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -59,5 +62,7 @@ def curve(
         time_limit_s=time_limit_s,
         workers=workers,
         cache=cache,
+        mesh=mesh,
+        returns=returns,
         progress=progress,
     )

@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
 from memopt.api.plan import Plan
+from memopt.api.ranks import telling_ranks
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan, planned_device
 from memopt.api.whole_step import check_movable, check_rules, takes_whole_step
@@ -116,6 +117,7 @@ class DeferredPlan(Plan):
             raise NotYetPlannedError(f"no {name} yet: {WAITS}")
         return object.__getattribute__(self, name)
 
+    @telling_ranks("a plan is applied", 1)
     def apply(
         self,
         model: nn.Module,
@@ -158,6 +160,7 @@ class DeferredPlan(Plan):
         planned_by(planner, model, on_mismatch, () if inputs is None else (inputs,))
         return model
 
+    @telling_ranks("a plan is applied", 1)
     def train_step(
         self,
         model: nn.Module,

@@ -9,6 +9,7 @@ from typing import Any
 
 from memopt.api.cluster import on_mesh
 from memopt.api.planning import solve
+from memopt.api.refusal import unit_meant
 from memopt.api.reserved import reserved_bytes, within_card
 from memopt.api.size_search import largest_size
 from memopt.api.solving import planned_device
@@ -16,7 +17,7 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
 from memopt.models.mesh import Mesh
-from memopt.models.options import Mode, Pricing, StepOptions
+from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
@@ -128,6 +129,7 @@ def fits(
     targets: Any = (),
     mode: Mode = "estimate",
     mesh: Mesh | None = None,
+    returns: Returns = "all",
     progress: bool | Progress = True,
 ) -> Fits:
     """Find out whether and how a model trains on a device, as one table.
@@ -149,6 +151,7 @@ def fits(
         mode: "estimate" or "measure"; see `plan`.
         mesh: the ranks of a cluster that need not exist; the answer is for one of them. `model` is
             then a function of a DeviceMesh, and inputs are one rank's; see `plan`.
+        returns: "all" or "loss"; see `plan`.
         progress: True shows a bar on a terminal; or your own callback.
 
     Raises:
@@ -166,7 +169,7 @@ def fits(
         def profiled(size: int) -> Any:
             given, aims = (inputs(size), targets) if searched else (inputs, targets)
             aims = aims(size) if callable(aims) else aims
-            step = StepOptions(loss_fn, aims, optimizer)
+            step = StepOptions(loss_fn, aims, optimizer, returns=parse_returns(returns))
             with on_mesh(model, mesh, mode) as built:
                 return profiled_for(built, given, step, Pricing(device, mode), place, report)
 
@@ -258,7 +261,7 @@ class _BatchSearch:
                 if why_not:
                     plan = within_card(solve_for, self._budget_bytes, card_bytes)
             except InfeasibleBudgetError:
-                plan = None
+                plan, why_not = None, why_not or unit_meant(self._budget_bytes).strip()
             self._planned[asked] = plan, "" if plan is not None else why_not
         return self._planned[asked]
 

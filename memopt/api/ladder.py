@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from memopt.api.cluster import on_mesh, tokens_of
+from memopt.api.cluster import examples_of, sharded_over, tokens_of
 from memopt.api.moved_rungs import moved_plan
 from memopt.api.refusal import unit_meant
-from memopt.api.reserved import reserved_bytes, soon_within_card
-from memopt.api.sharding import shard
+from memopt.api.reserved import holding, reserved_bytes, soon_within_card
 from memopt.api.solving import planned_device, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import parse_budget
 from memopt.models.device import Device
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
-from memopt.models.mesh import Mesh
-from memopt.models.optimizer_names import optimizer_name
+from memopt.models.optimizer_names import in_8_bits, optimizer_name
 from memopt.models.options import Pricing, StepOptions
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
@@ -27,13 +25,17 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.ladder import (
     CHUNKED,
+    FEWER_BITS,
     FROZEN,
     MOVED,
     OFFLOAD,
     RECOMPUTE,
+    TILED,
     Ladder,
     Rung,
     memory_parts,
+    offload_pays,
+    trained_otherwise,
 )
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
@@ -41,14 +43,16 @@ from memopt.strategies.target import chain_view
 
 if TYPE_CHECKING:
     from memopt.profiler.variants import StepVariant, VariantStep
+    from memopt.reductions.chain_view import ChainView
 
 Only: TypeAlias = Literal["all", "asked", "devices"]
 _LEAST_BYTES = 2**20
 _SAVES = 0.97
 """A loss in chunks that leaves more of the peak than this is planned no further."""
+_MOST_SLOWER = 1.5
+"""Activations are not moved where that surely takes so much longer than recomputing them."""
 _WAYS = {"store-all": "", "rotor": RECOMPUTE, "dynprog": OFFLOAD}
 """Strategy → how a rung says that it is used."""
-_FEWER_BITS = {"adam": "adam-8bit", "adamw": "adamw-8bit"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class LadderRequest:
     dtype: str | None = None
 
 
+@full_collections_deferred()
 def ladder(
     model: Any,
     inputs: Any,
@@ -133,14 +138,6 @@ def ladder(
         return made.ladder(rank, only, heard or (lambda _rung: None))
 
 
-def with_adapters(model: Any, rank: int) -> Any:
-    """Freeze a model and give its blocks' linear layers adapters of this rank, in place."""
-    from memopt.profiler.adapters import adapted
-    from memopt.profiler.shallow import block_lists
-
-    return adapted(model, rank, inside=[one.path for one in block_lists(model)])
-
-
 def _dtype_of(model: Any) -> str | None:
     dtypes = [str(p.dtype) for p in model.parameters() if p.is_floating_point()]
     most = max(dtypes, key=dtypes.count, default=None)
@@ -158,12 +155,15 @@ class _LadderMaker:
         self._asked, self._inputs = asked, inputs
         pricing = Pricing(asked.device, "estimate")
 
-        def price(built: Any, given: Any) -> Any:
-            return profiled_for(built, given, step, pricing, asked.device, lambda _s, _w: None)
+        def price(built: Any, given: Any, kernels: str) -> Any:
+            how = replace(pricing, kernels=kernels)
+            return profiled_for(built, given, step, how, asked.device, lambda _s, _w: None)
 
-        self._variants = Variants(model, inputs, asked.device, price, _sharded)
+        self._variants = Variants(model, inputs, asked.device, price, sharded_over)
         self._report = report
         self._peaks: dict[_Way, int] = {}
+        self._views: dict[int, tuple[Graph, ChainView]] = {}
+        self._beside_bytes = 0
 
     def ladder(self, rank: int, only: Only, heard: Callable[[Rung], None]) -> Ladder:
         """Try every way, the asked one first."""
@@ -171,21 +171,24 @@ class _LadderMaker:
         ways = list(self._ways(rank))
         if only != "all":
             own = ways[0].variant
-            ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
             ways = [w for w in ways if not w.chunked and w.optimizer == asked.optimizer]
-            ways = ways[: 1 if only == "asked" else None]
+            if only == "asked":
+                ways = [w for w in ways if replace(w.variant, tiled=False) == own]
+            else:
+                ways = [w for w in ways if replace(w.variant, ranks=own.ranks) == own]
         rungs: list[Rung] = []
         for number, way in enumerate(ways):
             self._report(number / len(ways), ", ".join(way.said) or "as asked")
             if _needless(way, rungs, asked.ranks):
                 continue
-            for rung in self._rungs(way, _offload_pays(rungs)):
+            for rung in self._rungs(way, offload_pays(rungs)):
                 rungs.append(rung)
                 heard(rung)
-        first = self._graph(ways[0])
-        if first is None:
+        if (first := self._graph(ways[0])) is None:
             raise MemoptError("nothing was estimated")
-        whole, step = first
+        whole, held_bytes, step = first
+        held_bytes += whole.extra_resident_bytes
+        whole = replace(whole, extra_resident_bytes=held_bytes)
         rungs.sort(key=lambda r: (not r.fits, -r.rate_of_one, r.needed_bytes or 0))
         return Ladder(
             device=asked.device,
@@ -209,14 +212,14 @@ class _LadderMaker:
         first: tuple[str, ...] = ()
         yield _Way(own, asked.optimizer, False, ())
         if asked.dtype == "float32":
+            yield from self._tiles(own, first)
             own, first = replace(own, dtype="bfloat16"), ("bfloat16",)
             yield _Way(own, asked.optimizer, False, first)
         yield _Way(own, asked.optimizer, True, (*first, CHUNKED))
-        fewer = _FEWER_BITS.get(asked.optimizer or "")
-        if fewer is None and (asked.optimizer or "").endswith("-fp32"):
-            fewer = (asked.optimizer or "").replace("-fp32", "-8bit")
+        yield from self._tiles(own, first)
+        fewer = None if asked.optimizer is None else in_8_bits(asked.optimizer)
         if fewer is not None and not asked.lora:
-            said = (*first, "8-bit optimizer state")
+            said = (*first, FEWER_BITS)
             yield _Way(own, fewer, False, said)
             yield _Way(own, fewer, True, (*said, CHUNKED))
         adapted = replace(own, rank=asked.lora or rank)
@@ -224,6 +227,7 @@ class _LadderMaker:
         if not asked.lora:
             yield _Way(adapted, asked.optimizer, False, (*first, name))
             yield _Way(adapted, asked.optimizer, True, (*first, name, CHUNKED))
+            yield from self._tiles(adapted, (*first, name))
         if asked.ranks == 1:
             packed = replace(adapted, quantized=True)
             yield _Way(packed, asked.optimizer, False, (*first, f"Q{name}"))
@@ -234,13 +238,26 @@ class _LadderMaker:
                     said = (*first, f"sharded over {ranks}")
                     yield _Way(replace(own, ranks=ranks), asked.optimizer, False, said)
 
-    def _graph(self, way: _Way) -> tuple[Graph, VariantStep] | None:
+    def _tiles(self, variant: StepVariant, said: tuple[str, ...]) -> Iterator[_Way]:
+        from memopt.kernels.tiled.kernel import LEAST_ROWS_OF_ACCELERATORS as LEAST
+
+        if tokens_of(self._inputs) >= 2 * LEAST:
+            variant = replace(variant, tiled=True)
+            yield _Way(variant, self._asked.optimizer, False, (*said, TILED))
+
+    def _graph(self, way: _Way) -> tuple[Graph, int, VariantStep] | None:
+        """Return the graph of a way's step without the bytes of its optimizer's state, those, and
+        the step. Ways with other optimizers share the graph and what is known of it."""
         step = self._variants.step(way.variant)
         graph = step.chunked if way.chunked else step.graph
         if graph is None:
             return None
-        more = step.with_optimizer(way.optimizer).state.bytes_total
-        return replace(graph, extra_resident_bytes=graph.extra_resident_bytes + more), step
+        return graph, step.with_optimizer(way.optimizer).state.bytes_total, step
+
+    def _view(self, graph: Graph) -> ChainView:
+        if id(graph) not in self._views:
+            self._views[id(graph)] = graph, chain_view(graph)
+        return self._views[id(graph)][1]
 
     def _holds(self, way: _Way) -> int | None:
         """Return the bytes that a way holds whatever the plan, where that is known before its step
@@ -256,17 +273,18 @@ class _LadderMaker:
     def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
         """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
         recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
-        budget, known = self._asked.budget_bytes, self._holds(way)
-        if known is not None and known > budget:
+        budget = self._asked.budget_bytes
+        if (self._holds(way) or 0) > budget:
             return
         found = self._graph(way)
         if found is None:
             return
-        graph, step = found
-        peak = replay(graph, store_all(graph)).peak_bytes
+        graph, held_bytes, step = found
+        peak = replay(graph, store_all(graph)).peak_bytes + held_bytes
         self._peaks[replace(way, said=())] = peak
+        solve_for = partial(self._solve, graph, held_bytes)
         if peak <= budget:
-            plan = self._solve(graph, "store-all", None, budget)
+            plan = solve_for("store-all", budget)
             peak = max(peak, reserved_bytes(plan))
             if peak <= max(budget, self._asked.device.capacity_bytes or peak):
                 yield self._rung(way, step, plan, "store-all")
@@ -274,24 +292,31 @@ class _LadderMaker:
         yield _unfit(way, "", peak)
         if way.chunked and peak > _SAVES * self._peaks.get(replace(way, said=(), chunked=False), 0):
             return
-        view, fitted = None, False
-        for strategy in ("rotor", "dynprog") if graph.resident_bytes < budget else ():
-            view = view or chain_view(graph)
-            if strategy == "dynprog" and not (
-                self._asked.device.is_linked and (offload or not fitted)
-            ):
+        found_plan: PlanRecord | None = None
+        room = budget - held_bytes
+        for strategy in ("rotor", "dynprog") if graph.resident_bytes < room else ():
+            if strategy == "dynprog" and not self._may_move(peak - budget, found_plan, offload):
                 continue
             try:
-                plan = self._solved(graph, strategy, view)
+                found_plan = plan = self._solved(partial(solve_for, strategy))
             except InfeasibleBudgetError as error:
-                yield _unfit(way, _WAYS[strategy], error.smallest_budget_bytes)
+                least = error.smallest_budget_bytes
+                yield _unfit(way, _WAYS[strategy], None if least is None else least + held_bytes)
             except (ValueError, MemoptError):
                 continue  # not a chain, or no transfers in such a step
             else:
-                fitted = True
                 yield self._rung(way, step, plan, strategy)
-        if not fitted and not way.chunked:
+        if found_plan is None and not way.chunked:
             yield from self._moved(way, step)
+
+    def _may_move(self, excess_bytes: int, recomputing: PlanRecord | None, offload: bool) -> bool:
+        """Whether moved activations are worth a plan, beside one that recomputes: what exceeds the
+        budget goes to the host before the peak and comes back after it."""
+        device = self._asked.device
+        if recomputing is None or not device.is_linked:
+            return device.is_linked
+        moved_s = device.swap_out_time_s(excess_bytes) + device.swap_in_time_s(excess_bytes)
+        return offload and moved_s <= _MOST_SLOWER * recomputing.step_time_s
 
     def _moved(self, way: _Way, step: VariantStep) -> Iterator[Rung]:
         """Yield the rung with parameters and state on the host, where no other plan of it fits."""
@@ -309,13 +334,20 @@ class _LadderMaker:
         else:
             yield _unfit(way, what, found)
 
-    def _solved(self, graph: Graph, strategy: str, view: Any) -> PlanRecord:
-        asked, made = self._asked, partial(self._solve, graph, strategy, view)
-        return soon_within_card(made, asked.budget_bytes, asked.device.capacity_bytes)
+    def _solved(self, solve_for: Callable[[int], PlanRecord]) -> PlanRecord:
+        asked, card_bytes = self._asked, self._asked.device.capacity_bytes
+        # Like steps leave like gaps between the budget and what is reserved.
+        plan = soon_within_card(solve_for, asked.budget_bytes, card_bytes, self._beside_bytes)
+        if plan.budget is not None and self._beside_bytes == 0:
+            self._beside_bytes = max(0, reserved_bytes(plan) - plan.budget)
+        return plan
 
-    def _solve(self, graph: Graph, strategy: str, view: Any, budget_bytes: int) -> PlanRecord:
-        device = self._asked.device
-        return solve(graph, budget_bytes, resolve(strategy), device=device, view=view)
+    def _solve(self, graph: Graph, held_bytes: int, strategy: str, budget_bytes: int) -> PlanRecord:
+        """Plan a graph beside so many bytes that are there throughout."""
+        device, chosen = self._asked.device, resolve(strategy)
+        view = None if strategy == "store-all" else self._view(graph)
+        budget_bytes = max(1, budget_bytes - held_bytes)
+        return holding(solve(graph, budget_bytes, chosen, device=device, view=view), held_bytes)
 
     def _rung(
         self,
@@ -329,7 +361,7 @@ class _LadderMaker:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
         update_s = figures.update_s(device)
         time_s = plan.step_time_s + update_s if whole_s is None else whole_s
-        samples = tokens_of(self._inputs) or _examples(self._inputs)
+        samples = tokens_of(self._inputs) or examples_of(self._inputs)
         return Rung(
             changes=_said(way, how or _WAYS[strategy]),
             fits=True,
@@ -346,24 +378,17 @@ class _LadderMaker:
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
     """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, or one on fewer devices, of which there are `ranks`: on several, one
-    that trains the same."""
+    without its loss in chunks, for tiles one that trains the same, or one on fewer devices, of
+    which there are `ranks`: on several, one that trains the same."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
     more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
-    if way.variant.ranks > ranks and any(more):
+    same = any(
+        r.fits and trained_otherwise(r.changes) == trained_otherwise(way.said) for r in rungs
+    )
+    if (way.variant.ranks > ranks and any(more)) or (way.variant.tiled and same):
         return True
     own = tuple(one for one in way.said if one != CHUNKED)
     return (() in whole and way.said != ("bfloat16",)) or (way.chunked and own in whole)
-
-
-def _offload_pays(rungs: list[Rung]) -> bool:
-    """Whether moving activations was faster than recomputing them, where both were tried."""
-    rates = {rung.changes: rung.rate_of_one for rung in rungs}
-    return all(
-        rates[(*changes[:-1], OFFLOAD)] >= rate
-        for changes, rate in rates.items()
-        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
-    )
 
 
 def _said(way: _Way, more: str) -> tuple[str, ...]:
@@ -372,22 +397,3 @@ def _said(way: _Way, more: str) -> tuple[str, ...]:
 
 def _unfit(way: _Way, more: str, needed: int | None) -> Rung:
     return Rung(_said(way, more), False, needed_bytes=needed, ranks=way.variant.ranks)
-
-
-def _examples(inputs: Any) -> int:
-    from memopt.torch_private import pytree
-
-    sizes = [leaf.shape for leaf in pytree.tree_leaves(inputs) if hasattr(leaf, "shape")]
-    return next((int(size[0]) for size in sizes if len(size)), 1)
-
-
-@contextmanager
-def _sharded(model: Any, ranks: int) -> Iterator[Any]:
-    """Spread a model over ranks that need not exist; one: leave it as it is."""
-    if ranks == 1:
-        yield model
-        return
-    build: Callable[[Any], Any] = lambda mesh: shard(model, mesh)  # noqa: E731
-    spread: AbstractContextManager[Any] = on_mesh(build, Mesh(data=ranks), "estimate")
-    with spread as built:
-        yield built

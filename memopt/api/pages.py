@@ -16,7 +16,7 @@ from memopt.models.chain import Chain
 from memopt.models.graph import Graph
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
-from memopt.report.page.data import OtherSaving, Subject
+from memopt.report.page.data import Subject
 from memopt.report.page.document import Page
 from memopt.strategies import Status, Strategy, resolve
 from memopt.strategies.target import chain_view
@@ -109,7 +109,7 @@ def _texts(plan: PlanRecord) -> Mapping[int, str]:
     return {i: known[tensor.name] for i, tensor in tensors if tensor.name in known}
 
 
-def _savings(plan: PlanRecord) -> tuple[OtherSaving, ...]:
+def _savings(plan: PlanRecord) -> tuple[tuple[str, int], ...]:
     """List optimizers with less state than the planned one, and the bytes that they free."""
     if plan.profiled is None or plan.profiled.optimizer is None or plan.record is None:
         return ()
@@ -124,7 +124,7 @@ def _savings(plan: PlanRecord) -> tuple[OtherSaving, ...]:
         if spec.requires_grad
     ]
     smaller = smaller_states(state, trained, plan.record.block_bytes)
-    return tuple(OtherSaving(f"{name} instead of {state.name}", size) for name, size in smaller)
+    return tuple((f"{name} instead of {state.name}", size) for name, size in smaller)
 
 
 def _nearby(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from memopt.api.ranks import telling_ranks
 from memopt.models.budget import format_bytes
 from memopt.models.options import Mismatch
 from memopt.plan_record import PlanRecord
@@ -45,6 +46,7 @@ class Plan(PlanRecord):
         profiled = self._need_profile("show its code")
         return install(profiled.captured, profiled.lowering, self.program).source
 
+    @telling_ranks("a plan is applied", 1)
     def apply(
         self,
         model: nn.Module,
@@ -96,6 +98,7 @@ class Plan(PlanRecord):
             last=self._last,
         )
 
+    @telling_ranks("a plan is applied", 1)
     def train_step(
         self,
         model: nn.Module,
@@ -147,6 +150,7 @@ class Plan(PlanRecord):
 
         return Plan.of(plan_for(self, model, call)).apply(model)
 
+    @telling_ranks("a plan is checked", 1)
     def check(
         self,
         model: nn.Module,

@@ -9,6 +9,7 @@ from typing import Any
 from memopt.api.cluster import on_mesh, with_cluster
 from memopt.api.deferred import deferred
 from memopt.api.plan import Plan
+from memopt.api.ranks import telling_ranks
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan, planned_device, reporting_on
 from memopt.api.solving import solve as solve_record
@@ -17,13 +18,22 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.mesh import Mesh
-from memopt.models.options import Mode, PassOptions, PlanLimits, Pricing, Returns, StepOptions
+from memopt.models.options import (
+    Mode,
+    PassOptions,
+    PlanLimits,
+    Pricing,
+    Returns,
+    StepOptions,
+    parse_returns,
+)
 from memopt.models.progress import Progress
 from memopt.models.step_rules import StepRules, scales
 from memopt.stages import profiled_for
 from memopt.strategies import Strategy
 
 
+@telling_ranks("a step is planned")
 def plan(
     model: Any,
     inputs: Any = None,
@@ -108,7 +118,10 @@ def plan(
         kernels: the kernels that operators run: "aten", torch's own, as in eager mode; "compiled",
             Inductor's fused ones wherever operators between matrix products, convolutions and
             attentions can be fused (they round otherwise, and draw other random numbers); "auto",
-            for each region the faster of both. The last two are measured, and need a compiler.
+            for each region the faster of both; these two are measured, and need a compiler.
+            "tiled", for long sequences: what works token by token runs on some tokens at a time,
+            forward and backward, so that nothing between two attentions is kept. Loss and outputs
+            are eager's; gradients of parameters are summed chunk by chunk, which rounds otherwise.
         mesh: with mode="estimate", the ranks of a cluster that need not exist; one of them is
             planned. `model` is then a function from a torch DeviceMesh to the model that
             communicates over it (`lambda mesh: memopt.shard(build(), mesh)`), `inputs` one
@@ -132,7 +145,7 @@ def plan(
         steady_state=steady_state,
         accumulate=accumulate,
         rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
-        returns=returns,
+        returns=parse_returns(returns),
     )
     wanted = PlanRequest(
         strategy,
@@ -183,16 +196,18 @@ def profile(
     mode: Mode = "measure",
     kernels: str = "aten",
     cache: bool = True,
+    mesh: Mesh | None = None,
+    returns: Returns = "all",
     progress: bool | Progress = True,
 ) -> Graph:
     """Capture and price a model's training step, measured here or estimated for `device`; the graph
     can be planned, linearized (`graph.to_chain()`) and saved without torch. The arguments are those
     of `plan`."""
     target = planned_device(device, mode)
-    step = StepOptions(loss_fn, targets, optimizer)
+    step = StepOptions(loss_fn, targets, optimizer, returns=parse_returns(returns))
     pricing = Pricing(device, mode, kernels, cache)
-    with reporting_on(progress) as report:
-        profiled = profiled_for(model, inputs, step, pricing, target, report)
+    with reporting_on(progress) as report, on_mesh(model, mesh, mode) as built:
+        profiled = profiled_for(built, inputs, step, pricing, target, report)
     if profiled is None:
         raise ValueError("profile takes an nn.Module and its example inputs")
     return profiled.graph

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memopt.api.request import PlanRequest
 from memopt.errors import MemoptError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from memopt.step.profiled import Profiled
     from memopt.step.ranks import Ranks
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 PLANNING = "rank 0 plans"
 
 
@@ -32,6 +36,33 @@ def planning_ranks(model: Any, mode: str) -> Ranks | None:
     from memopt.step.ranks import ranks_of
 
     return ranks_of(model) if isinstance(model, nn.Module) else None
+
+
+def telling_ranks(doing: str, place: int = 0) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that ranks call together: an error that one of them meets alone, such as
+    a budget that cannot be read, ends the call on all ranks that run the model.
+
+    Args:
+        doing: what the function does, for messages.
+        place: of the model in the function's arguments.
+    """
+
+    def decorated(call: Callable[P, T]) -> Callable[P, T]:
+        @wraps(call)
+        def told(*args: P.args, **kwargs: P.kwargs) -> T:
+            model = args[place] if len(args) > place else kwargs.get("model")
+            torch = sys.modules.get("torch")
+            alone = kwargs.get("mode") == "estimate"
+            if torch is None or alone or not isinstance(model, torch.nn.Module):
+                return call(*args, **kwargs)
+            from memopt.step.ranks import telling_ranks as telling
+
+            with telling(model, doing):
+                return call(*args, **kwargs)
+
+        return told
+
+    return decorated
 
 
 def find_ranks(model: Any, inputs: Any, mode: str) -> Captured | None:

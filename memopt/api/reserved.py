@@ -29,6 +29,7 @@ LOWERED = 12
 """How often the budget on allocated bytes is lowered at most."""
 RAISED = 4
 """How often it is raised again, by half of the distance to a budget whose plan did not fit."""
+_MARGIN = 300
 
 
 def planned_within(
@@ -98,24 +99,59 @@ def within_card(
 
 
 def soon_within_card(
-    solve_for: Callable[[int], PlanRecord], budget_bytes: int, card_bytes: int | None
+    solve_for: Callable[[int], PlanRecord],
+    budget_bytes: int,
+    card_bytes: int | None,
+    beside_bytes: int = 0,
 ) -> PlanRecord:
     """Plan as `within_card` does, in three plans at most: the budget is lowered by the bytes that
     are reserved beyond the device's, and not raised again.
 
+    Args:
+        solve_for, budget_bytes, card_bytes: as for `within_card`.
+        beside_bytes: expected to be reserved beyond a plan's budget, from a like step.
+
     Raises:
         InfeasibleBudgetError: none of them fits.
     """
-    limit = budget_bytes
+    if card_bytes is None:
+        return solve_for(budget_bytes)
+    tried, excess = budget_bytes + 1, 0
+    limit = min(budget_bytes, max(1, card_bytes - beside_bytes))
     for times in (1, 2, 2):
-        plan = solve_for(limit)
-        excess = 0 if card_bytes is None else reserved_bytes(plan) - card_bytes
+        try:
+            plan = solve_for(limit)
+        except InfeasibleBudgetError as error:
+            least = error.smallest_budget_bytes
+            if limit >= budget_bytes or least is None or least >= tried:
+                raise
+            limit = least  # it was lowered too far at once
+            continue
+        excess = reserved_bytes(plan) - card_bytes
         if excess <= 0:
             return plan
-        limit = max(1, limit - times * excess)
+        # A little more is lowered, since the next plan's excess differs a little.
+        tried, limit = limit, max(1, limit - times * excess - card_bytes // _MARGIN)
     raise InfeasibleBudgetError(
         f"the allocator reserves {excess} bytes more than the device has: lower the budget",
         budget_bytes,
+    )
+
+
+def holding(plan: PlanRecord, more_bytes: int) -> PlanRecord:
+    """Return a plan within a budget of so many bytes more, that are there throughout the step."""
+    graph, base, chain = plan.graph, plan.baseline, plan.chain
+    if chain is not None:
+        chain = replace(chain, resident_bytes=chain.resident_bytes + more_bytes)
+    extra_bytes = graph.extra_resident_bytes + more_bytes
+    return replace(
+        plan,
+        budget=None if plan.budget is None else plan.budget + more_bytes,
+        peak_bytes=plan.peak_bytes + more_bytes,
+        resident_bytes=plan.resident_bytes + more_bytes,
+        baseline=replace(base, peak_bytes=base.peak_bytes + more_bytes),
+        graph=replace(graph, extra_resident_bytes=extra_bytes),
+        chain=chain,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memopt.api.improving import Improving
 from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
-from memopt.api.ranks import find_ranks, planning_ranks
+from memopt.api.ranks import find_ranks, planning_ranks, telling_ranks
 from memopt.api.recalled import is_within
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module")
 
 
+@telling_ranks("a model is wrapped")
 def wrap(
     model: M,
     budget: int | float | str | None = None,

@@ -15,6 +15,7 @@ from memopt.capture.as_eager.masks import with_whole_masks
 from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
+from memopt.capture.known_attributes import known_attributes
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.real_values import real_values_uncopied
@@ -148,6 +149,7 @@ def dynamo_capture(
     with (
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),
+        known_attributes(),
         guards_heard() as heard,
         real_values_uncopied(),
     ):
@@ -191,7 +193,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         refused.modules = tuple(name for name in names_of_modules(failing) if name in own)
         raise refused from error
     except AssertionError as error:
-        raise CaptureError(why_not_taken(model, error)) from error
+        raise CaptureError(why_not_taken(model, call, error)) from error
     except NotImplementedError as error:
         if "argument of type" in str(error):
             raise CaptureError(why_not_captured(model, call, error)) from error

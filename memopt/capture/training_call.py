@@ -37,10 +37,20 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     # An adapted model (PEFT) passes on its arguments.
     inner: Any = getattr(model, "get_base_model", None)
     base = inner() if callable(inner) else model
-    names = list(inspect.signature(base.forward).parameters)
-    if "use_cache" in call.kwargs or "use_cache" not in names[len(call.args) :]:
+    if "use_cache" in call.kwargs or not _takes_it(base, len(call.args)):
         return call
     return replace(call, kwargs={**call.kwargs, "use_cache": False})
+
+
+def _takes_it(model: nn.Module, given: int = 0) -> bool:
+    """Return whether a forward takes `use_cache`, after so many arguments, or hands it on as one of
+    its **kwargs to the model inside."""
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in list(parameters)[given:]:
+        return True
+    inner = getattr(model, "base_model", None)
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return hands_on and isinstance(inner, nn.Module) and inner is not model and _takes_it(inner)
 
 
 def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:

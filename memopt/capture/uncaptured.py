@@ -78,9 +78,9 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     return f"{what}: {said}{without_labels(call)}"
 
 
-def why_not_taken(model: nn.Module, error: Exception) -> str:
+def why_not_taken(model: nn.Module, call: Call, error: Exception) -> str:
     """Explain why an argument or a result of the model cannot be in a graph."""
-    remedy = cache_remedy(model)
+    remedy = cache_remedy(model, call)
     said = said_remedy(str(error)) if remedy is None else None
     if said is not None:
         return f"the model cannot be captured as one graph: {said}"
@@ -197,10 +197,12 @@ def _backward_hooks(model: nn.Module) -> str | None:
     return None
 
 
-def cache_remedy(model: nn.Module) -> str | None:
+def cache_remedy(model: nn.Module, call: Call) -> str | None:
     """Return the remedy for a result that is no pytree, if it is the model's cache."""
     if not getattr(getattr(model, "config", None), "use_cache", False):
         return None
+    if call.kwargs.get("use_cache") is False:
+        return "The model makes a key/value cache itself (prefix tuning) and returns it"
     return (
         "The model is configured to return its key/value cache, which training does not need and "
         "which would keep every layer's keys and values: set model.config.use_cache = False, or "

@@ -24,10 +24,11 @@ def chosen_device(name: str | None, file: Path | None, capacity: str | None) -> 
         if name is not None and file is not None:
             raise ValueError("the file names a device, and --device another: leave one out")
         found: Device | str | None = name if file is None else _read(file)
+    with value_of("--device"):
+        found = find_device(found) if isinstance(found, str) else found
     if capacity is None:
         return found
-    with value_of("--device"):
-        base = find_device(found) if isinstance(found, str) else found or Device()
+    base = found or Device()
     with value_of("--capacity"):
         size = parse_budget(int(capacity) if capacity.isdecimal() else capacity, 1)
         if size is None or size < 2**20:

@@ -51,6 +51,8 @@ def explore(
     device_file: options.DeviceFile = None,
     capacity: options.Capacity = None,
     lora: options.Lora = None,
+    returns: options.Returns = "all",
+    ranks: options.Ranks = None,
 ) -> None:
     """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
     written = {"--out": out, "--csv": csv, "--snapshot": snapshot}
@@ -63,11 +65,10 @@ def explore(
             raise OptionError("--csv writes the curve of a model; a saved plan has none")
         page = load(target).report(out, points=points, progress=not quiet)
     else:
-        named = device is not None or device_file is not None
-        how = mode or ("estimate" if named else "measure")
         sizes = (optimizer, batch, sequence, dtype, cache)
-        priced = options.ModelOptions(target, device, how, *sizes, quiet=quiet)
+        priced = options.ModelOptions(target, device, mode, *sizes, quiet=quiet)
         priced = replace(priced, device_file=device_file, capacity=capacity, lora=lora)
+        priced = replace(priced, returns=returns, ranks=ranks)
         asked = {**priced.arguments(), "strategies": strategy or DEFAULT}
         made = memopt.curve(**asked, points=points, time_limit_s=time_limit)
         page = made.report(out)

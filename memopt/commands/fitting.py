@@ -15,7 +15,7 @@ from memopt.commands import options
 from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
 from memopt.models.options import StepOptions, parse_returns
-from memopt.report.ladder import OFFLOAD, RECOMPUTE, Ladder, Rung
+from memopt.report.ladder import CHUNKED, Ladder, Rung
 
 SOLVED = ("batch", "sequence", "gpus")
 _MOST = 8
@@ -34,8 +34,6 @@ def fits(
             help="Ask these instead (see `memopt strategies`; may be given several times)."
         ),
     ] = None,
-    ranks: options.Ranks = None,
-    returns: options.Returns = "all",
     solve: Annotated[
         str | None,
         typer.Option(help="batch, sequence: the largest that fits. gpus: the fewest."),
@@ -43,29 +41,26 @@ def fits(
 ) -> None:
     """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
     limit = options.budget_of(budget)
-    if model.mode is None and model.place is not None:
-        model = replace(model, mode="estimate")
+    model = replace(model, mode=model.how)
     for name in strategy or ():
         options.check_strategy(name)
     with value_of("--returns"):
-        step = StepOptions(returns=parse_returns(returns))
+        step = StepOptions(returns=parse_returns(model.returns))
     with value_of("--solve"):
         if solve is not None and solve not in SOLVED:
             raise ValueError(f"there is no {solve!r} to solve for; take {', '.join(SOLVED)}")
         if solve is not None and (strategy or model.mode != "estimate"):
             raise ValueError("goes with an estimate (--device H100), and without --strategy")
-    if model.mode != "estimate" and limit is None and model.place is None and ranks is None:
+    if model.mode != "estimate" and limit is None and model.place is None and model.ranks is None:
         raise OptionError(
             'name a device (--gpu RTX4090), or a budget of this one (--budget "6GiB")'
         )
     if strategy or model.mode != "estimate":
-        if returns != "all":
-            raise OptionError("--returns: goes with an estimate, and without --strategy")
-        _ask_strategies(model, limit, strategy, ranks)
+        _ask_strategies(model, limit, strategy)
         return
     if model.optimizer is None:
         model = replace(model, optimizer="adamw")
-    asked = _Asked(model, limit, ranks or 1, step)
+    asked = _Asked(model, limit, step)
     found = asked.ladder("devices" if solve == "gpus" else "all")
     answer = asked.largest(solve, found) if solve in ("batch", "sequence") else None
     if solve == "gpus":
@@ -89,16 +84,15 @@ class _Asked:
         self,
         model: options.ModelOptions,
         budget: int | str | None,
-        ranks: int,
         step: StepOptions,
     ) -> None:
-        self._model, self._budget, self._ranks, self._step = model, budget, ranks, step
+        self._model, self._budget, self._step = model, budget, step
         sizes = model.model.startswith("hf:")  # a factory chooses its own
         self.header = {"batch": model.batch, "sequence": model.sequence} if sizes else {}
 
     def _given(self, **sizes: int) -> tuple[NamedModel, dict[str, Any]]:
         """Return the model and the arguments of `ladder`, with other sizes."""
-        model = replace(self._model, lora=None, **sizes)  # type: ignore[arg-type]
+        model = replace(self._model, lora=None, ranks=None, **sizes)  # type: ignore[arg-type]
         arguments = model.arguments()
         step = replace(self._step, loss_fn=arguments["loss_fn"])
         named = NamedModel(arguments["model"], arguments["inputs"])
@@ -107,7 +101,7 @@ class _Asked:
             "budget": self._budget,
             "optimizer": model.optimizer,
             "lora": self._model.rank,
-            "ranks": self._ranks,
+            "ranks": self._model.ranks or 1,
             "step": step,
             "progress": not model.silent,
         }
@@ -139,7 +133,7 @@ class _Asked:
             return min((r.needed_bytes or limit + 1 for r in rungs), default=limit + 1)
 
         first: int = getattr(self._model, what)
-        asked = [r for r in found.rungs if r.name in ("as asked", RECOMPUTE, OFFLOAD)]
+        asked = [r for r in found.rungs if r.is_as_asked and CHUNKED not in r.changes]
         known = {first: min((r.needed_bytes or limit + 1 for r in asked), default=limit + 1)}
         return largest_size(needed, first, limit, lambda _size: len(tried) < _MOST, known)[0]
 
@@ -149,12 +143,9 @@ class _Asked:
 
 
 def _ask_strategies(
-    model: options.ModelOptions,
-    limit: int | str | None,
-    strategy: list[str] | None,
-    ranks: int | None,
+    model: options.ModelOptions, limit: int | str | None, strategy: list[str] | None
 ) -> None:
-    arguments = options.on_ranks(model.arguments(), ranks)
+    arguments = model.arguments()
     del arguments["cache"]
     found = memopt.fits(**arguments, budget=limit, strategies=tuple(strategy or DEFAULT_STRATEGIES))
     if model.as_json:

@@ -12,14 +12,16 @@ from typing import Annotated, Any
 import typer
 
 import memopt
-from memopt.api.ladder import with_adapters
+from memopt.api.cluster import with_adapters
 from memopt.api.solving import planned_device
 from memopt.commands.devices import chosen_device
 from memopt.commands.output import failures, value_of
 from memopt.commands.targets import DTYPES, Sizes, load_target
 from memopt.models import device as models
 from memopt.models.budget import check_budget
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.optimizer_names import optimizer_name
+from memopt.models.options import parse_returns
 from memopt.strategies import resolve
 
 Model = Annotated[
@@ -72,7 +74,7 @@ Mode = Annotated[
     str | None,
     typer.Option(
         help="measure: run the kernels here. estimate: price them for --device.",
-        show_default="measure; of `fits` and `explore` with a device, estimate",
+        show_default="estimate with --device or --device-file, else measure",
     ),
 ]
 Optimizer = Annotated[
@@ -99,11 +101,19 @@ class ModelOptions:
     device_file: DeviceFile = None
     capacity: Capacity = None
     lora: Lora = None
+    returns: Returns = "all"
+    ranks: Ranks = None
 
     @property
     def place(self) -> models.Device | str | None:
         """What `device=` takes."""
         return chosen_device(self.device, self.device_file, self.capacity)
+
+    @property
+    def how(self) -> Any:
+        """The mode: as asked, or an estimate where a device is named."""
+        named = self.device is not None or self.device_file is not None
+        return self.mode or ("estimate" if named else "measure")
 
     @property
     def rank(self) -> int:
@@ -117,19 +127,21 @@ class ModelOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for `memopt.plan` and its like: model, pricing and progress."""
-        mode: Any = self.mode or "measure"
+        mode = self.how
+        place = self.place
         with value_of("--device" if mode in ("measure", "estimate") else "--mode"):
-            place = self.place
             planned_device(place, mode)
         if self.optimizer is not None:
             with value_of("--optimizer"):
                 optimizer_name(self.optimizer)
         check_dtype(self.dtype)
+        with value_of("--returns"):
+            returns = parse_returns(self.returns)
         # An estimate computes nothing, so the model needs no weights.
         sizes = Sizes(self.batch, self.sequence, meta=mode == "estimate", dtype=self.dtype)
         rank = self.rank
         found = load_target(self.model, sizes)
-        return {
+        arguments = {
             "model": with_adapters(found.model, rank) if rank else found.model,
             "inputs": found.inputs,
             "loss_fn": found.loss_fn,
@@ -138,7 +150,9 @@ class ModelOptions:
             "optimizer": self.optimizer,
             "cache": self.cache,
             "progress": not self.silent,
+            "returns": returns,
         }
+        return _on_ranks(arguments, self.ranks)
 
 
 def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +181,7 @@ def rank_of(text: str | None) -> int:
         return int(number)
 
 
-def on_ranks(arguments: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+def _on_ranks(arguments: dict[str, Any], ranks: int | None) -> dict[str, Any]:
     """Spread the model of these arguments over ranks that need not exist, by `memopt.shard`."""
     if ranks is None:
         return arguments
@@ -234,7 +248,7 @@ def reporting_failures(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**arguments: Any) -> None:
-        with failures(arguments.get("as_json", False)):
+        with full_collections_deferred(), failures(arguments.get("as_json", False)):
             command(**arguments)
 
     return run

@@ -12,7 +12,6 @@ from memopt.api.plan import Plan, load
 from memopt.commands import options
 from memopt.commands.output import OptionError, plan_figures, say, say_json, value_of
 from memopt.commands.targets import Sizes, load_target
-from memopt.models.options import parse_returns
 from memopt.strategies.host_budget import parse_host_budget
 
 
@@ -30,8 +29,6 @@ def plan(
     host_budget: Annotated[
         str | None, typer.Option(help='Most on the host at once: bytes or "6GiB"; 0: none.')
     ] = None,
-    returns: options.Returns = "all",
-    ranks: options.Ranks = None,
 ) -> None:
     """Plan a model's training step within a memory budget."""
     limit = options.budget_of(budget)
@@ -40,15 +37,12 @@ def plan(
         parse_host_budget(host_bytes := host_budget_of(host_budget))
     options.check_writable("--out", out)
     options.check_picture(plot)
-    with value_of("--returns"):
-        returned = parse_returns(returns)
     made = memopt.plan(
-        **options.on_ranks(model.arguments(), ranks),
+        **model.arguments(),
         budget=limit,
         strategy=strategy,
         time_limit_s=time_limit,
         host_budget=host_bytes,
-        returns=returned,
     )
     if out is not None:
         made.save(out)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
 from memopt.step.joined_collectives import BUCKETS
-from memopt.step.ranks import ranks_in
+from memopt.step.ranks import members_in, ranks_in, telling_ranks
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, parameters_of
 
@@ -32,15 +32,29 @@ def sharded(
     bucket_bytes: int,
 ) -> M:
     """Shard a model's parameters; see `memopt.shard`."""
+    members = members_in(mesh) if isinstance(mesh, DeviceMesh) else ()
+    with telling_ranks(model, "the model is sharded", members):
+        return _sharded_together(
+            model, mesh, Sharding(mesh, param_dtype, reduce_dtype), shard_placement_fn, bucket_bytes
+        )
+
+
+def _sharded_together(
+    model: M,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None,
+    bucket_bytes: int,
+) -> M:
     _check(model, mesh)
+    param_dtype, reduce_dtype = sharding.param_dtype, sharding.reduce_dtype
     if bucket_bytes < 0:
         raise ValueError(f"bucket_bytes must be at least 0, got {bucket_bytes}")
-    sharding = Sharding(mesh, param_dtype, reduce_dtype)
     dims = {
         id(parameter): _dimension(name, parameter, sharding.ranks, shard_placement_fn)
         for name, parameter in model.named_parameters()
     }
-    ranks = ranks_in(mesh)
+    ranks = ranks_in(mesh, model)
     if ranks is not None:
         shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
         facts = {

@@ -76,6 +76,8 @@ class Homes:
         """Tensors whose new value is not complete on the host."""
         self._changed: set[int] = set()
         """Tensors that the host has updated in this step."""
+        self._updated: set[int] = set()
+        """Tensors that the device has."""
         self._begun: Callable[[], None] | None = None
 
     def __bool__(self) -> bool:
@@ -184,11 +186,11 @@ class Homes:
             elif state is not None:
                 states.pop(parameter, None)
             raise
-        if own is not None:
-            self._stale.add(own)
         if state is not None:
             self._there[state] = _movable(states.get(parameter, {}))
-            self._stale.add(state)
+        done = {one for one in (own, state) if one is not None}
+        self._stale |= done
+        self._updated |= done
 
     def restores(self, parameter: nn.Parameter) -> bool:
         """Return whether a failed update of this parameter changes nothing."""
@@ -196,10 +198,11 @@ class Homes:
         own = id(parameter) in self._tensors
         return own and (id(parameter) in self._state_tensors or not has_state)
 
-    def settle(self, *, complete: bool = False) -> None:
+    def settle(self, *, complete: bool = False, undone: bool = False) -> None:
         """End a step, complete or failed: copy updates to the host and drop device copies, except
         those that the next step begins with, if this step is complete. After a failed step also end
-        the copies of activations that nobody waits for, since they hold memory."""
+        the copies of activations that nobody waits for, since they hold memory. With `undone`, what
+        was updated is about to be restored: nothing is copied, which may be what has failed."""
         self.stop()
         for tensor in self.carried if complete else ():
             self._there.pop(tensor, None)
@@ -212,11 +215,14 @@ class Homes:
                 except (RuntimeError, OSError, MemoryError):
                     # A copy to the host failed, or one from it, which is then not needed.
                     updated = updated or self._is_shown(tensor, key, value)
-                if updated:
+                if updated and not undone:
                     self._write(tensor, key, value)
             self._stale.discard(tensor)
             self._there.pop(tensor)
-            self._show(tensor)
+            # One that the step began with on the device is still held there.
+            if not undone or (tensor in self._updated and (tensor, "") in self._views):
+                self._show(tensor)
+        self._updated.clear()
         while self._changed:
             self._leave(self._changed.pop())
         if not complete and self.swap is not None:

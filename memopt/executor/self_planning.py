@@ -35,7 +35,7 @@ from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
-from memopt.step.ranks import ranks_of
+from memopt.step.ranks import ranks_of, telling_ranks
 from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
@@ -142,7 +142,6 @@ class SelfPlanning:
         model.__dict__[_STATE] = self._plain_state
 
     def _makes_plans(self, alone: bool) -> PlanMaker:
-        """Return what makes this model's plans."""
         return PlanMaker(self.model, self._planner, self.around, alone, self.instead, self.family)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -367,7 +366,8 @@ class SelfPlanning:
         instead_of: Made | None = None,
         beside: Charges = NO_CHARGES,
     ) -> Made:
-        with self._planning, naming_parts(None if self._in_parts else self.model):
+        naming = naming_parts(None if self._in_parts else self.model)
+        with self._planning, naming, telling_ranks(self.model, "a step is planned"):
             made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)

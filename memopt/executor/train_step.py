@@ -286,8 +286,7 @@ class TrainStep:
             if drawn is not None and self._random is not None:
                 self._random.restore(drawn)
             if self._undo is not None:
-                # Updated tensors are on their way to the host.
-                self._homes.settle()
+                self._homes.settle(undone=True)
                 self._undo.restore()
                 changes.clear()
 

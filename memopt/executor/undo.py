@@ -51,14 +51,13 @@ class Undo:
                 self._keep((parameter, name), value)
 
     def _keep(self, key: tuple[torch.Tensor, str], tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
         copy = self._memory.get(key)
         if copy is None or (copy.size(), copy.dtype) != (tensor.size(), tensor.dtype):
             # Of its own size, if it is a part of a larger storage.
-            like = torch.empty_like(tensor, device="meta")
+            like = torch.empty_like(tensor.detach(), device="meta")
             copy = self._memory[key] = host_like(like, key[0].device)
         # In the compute stream's order, before the update.
-        copy.copy_(tensor, non_blocking=True)
+        copy.copy_(tensor.detach(), non_blocking=True)
         self._copies.append((tensor, copy))
 
     def restore(self) -> None:
@@ -74,7 +73,8 @@ class Undo:
                 state.update(entries)
                 self._optimizer.state[parameter] = state
         for tensor, copy in self._copies:
-            tensor.copy_(copy)
+            # A parameter may be on the host by now, or on the device.
+            tensor.detach().copy_(copy)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from memopt.models.arguments import Argument, Arguments, KeywordArguments, Nest,
 from memopt.models.codec import FLAT, NAME, SPARSE, Check, Columns, Line, Natural
 from memopt.models.step_rules import PLAIN, StepRules
 
-KERNELS = ("aten", "compiled", "auto")
+KERNELS = ("aten", "compiled", "auto", "tiled")
 _HALVES = (None, "bfloat16", "float16")
 
 
@@ -68,7 +68,9 @@ _BlockBytes = Annotated[
         lambda size: 1 <= size <= _LARGEST_BLOCK_BYTES,
     ),
 ]
-_Kernels = Annotated[str, Check("'aten', 'compiled' or 'auto'", lambda kernels: kernels in KERNELS)]
+_Kernels = Annotated[
+    str, Check("'aten', 'compiled', 'auto' or 'tiled'", lambda kernels: kernels in KERNELS)
+]
 _Repeated = Annotated[
     tuple[int, int],
     Columns("position", "earlier position"),

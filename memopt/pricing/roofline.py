@@ -91,7 +91,8 @@ def estimate_costs(
             known[call.text] = Cost(network_s, 0, _result_bytes(call, outputs, device))
         elif call.text not in known and isinstance(node.target, FusedKernel):
             time_s = _fused_time_s((regions or {})[node.target.key], device)
-            known[call.text] = Cost(time_s, 0, _result_bytes(call, outputs, device))
+            results = _result_bytes(call, outputs, device)
+            known[call.text] = Cost(time_s, node.target.workspace_bytes, results)
         elif call.text not in known:
             known[call.text] = Cost(
                 work_time_s(work(call, outputs), device),

@@ -74,7 +74,7 @@ def estimate_model(
         loss: the user's loss; its memory is charged at the loss boundary, and outputs that it does
             not use get no gradient.
         optimizer: its state is resident: a name or an instance; see `optimizer_state`.
-        kernels: "aten", or "compiled" or "auto" for regions priced as fused kernels.
+        kernels: "aten"; "compiled" or "auto" for regions priced as fused kernels; "tiled".
         progress: called with (fraction, what).
 
     Returns:

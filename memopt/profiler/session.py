@@ -82,7 +82,7 @@ def profile_model(
         optimizer: its state is charged as resident: a name or an instance.
         options: the limits of measuring, and the cache.
         output_gradients: used where `loss` is not given; see `capture`.
-        kernels: "aten", "compiled" or "auto"; see `memopt.plan`.
+        kernels: "aten", "compiled", "auto" or "tiled"; see `memopt.plan`.
         progress: called with (fraction, what).
 
     Raises:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memopt.models.device import Device
+from memopt.models.optimizer_names import update_s
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.shards import local_part
 
@@ -134,10 +135,8 @@ class WholeFigures:
     state: OptimizerState
 
     def update_s(self, device: Device) -> float:
-        """Return the seconds of an update that reads and writes state and parameters, and reads
-        gradients, once each."""
-        moved = 2 * self.state.bytes_total + 3 * self.trained_bytes
-        return moved / (device.memory_bytes_per_s * device.memory_fraction)
+        """Return the seconds of an update."""
+        return update_s(self.state.name, self.trained_bytes, self.state.bytes_total, device)
 
 
 def whole_figures(

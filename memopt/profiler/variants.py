@@ -46,12 +46,14 @@ class StepVariant:
         rank: of adapters beside frozen weights; 0: none, everything is trained as it is.
         quantized: whether weights beside adapters are held in 4 bits.
         ranks: devices over which the parameters are sharded.
+        tiled: whether what works token by token runs on some tokens at a time.
     """
 
     dtype: str | None = None
     rank: int = 0
     quantized: bool = False
     ranks: int = 1
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class VariantStep:
         return _figures(*self.copies, name, self.device)
 
 
-Price = Callable[[nn.Module, Any], Profiled]
-"""Captures and prices a model's step with these inputs."""
+Price = Callable[[nn.Module, Any, str], Profiled]
+"""Captures and prices a model's step with these inputs and kernels."""
 Shard = Callable[[nn.Module, int], AbstractContextManager[nn.Module]]
 """Spreads a model over ranks that need not exist."""
 
@@ -99,9 +101,9 @@ class Variants:
         """Return a variant's whole step, whose parameters and state may live on the host; of one
         with adapters the step up to its gradients, whose frozen weights may."""
         step = self.step(variant)
-        state = step.with_optimizer(optimizer).state.bytes_total
+        state = step.with_optimizer(optimizer).state
         if variant.rank:
-            held = step.graph.extra_resident_bytes + state
+            held = step.graph.extra_resident_bytes + state.bytes_total
             movable = frozen_weights(step.graph)
             return replace(step.graph, movable=movable, extra_resident_bytes=held)
         return whole_step(step.graph, state, self._device)
@@ -138,7 +140,7 @@ class Variants:
             paths = [one.path for one in self.lists]
             model = adapted(model, variant.rank, inside=paths)
         with self._shard(model, variant.ranks) as built:
-            profiled = self._price(built, inputs)
+            profiled = self._price(built, inputs, "tiled" if variant.tiled else "aten")
             family = (("cross-entropy", attach_chunks),)
             chosen = with_implementations(profiled, families=family, device=self._device)
             graphs = [profiled.graph]

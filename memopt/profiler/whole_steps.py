@@ -7,14 +7,16 @@ from dataclasses import replace
 
 from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.optimizer_names import update_bytes
 from memopt.pricing.flops import Work
 from memopt.pricing.roofline import work_time_s
 from memopt.step.movable import movable_graph
+from memopt.step.optimizer_state import OptimizerState
 
 
-def whole_step(graph: Graph, state_bytes: int, device: Device) -> Graph:
+def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
     """Give an estimated step an update of each trained parameter, priced by the bytes that it reads
-    and writes; parameters and their optimizer state are movable.
+    and writes (`update_bytes`); parameters and their optimizer state are movable.
 
     A gradient belongs to a parameter of its size. Of several, the one made first belongs to the one
     that the forward reads last. (Which of a block's equal ones it is makes no difference to memory
@@ -22,7 +24,7 @@ def whole_step(graph: Graph, state_bytes: int, device: Device) -> Graph:
 
     Args:
         graph: the step up to its gradients; optimizer state is not charged.
-        state_bytes: of the optimizer's state, shared by the parameters as their bytes are.
+        state: the optimizer's, shared by the parameters as their bytes are.
         device: to price for.
     """
     readers, producer, tensors = graph.readers, graph.producer, graph.tensors
@@ -45,10 +47,10 @@ def whole_step(graph: Graph, state_bytes: int, device: Device) -> Graph:
     operators, states = list(graph.operators), dict[str, int]()
     for gradient, parameter in pairs:
         size = tensors[parameter].size_bytes
-        held = in_blocks(state_bytes * size // total, device.block_bytes)
+        held = in_blocks(state.bytes_total * size // total, device.block_bytes)
         name = tensors[parameter].name
         states |= {name: held} if held else {}
-        work = Work("", "", 0.0, 3 * size + 2 * held)
+        work = Work("", "", 0.0, update_bytes(state.name, size, held))
         operators.append(
             Operator(
                 f"update.{name}",

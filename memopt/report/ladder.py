@@ -18,8 +18,10 @@ from memopt.report.peak import peak_of
 from memopt.report.texts import aligned, format_seconds, or_dash
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"
+FEWER_BITS = "8-bit optimizer state"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
-SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED})
+TILED = "tiles of tokens"
+SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED, TILED})
 """Changes that leave what is trained, and but for rounding its numbers, as they are."""
 
 
@@ -73,6 +75,61 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class NextStep:
+    """A way on from a rung.
+
+    Attributes:
+        rung: where it leads.
+        more_bytes: what its peak is more than the first's; negative: less.
+        slower: its extra time, as a share of the first's; None: unknown.
+    """
+
+    rung: Rung
+    more_bytes: int
+    slower: float | None
+
+    def __str__(self) -> str:
+        size = format_bytes(abs(self.more_bytes))
+        if self.slower is None:
+            return f"{self.rung.name} frees {size}"
+        size = f"{'−' if self.more_bytes < 0 else '+'}{size}"
+        if self.slower == 0:
+            return f"{size} costs no time ({self.rung.name})"
+        effect = "costs" if self.slower > 0 else "saves"
+        return f"{size} {effect} {abs(self.slower):.1%} time ({self.rung.name})"
+
+
+def next_steps(here: Rung, others: Iterable[Rung]) -> tuple[NextStep, ...]:
+    """Return the cheapest ways on from a rung: to less memory, and to more where that is faster,
+    each with the least seconds for each byte; then rungs whose time is unknown, the smallest first.
+    """
+    known = [one for one in others if one.peak_bytes is not None]
+    timed = [one for one in known if one.step_time_s is not None]
+    less = [one for one in timed if _more(here, one) < 0]
+    more = [one for one in timed if _more(here, one) > 0 and _longer(here, one) < 0]
+    chosen = [
+        min(found, key=lambda one: _longer(here, one) / abs(_more(here, one)))
+        for found in (less, more)
+        if found
+    ]
+    rest = [one for one in known if one.step_time_s is None and _more(here, one) < 0]
+    now_s = here.step_time_s or 0.0
+    steps = [
+        NextStep(x, _more(here, x), _longer(here, x) / now_s if now_s else 0.0) for x in chosen
+    ]
+    rest.sort(key=lambda one: _more(here, one))
+    return (*steps, *(NextStep(one, _more(here, one), None) for one in rest))
+
+
+def _more(here: Rung, there: Rung) -> int:
+    return (there.peak_bytes or 0) - (here.peak_bytes or 0)
+
+
+def _longer(here: Rung, there: Rung) -> float:
+    return (there.step_time_s or 0.0) - (here.step_time_s or 0.0)
+
+
+@dataclass(frozen=True)
 class Ladder:
     """Whether a step fits a device, what takes what, and the ways to make it fit; `print` it.
 
@@ -120,6 +177,11 @@ class Ladder:
         devices; None if none does."""
         return next((rung for rung in self.rungs if rung.fits and rung.is_as_asked), None)
 
+    def next_steps(self) -> tuple[NextStep, ...]:
+        """Return the cheapest ways on from the fastest rung that fits; (): none fits."""
+        best = self.best()
+        return () if best is None else next_steps(best, (one for one in self.rungs if one.fits))
+
     def __str__(self) -> str:
         what = [self.dtype or "", self.optimizer or "no optimizer"]
         what += [f"LoRA r={self.lora}"] if self.lora else []
@@ -133,6 +195,7 @@ class Ladder:
             same = self.best_as_asked()
             if same is not None and same is not best:
                 answer += f" Trained as asked, with: {same.name}."
+        answer += "".join(f" Next: {step}." for step in self.next_steps())
         sizes = [(what, format_bytes(size)) for what, size in self.parts]
         table: list[tuple[str, ...]] = [("ladder", "fits", "needs", "step", self.unit, "cost")]
         table += [self._cells(rung, best) for rung in self.rungs]
@@ -173,6 +236,10 @@ class Ladder:
             "unit": self.unit,
             "parts_bytes": dict(self.parts),
             "rungs": rungs,
+            "next": [
+                {"name": one.rung.name, "more_bytes": one.more_bytes, "slower": one.slower}
+                for one in self.next_steps()
+            ],
             "notes": list(self.notes),
         }
 
@@ -205,3 +272,18 @@ def memory_parts(
     parts[FRAGMENTS] = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
     parts[CONTEXT] = CONTEXT_BYTES
     return tuple((what, size) for what, size in parts.items() if size)
+
+
+def trained_otherwise(changes: tuple[str, ...]) -> list[str]:
+    """Return the changes that train something else, or in other numbers."""
+    return [one for one in changes if one not in SAME]
+
+
+def offload_pays(rungs: Iterable[Rung]) -> bool:
+    """Whether moving activations was faster than recomputing them, where both were tried."""
+    rates = {rung.changes: rung.rate_of_one for rung in rungs}
+    return all(
+        rates[(*changes[:-1], OFFLOAD)] >= rate
+        for changes, rate in rates.items()
+        if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
+    )

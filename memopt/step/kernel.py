@@ -1,4 +1,4 @@
-"""A compiled region as the kernel of an operator."""
+"""A region of operators, compiled or run in chunks, as the kernel of one operator."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class FusedKernel:
         key: equal regions have equal keys, in every process and on every machine.
         run: takes the list of its inputs, and empties it; None: not compiled.
         graph: its computation in ATen operators; the placeholders are its inputs.
+        workspace_bytes: for estimates: its scratch memory beside inputs and results.
     """
 
     key: str
     run: Callable[[list[Any]], Any] | None = None
     graph: FxGraph | None = None
+    workspace_bytes: int = 0
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the kernel; the results are new tensors that share no memory with one another."""

@@ -1,7 +1,7 @@
 """Lets the processes that plan and run one step together exchange messages.
 
-The step's own collectives run on the user's process groups; the messages here go over a separate
-gloo group, which has the default group's timeout.
+The step's own collectives run on the user's process groups; the messages here go over a gloo group
+of memopt's own (`memopt.step.rank_groups`), which has the default group's timeout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,15 +20,15 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memopt.errors import CaptureError, MemoptError, RankError
-from memopt.torch_private.access import private
-from memopt.torch_private.distributed import timeout_of
+from memopt.errors import CaptureError, MemoptError, NothingToTrainError, RankError
+from memopt.step.rank_groups import RankGroup, default_store, fail_alone, group_of
 
 T = TypeVar("T")
 
 _SHOWN = 300
 _FAILED = "failed"
 _WORD = "memopt/failed step"
+_TOLD = "_memopt_told_to_ranks"
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,13 @@ class Ranks:
 
     Attributes:
         members: their ranks in the world, ascending.
-        group: their gloo group.
+        group: what their messages go over.
+        kind: of the model.
     """
 
     members: tuple[int, ...]
-    group: Any
+    group: RankGroup
+    kind: str
 
     @property
     def is_first(self) -> bool:
@@ -64,9 +65,8 @@ class Ranks:
     def _exchange(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
         """Exchange (activity, value) between the ranks, or (FAILED, reason); raise RankError if one
         of them failed or does something else."""
-        found: list[Any] = [None] * len(self.members)
-        with lost_ranks(doing):
-            torch.distributed.all_gather_object(found, word, group=self.group)
+        with self._lost_ranks(doing):
+            found = self.group.gathered(word, self.kind)
         for rank, (what, value) in zip(self.members, found, strict=True):
             if what == _FAILED != word[0]:
                 raise RankError(f"rank {rank} failed while {doing}: {value}")
@@ -84,17 +84,17 @@ class Ranks:
             RankError: a rank is gone, is elsewhere, or `make` failed on the first by a defect. And
                 whatever error for users `make` raises, on every rank.
         """
-        made: list[Any] = [None]
+        made: Any = None
         with self.failing_together(doing):
             if self.is_first:
                 try:
-                    made = [(True, make())]
+                    made = True, make()
                 except (MemoptError, ValueError) as error:
-                    made = [(False, _portable(error))]
-        with lost_ranks(doing):
-            torch.distributed.broadcast_object_list(made, self.members[0], group=self.group)
-        succeeded, value = made[0]
+                    made = False, _portable(error)
+        with self._lost_ranks(doing):
+            succeeded, value = self.group.from_first(made, self.kind)
         if not succeeded:
+            setattr(value, _TOLD, True)
             raise value
         made_there: T = value
         return made_there
@@ -103,19 +103,29 @@ class Ranks:
         """Leave a message for the other ranks: this one has failed while `doing`."""
         with suppress(RuntimeError, ValueError):
             rank = torch.distributed.get_rank()
-            self._store().set(_WORD, f"rank {rank} failed {doing}")
+            default_store().set(_WORD, f"rank {rank} failed {doing}")
 
     def reported_failure(self) -> str | None:
         """Return the message of a rank that has failed; None: there is none."""
         with suppress(RuntimeError, ValueError):
-            store = self._store()
+            store = default_store()
             if store.check([_WORD]):
                 return str(store.get(_WORD).decode())
         return None
 
-    @staticmethod
-    def _store() -> Any:
-        return private("torch.distributed.distributed_c10d._get_default_store")()
+    @contextmanager
+    def _lost_ranks(self, doing: str) -> Iterator[None]:
+        """Turn the group's error inside into one that says what it means, the same on all ranks.
+
+        Raises:
+            RankError: another rank is gone, has failed, or does not answer.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_of_group(error):
+                raise
+            raise RankError(self.group.close(str(lost(error, doing)))) from error
 
     def check_same(self, facts: dict[str, str], doing: str) -> None:
         """Raise RankError on every rank unless each fact is the same on all of them.
@@ -146,8 +156,18 @@ class Ranks:
         except RankError:
             raise  # the other ranks have it, too
         except Exception as error:
+            told: list[tuple[str, Any]] = []
             with suppress(RankError):
-                self._exchange((_FAILED, f"{type(error).__name__}: {error}"), doing)
+                told = self._exchange((_FAILED, f"{type(error).__name__}: {error}"), doing)
+            setattr(error, _TOLD, True)
+            if is_of_group(error):
+                own = torch.distributed.get_rank()
+                others = [one for one in zip(self.members, told, strict=False) if one[0] != own]
+                cause = next((one for one in others if one[1][0] == _FAILED), None)
+                if cause is not None:
+                    rank, (_, why) = cause
+                    raise RankError(f"rank {rank} failed while {doing}: {why}") from error
+                raise lost(error, doing) from error
             raise
         self.exchanged(None, doing)
 
@@ -155,10 +175,6 @@ class Ranks:
 _SAME = "Every rank must run the same script with the same model, arguments and libraries"
 
 _NOW: ContextVar[Ranks | None] = ContextVar("memopt_ranks", default=None)
-_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Default group → ranks → their gloo group. They end with a default group that is destroyed, since
-another one may get the same address."""
-
 
 _COMMUNICATES: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 """Model → the ranks that it communicates with in its own forward and backward, as far as found."""
@@ -218,18 +234,42 @@ def meet() -> None:
 
 
 @contextmanager
-def lost_ranks(doing: str) -> Iterator[None]:
-    """Turn a process group's error inside into one that says what it means.
+def telling_ranks(model: nn.Module, doing: str, members: tuple[int, ...] = ()) -> Iterator[None]:
+    """Let an error inside end the planning of all ranks that run a model: those to whom it is not
+    told yet would wait for this one.
 
-    Raises:
-        RankError: another rank is gone, or does not answer.
+    Args:
+        model: what is planned, sharded, applied...
+        doing: the present activity, for messages.
+        members: the ranks, where the model does not show them yet.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not is_of_group(error):
-            raise
-        raise lost(error, doing) from error
+    except NothingToTrainError:
+        raise  # the model runs unplanned
+    except Exception as error:
+        if several_are_there() and not _is_told(error):
+            rank = torch.distributed.get_rank()
+            reason = f"rank {rank} failed while {doing}: {type(error).__name__}: {error}"
+            with suppress(RuntimeError, ValueError):
+                fail_alone(members or members_of(model), _kind(model), reason)
+            setattr(error, _TOLD, True)
+        raise
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it came from, is told to the other ranks."""
+    while error is not None:
+        if isinstance(error, RankError) or hasattr(error, _TOLD):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _kind(model: nn.Module) -> str:
+    """Return what tells a model from others, the same on all ranks."""
+    names = [name for name, _ in model.named_parameters()]
+    return hashlib.sha256(repr((type(model).__name__, names)).encode()).hexdigest()[:16]
 
 
 def lost(error: Exception, doing: str) -> RankError:
@@ -301,34 +341,26 @@ def sharers_of(model: nn.Module) -> tuple[int, ...]:
 def ranks_of(model: nn.Module) -> Ranks | None:
     """Return the processes that run a model together (`members_of`); None: this one runs it by
     itself, or is alone (the `fake` process group's ranks do not exist)."""
-    return _ranks(members_of(model))
+    return _ranks(members_of(model), model)
 
 
-def ranks_in(mesh: DeviceMesh) -> Ranks | None:
-    """Return the processes of a mesh; None as for `ranks_of`."""
-    return _ranks(tuple(sorted(mesh.mesh.flatten().tolist())))
+def ranks_in(mesh: DeviceMesh, model: nn.Module) -> Ranks | None:
+    """Return the processes of a mesh, over which a model is sharded; None as for `ranks_of`."""
+    return _ranks(members_in(mesh), model)
 
 
-def _ranks(members: tuple[int, ...]) -> Ranks | None:
+def members_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh, ascending."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _ranks(members: tuple[int, ...], model: nn.Module) -> Ranks | None:
     distributed = torch.distributed
     if len(members) < 2 or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return None if distributed.get_backend() == "fake" else Ranks(members, _group(members))
-
-
-def _group(members: tuple[int, ...]) -> Any:
-    """Return the gloo group of some ranks, made once by all of them."""
-    groups = _GROUPS.setdefault(torch.distributed.group.WORLD, {})
-    if members not in groups:
-        groups[members] = torch.distributed.new_group(
-            list(members), timeout=timeout(), backend="gloo", use_local_synchronization=True
-        )
-    return groups[members]
-
-
-def timeout() -> timedelta | None:
-    """Return how long the default group's collectives wait for a rank; None: torch's default."""
-    return timeout_of(torch.distributed.group.WORLD)
+    if distributed.get_backend() == "fake":
+        return None
+    return Ranks(members, group_of(members), _kind(model))
 
 
 def is_of_group(error: Exception) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, count
 
 from memopt.models.bounds import relative_gap, time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.last_of import LastOf
 from memopt.models.status import Status
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
@@ -37,9 +37,11 @@ _HIDDEN = 0.002
 def or_checkpointed(
     graph: Graph,
     solution: Solution,
-    program: Callable[[Solution], Program | None],
+    planned: Program | None,
+    prefetched: Callable[[], Program | None],
     budget_bytes: int,
     device: Device | None,
+    view: object = None,
 ) -> Solution:
     """Return a strategy's solution, or the step with checkpointed blocks if that is faster, or the
     only one that fits.
@@ -47,18 +49,31 @@ def or_checkpointed(
     Args:
         graph: with collectives.
         solution: of a strategy that recomputes, within the budget, or without a plan.
-        program: makes the program of a solution as it runs.
+        planned: the solution's program; None without a plan.
+        prefetched: makes that program with its collectives early, as it runs. That takes long, and
+            is not done where the program computes for longer than another step takes.
         budget_bytes: of the device, total.
         device: link rates.
+        view: of the graph; a caller that plans with one view at several budgets has each step with
+            checkpointed blocks made once. None: the graph.
+
+    Returns:
+        The solution; or another one, whose program is to run as it is.
     """
-    own = program(solution) if solution.plans else None
     if graph.movable:
         return solution
-    planned_s = math.inf if own is None else replay(graph, own, device).time_s
-    search = _CheckpointSearch(graph, budget_bytes, device, planned_s)
+    planned_s = math.inf if planned is None else replay(graph, planned, device).time_s
+    steps = _STEPS.of(
+        (graph if view is None else view,), device, lambda: _CheckpointedSteps(graph, device)
+    )
+    search = _CheckpointSearch(steps, budget_bytes, planned_s)
     best, least_s = search.best(), search.least_s
     if best is None:
         return solution
+    if planned is not None and _compute_s(graph, planned) < least_s:
+        own = prefetched()
+        if own is not None and replay(graph, own, device).time_s <= least_s:
+            return solution
     checkpointed_step, peak_bytes = best
     bound_s = solution.lower_bound_s if solution.plans else None
     bound_s = min(least_s, time_lower_bound(graph) if bound_s is None else bound_s)
@@ -77,14 +92,41 @@ def or_checkpointed(
     )
 
 
+class _CheckpointedSteps:
+    """A graph's steps with checkpointed blocks, each made once."""
+
+    def __init__(self, graph: Graph, device: Device | None) -> None:
+        self.graph, self.device = graph, device
+        self.blocks = forward_of_blocks(graph)
+        self.room_bytes = largest_sent_bytes(graph)
+        self.orders: tuple[_KeptOrder, ...] = ()
+        if len(self.blocks) < 2:
+            return
+        self.none_kept = self._step(())
+        orders: list[Sequence[Sequence[int]]] = [
+            by_worth(graph, self.blocks, collectives) for collectives in (False, True)
+        ]
+        orders.append(list(self.blocks.values())[::-1])
+        self.orders = tuple(
+            _KeptOrder(graph, order, self._step, self.none_kept) for order in orders
+        )
+
+    def _step(self, kept: Sequence[Sequence[int]]) -> tuple[Program, int]:
+        held = {op for group in kept for op in group}
+        program = with_in_place(self.graph, checkpointed(self.graph, self.blocks, held))
+        return program, replay(self.graph, program, self.device).peak_bytes
+
+
+_STEPS = LastOf[_CheckpointedSteps]()
+
+
 class _CheckpointSearch:
     """Looks for steps with checkpointed blocks that take less than `least_s`."""
 
-    def __init__(
-        self, graph: Graph, budget_bytes: int, device: Device | None, least_s: float
-    ) -> None:
+    def __init__(self, steps: _CheckpointedSteps, budget_bytes: int, least_s: float) -> None:
         self.least_s = least_s
-        self._graph, self._budget_bytes, self._device = graph, budget_bytes, device
+        self._steps, self._budget_bytes = steps, budget_bytes
+        self._graph, self._device = steps.graph, steps.device
         self._best: tuple[Program, int] | None = None
 
     def best(self) -> tuple[Program, int] | None:
@@ -92,40 +134,32 @@ class _CheckpointSearch:
         one to prefetch; or, beside that prefetch or a quarter of it, with as many results kept in
         all blocks as fit, most time saved per byte first (selective checkpointing), or with as many
         of the last blocks not checkpointed as fit."""
-        graph = self._graph
-        blocks = forward_of_blocks(graph)
-        if len(blocks) < 2:
+        steps = self._steps
+        if not steps.orders or steps.none_kept[1] > self._budget_bytes:
             return None
-        room_bytes = largest_sent_bytes(graph)
-        orders: list[Sequence[Sequence[int]]] = [
-            by_worth(graph, blocks, collectives) for collectives in (False, True)
-        ]
-        orders.append(list(blocks.values())[::-1])
-        none_kept = self._step(blocks, ())
-        if none_kept[1] > self._budget_bytes:
-            return None
-        before: _Kept | None = None
-        for order in orders:
-            kept = _Kept(graph, order, partial(self._step, blocks), none_kept)
-            if before is None or not kept.begins_as(before):
-                self._order(kept, room_bytes)
-            before = kept
-        self._offer(none_kept[0], min(self._budget_bytes, none_kept[1] + room_bytes))
+        before: tuple[_KeptOrder, int] | None = None
+        for order in steps.orders:
+            if before is None or not order.begins_as(*before):
+                before = order, self._order(order)
+        self._offer(
+            steps.none_kept[0], min(self._budget_bytes, steps.none_kept[1] + steps.room_bytes)
+        )
         return self._best
 
-    def _order(self, kept: _Kept, room_bytes: int) -> None:
-        for free_bytes in (room_bytes // 4, room_bytes):
-            limit_bytes = self._budget_bytes - free_bytes
-            fewest = kept.saving(_compute_s(self._graph, kept.none_kept[0]) - self.least_s)
+    def _order(self, order: _KeptOrder) -> int:
+        """Offer the steps of an order; return the most groups that one of them keeps."""
+        none_kept_s, most = _compute_s(self._graph, self._steps.none_kept[0]), 0
+        for free_bytes in (self._steps.room_bytes // 4, self._steps.room_bytes):
+            fewest = order.saving(none_kept_s - self.least_s)
+            if fewest is None:
+                break
+            number = order.most(self._budget_bytes - free_bytes, fewest)
+            most = max(most, number or 0)
+            plain = None if number is None else order.step(number)[0]
             # Where the network is hidden, keeping less is slower.
-            if fewest is None or self._offer(kept.most(limit_bytes, fewest), self._budget_bytes):
-                return
-
-    def _step(
-        self, blocks: Mapping[str, Sequence[int]], kept: Collection[int]
-    ) -> tuple[Program, int]:
-        program = with_in_place(self._graph, checkpointed(self._graph, blocks, kept))
-        return program, replay(self._graph, program, self._device).peak_bytes
+            if self._offer(plain, self._budget_bytes):
+                break
+        return most
 
     def _offer(self, plain: Program | None, limit_bytes: int) -> bool:
         """Prefetch a step's collectives and keep it if it is faster; return whether they are
@@ -147,59 +181,57 @@ def _compute_s(graph: Graph, program: Program) -> float:
     return sum(operator.time_s for operator in runs if operator.collective is None)
 
 
-class _Kept:
-    """How many groups of an order can be kept in a limit."""
+class _KeptOrder:
+    """How many groups of operators, of an order, a step can keep within a limit."""
 
     def __init__(
         self,
         graph: Graph,
         order: Sequence[Sequence[int]],
-        made: Callable[[Collection[int]], tuple[Program, int]],
+        made: Callable[[Sequence[Sequence[int]]], tuple[Program, int]],
         none_kept: tuple[Program, int],
     ) -> None:
         groups = [[graph.operators[op] for op in group] for group in order]
         sizes = [sum(graph.tensors[t].size_bytes for x in one for t in x.writes) for one in groups]
         times = [sum(x.time_s for x in one if x.collective is None) for one in groups]
-        self._order, self._made, self.none_kept = order, made, none_kept
+        self._order, self._made = order, made
         self._held, self._saved_s = [0, *accumulate(sizes)], [0.0, *accumulate(times)]
-        self._tried, self._count = {0: none_kept}, 0
+        self._tried = {0: none_kept}
 
-    def begins_as(self, other: _Kept) -> bool:
+    def begins_as(self, other: _KeptOrder, kept: int) -> bool:
         """Whether this order keeps what another one was found to keep."""
-        most = other._count + 1
-        return self._order[:most] == other._order[:most]
+        return self._order[: kept + 1] == other._order[: kept + 1]
 
     def saving(self, time_s: float) -> int | None:
         """Return how many groups save this time at least; None: all save less."""
         number = bisect_left(self._saved_s, time_s)
         return number if number < len(self._saved_s) else None
 
-    def most(self, limit_bytes: int, fewest: int) -> Program | None:
-        """Return the step that keeps the most groups found to fit, by secants: memory is nearly
-        affine in the bytes of the results that are kept. It leaves 1/500 of the limit. None: not
-        even the fewest fit."""
+    def step(self, number: int) -> tuple[Program, int]:
+        """Return the step that keeps so many groups, and its peak bytes."""
+        if number not in self._tried:
+            self._tried[number] = self._made(self._order[:number])
+        return self._tried[number]
+
+    def most(self, limit_bytes: int, fewest: int) -> int | None:
+        """Return the most groups found to fit, by secants: memory is nearly affine in the bytes of
+        the results that are kept. That leaves 1/500 of the limit. None: not even the fewest fit."""
         held, tried = self._held, self._tried
-        guess = fewest
+        most_tried = max((n for n, (_, peak) in tried.items() if peak <= limit_bytes), default=-1)
+        if most_tried < fewest and self.step(fewest)[1] > limit_bytes:
+            return None
         for turn in count(1):
-            found = tried.get(guess) or self._made(
-                {op for group in self._order[:guess] for op in group}
-            )
-            tried[guess] = found
-            if guess == fewest and found[1] > limit_bytes:
-                return None
-            fitting = [one for one, (_, peak) in tried.items() if peak <= limit_bytes]
-            least = max(fitting)
+            least = max(one for one, (_, peak) in tried.items() if peak <= limit_bytes)
             above = min((one for one in tried if one > least), default=None)
             most = len(self._order) if above is None else above - 1
             if least >= most or held[most] - held[least] <= limit_bytes // 500:
-                self._count = max(self._count, least)
-                return tried[least][0]
+                return least
             peak = tried[least][1]
-            grown, by = peak - self.none_kept[1], held[least]
+            grown, by = peak - tried[0][1], held[least]
             if above is not None:
                 grown, by = tried[above][1] - peak, held[above] - held[least]
             # Every third step halves: no order needs more than its logarithm.
             room = (limit_bytes - peak) * by // grown if grown > 0 and by else limit_bytes - peak
             guess = bisect_right(held, held[least] + room) - 1 if turn % 3 else (least + most) // 2
-            guess = min(max(guess, least + 1), most)
+            self.step(min(max(guess, least + 1), most))
         raise AssertionError

@@ -3,6 +3,7 @@ solves the chain, and its schedule is lowered to a program of the graph."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,6 +81,10 @@ class Target:
     _checked: LastAnswer[tuple[Violation | None, Figures]] = field(
         init=False, default_factory=LastAnswer, compare=False, repr=False
     )
+    _finished: deque[Program | None] = field(
+        init=False, default_factory=partial(deque, maxlen=4), compare=False, repr=False
+    )
+    """The latest programs that run as they are."""
 
     @classmethod
     def of(
@@ -140,8 +145,14 @@ class Target:
         again = self.strategy.features.recompute and self.graph.network_time_s > 0
         if budget_bytes is None or not again:
             return solution
-        made = partial(self.program, budget_bytes=budget_bytes, device=device)
-        return or_checkpointed(self.graph, solution, made, budget_bytes, device)
+        planned = self._as_planned(solution, budget_bytes) if solution.plans else None
+        made = partial(self.program, solution, budget_bytes, device)
+        found = or_checkpointed(
+            self.graph, solution, planned, made, budget_bytes, device, self.view
+        )
+        if found is not solution:
+            self._finished.append(found.program)
+        return found
 
     def _overlapped(self, solution: Solution) -> Solution:
         """Correct a solution's claims where collectives overlap computation: strategies plan as if
@@ -169,6 +180,8 @@ class Target:
             budget_bytes: of the device, see `ChainView.lower`.
             device: link rates.
         """
+        if solution.program and any(solution.program is one for one in self._finished):
+            return solution.program
         program = self._as_planned(solution, budget_bytes)
         if program is None or not self.graph.network_time_s:
             return program

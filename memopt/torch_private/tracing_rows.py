@@ -106,6 +106,13 @@ DYNAMO = (
     *rows("answer whether a model is compiled", "torch._dynamo.external_utils", "is_compiling"),
     *rows("make constants in a trace", f"{_VARIABLES}.constant", "ConstantVariable"),
     *rows(
+        "answer what a trace knows of tensors and their classes",
+        f"{_VARIABLES}.builtin",
+        "GetAttrBuiltinVariable._call_getattr",
+        "SetAttrBuiltinVariable._call_setattr",
+        versions=("2.13", "2.14"),
+    ),
+    *rows(
         "leave out what a forward says",
         f"{_VARIABLES}.misc",
         "IgnoredFunctionVariable.call_function",

@@ -38,7 +38,7 @@ def test_plan_saves_draws_and_shows() -> None:
 
 def test_show_traces_a_saved_plan() -> None:
     """The predicted step alone, and with the model a measured one beside it."""
-    offload = ("--strategy", "offload-graph", "--device", "cpu-core")
+    offload = ("--strategy", "offload-graph", "--device", "cpu-core", "--mode", "measure")
     saved = run("plan", "mymodels:make", "--budget", "min", "--out", "p.json", "-q", *offload)
     assert saved.exit_code == 0, saved.output
     shown = run("show", "p.json", "--trace", "t.json")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.errors import ExecutionError
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.programs.moved import updates_on_host
@@ -122,8 +123,8 @@ def test_a_failing_update(early: bool, device: torch.device) -> None:
     check_taken_back(one, 4, torch.optim.AdamW, "step", failing_update(one, early))
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_first_step_that_fails(early: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("what", ["update", "late update", "copy"])
+def test_a_first_step_that_fails(what: str, device: torch.device) -> None:
     """Before it there is no state, and after it none. (A second step of a model had its moved
     parameters from the first on the host, and read them there.)"""
     one = repeated()
@@ -131,8 +132,17 @@ def test_a_first_step_that_fails(early: bool, device: torch.device) -> None:
         optimizer.state.clear()
     one.step = one.plan.train_step(one.model, LOSS, one.optimizer, undo=True)
     before = [p.detach().cpu() for p in one.model.parameters()]
+    made = len(one.optimizer.state)
+
+    def fails(*_: Any) -> bool:
+        """A copy to the host once there is state: its first."""
+        return len(one.optimizer.state) > made
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", failing_update(one, early))
+        if what == "copy":
+            patch.setattr(StreamSwap, "out", failing(StreamSwap.out, fails))
+        else:
+            patch.setattr(torch.optim.AdamW, "step", failing_update(one, what == "update"))
         with pytest.raises(RuntimeError, match="it failed"):
             one.run(5)
     settled()
@@ -141,3 +151,42 @@ def test_a_first_step_that_fails(early: bool, device: torch.device) -> None:
     one.run(6)
     one.expected(6)
     assert one.differs() == []
+
+
+@pytest.mark.parametrize("what", ["update", "out", "wait"])
+def test_a_first_step_that_fails_and_is_not_taken_back(what: str, device: torch.device) -> None:
+    """What it has updated is the eager step's, and on the host, as is the state that it made."""
+    one = repeated()
+    for optimizer in (one.optimizer, one.eager):
+        optimizer.state.clear()
+    one.step = one.plan.train_step(one.model, LOSS, one.optimizer)
+    with torch.no_grad():
+        for own, other in zip(one.model.parameters(), one.twin.parameters(), strict=True):
+            other.copy_(own)
+    before = [p.detach().cpu().clone() for p in one.model.parameters()]
+    failed = list[bool]()
+
+    def fails(*_: Any) -> bool:
+        """The first copy once there is state, or wait for one."""
+        now = bool(one.optimizer.state) and not failed
+        failed.extend([True] * now)
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "update":
+            patch.setattr(torch.optim.AdamW, "step", failing_update(one, early=True))
+        else:
+            patch.setattr(StreamSwap, what, failing(getattr(StreamSwap, what), fails))
+        with pytest.raises(ExecutionError, match="restore a checkpoint"):
+            one.run(5)
+    one.expected(5)
+    settled()
+    updated = 0
+    for old, own, other in zip(before, one.model.parameters(), one.twin.parameters(), strict=True):
+        state = one.optimizer.state.get(own) or {}
+        assert torch.equal(own.cpu(), other.cpu() if state else old)
+        updated += bool(state)
+        for key, value in state.items():
+            assert torch.equal(value.cpu(), one.eager.state[other][key].cpu())
+    assert 0 < updated < len(before)
+    assert all(value.device.type == "cpu" for value in one.step._homes._views.values())

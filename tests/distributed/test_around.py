@@ -241,10 +241,21 @@ def test_parts_that_communicate_have_one_plan_on_all_ranks(tmp_path: Path) -> No
     assert found[0][2] == found[1][2]
 
 
+def test_an_engine_of_each_kind(tmp_path: Path) -> None:
+    # DistributedDataParallel and `memopt.shard` have tests of their own.
+    engines = ["FSDP2 whole, then wrap", "tensor parallel"]
+    for one in processes.results(processes.run(cells, 2, tmp_path, "gpt", engines)):
+        assert [cell.failed for cell in one] == ["", ""]
+        assert all(cell.planned == cell.calls > 0 for cell in one)
+
+
+_UNREBUILT = "DDP, find_unused_parameters"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SUBJECTS), ("llama", 4)])
 def test_every_engine(name: str, ranks: int, tmp_path: Path) -> None:
-    engines = list(ENGINES) if ranks == 2 else ["FSDP2 x tensor parallel"]
+    engines = list(ENGINES) if ranks == 2 else ["FSDP2 x tensor parallel", _UNREBUILT]
     found = processes.run(cells, ranks, tmp_path, name, engines, timeout_s=600)
     for one in processes.results(found):
         for cell in one:

@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer on two processes: DistributedDataParallel around a planned model."""
+"""Hugging Face's Trainer on two processes: DistributedDataParallel around a planned model, and a
+model that FSDP2 shards by blocks."""
 
 from __future__ import annotations
 
@@ -56,11 +57,56 @@ def trained(
         train_dataset=examples(ranks),
         callbacks=[] if callback is None else [callback],
     )
+    if settings.fsdp:
+        as_on_accelerators(trainer)
     trainer.train()
     assert settings.world_size == ranks
     log = [one for one in trainer.state.log_history if "loss" in one]
     found = [value for one in log for value in (one["loss"], one["grad_norm"])]
     return found, cases.own(model)
+
+
+def as_on_accelerators(trainer: Any) -> None:
+    """Have accelerate take FSDP2 on a CPU, too."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+    )
+    kind = accelerate.utils.DistributedType.FSDP
+    AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)
+    trainer.is_fsdp_enabled = True
+
+
+def by_fsdp(rank: int, ranks: int, folder: str) -> tuple[bool, int, int, int]:
+    """Train under FSDP2 without and with the callback: whether bits are the same; calls by kind."""
+    from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
+
+    from accelerate.state import AcceleratorState  # isort: skip
+
+    from memopt.integrations.hugging_face import MemoptCallback  # isort: skip
+
+    callback, found = MemoptCallback("min", strategy="rotor"), []
+    for one in (None, callback):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        found.append(trained(rank, ranks, folder, one, fsdp=True))
+    (expected, own), (logged, parameters) = found
+    same = logged == expected and len(logged) == 2 * STEPS and cases.same(parameters, own)
+    calls = callback.calls
+    return same, calls.planned, calls.original, calls.replanned
+
+
+@pytest.mark.slow
+def test_trainer_shards_by_blocks(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    blocks = 4
+    for one in processes.results(processes.run(by_fsdp, 2, work, str(tmp_path / "out"))):
+        # What is outside of the blocks is a part, too.
+        assert one == (True, STEPS * MICRO_BATCHES * (blocks + 1), 0, 0)
 
 
 def both(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt.api.ladder import ladder
+from memopt.api.reserved import soon_within_card
+from memopt.errors import InfeasibleBudgetError
+from memopt.models import optimizer_names
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.options import StepOptions
@@ -18,14 +22,14 @@ from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import KEPT, block_lists, meta_copy
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
-from memopt.report.ladder import OUTSIDE, Ladder, Rung
+from memopt.report.ladder import OUTSIDE, Ladder, Rung, next_steps
 from memopt.step.loss import Loss
 
 WIDTH, WORDS, DEPTH = 32, 64, 8
 DEVICE = Device(
     "card",
     capacity_bytes=2**30,
-    to_host_bytes_per_s=1e9,
+    to_host_bytes_per_s=4e9,
     flops_per_s={"float32": 1e12, "bfloat16": 4e12},
     memory_bytes_per_s=1e11,
     launch_latency_s=1e-6,
@@ -107,6 +111,13 @@ def test_the_whole_ladder() -> None:
     fitting = {rung.name for rung in found.rungs if rung.fits}
     assert {"bfloat16", "recompute plan", "activation offload"} <= fitting
     assert {"bfloat16, LoRA r=4", "bfloat16, QLoRA r=4"} <= fitting
+    (less, *_) = steps = found.next_steps()
+    best = found.best()
+    assert best is not None
+    assert steps == next_steps(best, (rung for rung in found.rungs if rung.fits))
+    assert f"Next: {less}." in str(found)
+    assert less.rung.peak_bytes == best.peak_bytes + less.more_bytes  # type: ignore[operator]
+    assert [one["more_bytes"] for one in found.figures()["next"]] == [x.more_bytes for x in steps]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,26 @@ def test_what_does_not_fit_even_without_activations_moves(
     assert best.step_time_s > roomy.rungs[0].step_time_s  # type: ignore[operator]
     assert best.plan is not None
     assert best.plan.program.has_transfers
+
+
+def test_tiles_of_tokens_are_for_long_sequences_that_nothing_else_fits() -> None:
+    with torch.device("meta"):
+        model = Language()
+    given: Any = {"device": DEVICE, "progress": False, "only": "asked"}
+    given["step"] = StepOptions(loss_fn=lambda loss: loss)
+    long = torch.zeros(1, 8192, dtype=torch.long)
+    tight = ladder(model, long, budget=2**26, **given)
+    needed: dict[bool, int] = {}
+    for rung in tight.rungs:
+        tiled = "tiles of tokens" in rung.changes
+        if rung.needed_bytes is not None:
+            needed[tiled] = min(rung.needed_bytes, needed.get(tiled, rung.needed_bytes))
+    assert needed[True] < needed[False]
+    found = ladder(model, long, budget=needed[True], **given)
+    check(found)
+    assert any("tiles of tokens" in rung.changes for rung in found.rungs if rung.fits)
+    short = ladder(model, long[:, :64], budget=2**26, **given)
+    assert not any("tiles of tokens" in rung.changes for rung in short.rungs)
 
 
 def test_weights_in_four_bits_are_made_for_each_reader() -> None:
@@ -170,3 +201,34 @@ def test_adapters_are_what_is_trained() -> None:
 def test_a_budget_without_a_unit_is_asked_about() -> None:
     with pytest.raises(ValueError, match='did you mean "24GiB"'):
         made(24)
+
+
+def test_a_rung_takes_the_update_of_the_cluster() -> None:
+    (rung,) = made(only="asked").rungs
+    assert rung.plan is not None
+    graph = rung.plan.graph
+    trained = sum(graph.tensors[t].size_bytes for t in graph.gradients)
+    # torch's AdamW reads and writes 80 bytes for a parameter of four.
+    update_s = 20 * trained / DEVICE.memory_bytes_per_s
+    assert update_s == pytest.approx(
+        optimizer_names.update_s("adamw", trained, 2 * trained, DEVICE)
+    )
+    assert rung.step_time_s == pytest.approx(rung.plan.step_time_s + update_s)
+    (without,) = made(only="asked", optimizer=None).rungs
+    assert without.plan is not None
+    assert without.step_time_s == without.plan.step_time_s
+
+
+@pytest.mark.parametrize(("beside", "tried"), [(0, [100, 91]), (9, [91]), (60, [40, 55])])
+def test_soon_within_what_the_allocator_reserves(beside: int, tried: list[int]) -> None:
+    asked: list[int] = []
+
+    def solve_for(limit: int) -> Any:
+        asked.append(limit)
+        if limit < 55:
+            raise InfeasibleBudgetError("too small", limit, 55)
+        reserved = SimpleNamespace(reserved_peak_bytes=limit + 9)
+        return SimpleNamespace(budget=limit, reserved=reserved)
+
+    assert soon_within_card(solve_for, 100, 100, beside).budget == tried[-1]
+    assert asked == tried

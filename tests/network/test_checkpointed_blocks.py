@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
 import memopt
+from memopt.api.solving import solve
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.status import Status
@@ -25,6 +28,8 @@ from memopt.reductions.block_checkpoints import (
     largest_sent_bytes,
 )
 from memopt.strategies import Rotor, StoreAll
+from memopt.strategies.checkpointed_blocks import or_checkpointed
+from memopt.strategies.target import chain_view
 
 WEIGHT, INNER, OUTER = 80, 60, 10
 GATHER = Collective(CollectiveKind.ALL_GATHER, 8, WEIGHT)
@@ -73,6 +78,7 @@ SIZES = (("dw", WEIGHT), ("dx", OUTER))
 COUNT = 20
 GRAPH = blocks_in_a_row(COUNT)
 BLOCKS = forward_of_blocks(GRAPH)
+STORED = store_all(GRAPH)
 
 
 def test_blocks_are_the_modules_of_lists() -> None:
@@ -174,3 +180,24 @@ def test_a_faster_plan_stays() -> None:
     least = replay(GRAPH, checkpointed(GRAPH, BLOCKS)).peak_bytes
     with pytest.raises(memopt.InfeasibleBudgetError):
         memopt.plan(GRAPH, budget=least, strategy=StoreAll(), progress=False)
+
+
+def test_steps_of_a_view_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Program] = []
+
+    def counted(*given: Any) -> Program:
+        made.append(checkpointed(*given))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules[or_checkpointed.__module__], "checkpointed", counted)
+    least, most = (replay(GRAPH, x).peak_bytes for x in (checkpointed(GRAPH, BLOCKS), STORED))
+    budget, strategy = (least + most) // 2, Rotor(slots=10, exact_stages=0)
+    view = chain_view(dataclasses.replace(GRAPH))
+    programs, counts = [], []
+    for asked in (budget, budget, budget - 1):
+        made.clear()
+        plan = solve(view.graph, asked, strategy, device=memopt.Device(), view=view)
+        programs.append(plan.program)
+        counts.append(len(made))
+    assert programs[0] == programs[1]
+    assert counts[0] > counts[2] >= counts[1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from memopt.models.presets import H100
 from memopt.pricing.network_costs import network_costs
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.serialize import dumps, loads
-from memopt.step import ranks
+from memopt.step import rank_groups
 from memopt.step.collectives import is_collective
 from tests.network.sharded import alone, fake_ranks, layers, sharded
 from tests.network.test_capture import lowered
@@ -126,10 +127,13 @@ def test_measured_where_a_group_runs() -> None:
 def test_groups_go_with_the_default_group() -> None:
     """Another default group may come to the address of one that was destroyed."""
     with alone():
-        assert ranks._group((0,)) is ranks._group((0,))
-        assert len(ranks._GROUPS) == 1
+        group = rank_groups.group_of((0,))
+        assert group is rank_groups.group_of((0,))
+        assert group.gathered("alone", "a model") == ["alone"]
+        gone = weakref.ref(group)
+        del group
     gc.collect()
-    assert len(ranks._GROUPS) == 0
+    assert gone() is None
 
 
 def test_the_timeout_of_a_group_without_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +148,4 @@ def test_the_timeout_of_a_group_without_a_cpu(monkeypatch: pytest.MonkeyPatch) -
 
     world = SimpleNamespace(_device_types=list(kinds), _get_backend=found)
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=world))
-    assert ranks.timeout() == timedelta(seconds=7)
+    assert rank_groups.timeout() == timedelta(seconds=7)

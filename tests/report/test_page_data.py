@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from itertools import accumulate
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import program_profile
 from memopt.report.page import document
-from memopt.report.page.document import json_block
+from memopt.report.page.data import Subject, page_data
+from memopt.report.page.document import Page, json_block
 from memopt.report.page.figures import figure_items
 from memopt.report.page.steps import FETCHED, LOSS, STAYS, TRANSIENT, WAIT
 from memopt.report.timeline_plot import COLORS
@@ -321,3 +323,28 @@ def test_planning_beside_a_plan_can_be_interrupted(module_plan: Plan) -> None:
     assert len(data["curve"]["cells"]) == 3
     with pytest.raises(ValueError, match="points"):
         module_plan.report(points=1)
+
+
+def test_next_steps_are_the_ladder_s() -> None:
+    made = memopt.curve(rotor_toy(), strategies=["rotor", "store-all"], points=5, progress=False)
+    opened = made.cells[2].plan
+    assert opened is not None
+    subject = Subject("chain", made, opened, savings=(("adamw-8bit", 3), ("adam-8bit", 1)))
+    data = page_data(subject)
+    for plan in data["plans"]:
+        rows = [row for row in plan["next"] if row["plan"] is not None]
+        others = [one for one in data["plans"] if one["peak_bytes"] < plan["peak_bytes"]]
+        cost = [(one["step_time_s"] - plan["step_time_s"]) for one in others]
+        freed = [plan["peak_bytes"] - one["peak_bytes"] for one in others]
+        less = [row for row in rows if row["bytes"] < 0]
+        assert len(less) == bool(others)
+        for row in less:
+            added_s = data["plans"][row["plan"]]["step_time_s"] - plan["step_time_s"]
+            assert added_s / -row["bytes"] == min(map(truediv, cost, freed))
+            assert row["share"] == pytest.approx(added_s / plan["step_time_s"])
+            assert row["text"].endswith((" (rotor)", " (store-all)"))
+        assert all(row["bytes"] < 0 or row["share"] < 0 for row in rows)
+        saved = [(row["bytes"], row["text"]) for row in plan["next"] if row["plan"] is None]
+        assert saved == [(-3, "adamw-8bit frees 3 B"), (-1, "adam-8bit frees 1 B")]
+    shown = data_of(Page(subject).html)["plans"]
+    assert [plan["next"] for plan in shown] == [plan["next"] for plan in data["plans"]]

@@ -23,6 +23,7 @@ from memopt.kernels.compiled.region_work import region_work
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.kernels.compiled.subgraph import subgraphs
+from memopt.kernels.tiled.fuse import TILED, tiled_step
 from memopt.models.garbage import full_collections_deferred
 from memopt.models.progress import Progress
 from memopt.pricing.flops import Work
@@ -115,6 +116,8 @@ def planned_regions(
     """
     if kernels == "aten":
         return Fused(captured, lowering), {}
+    if kernels == TILED:
+        return tiled_step(model, captured, lowering, block_bytes)
     lowering = with_parts(model, captured, lowering, block_bytes)
     found = _divided(lowering, set())
     if not found:

@@ -116,7 +116,7 @@ class _Taken:
         layouts = tuple(TensorLayout.of(node.meta["val"]) for node in given)
         values = tuple(map(self._value, outputs))
         written = tuple(map(TensorLayout.of, values))
-        key = _key(self.graph, layouts, written)
+        key = region_key(self.graph, layouts, written)
         boundary = tuple(inputs), outputs, values, layouts, written, tuple(dropouts)
         return Subgraph(self.graph, *boundary, key, frozenset(self.again))
 
@@ -282,7 +282,10 @@ def _shown(value: Any) -> str:
     return value.type if isinstance(value, torch.device) else str(value)
 
 
-def _key(graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[TensorLayout]) -> str:
+def region_key(
+    graph: FxGraph, layouts: Iterable[TensorLayout], results: Iterable[TensorLayout]
+) -> str:
+    """Return a key that equal regions have in every process."""
     numbers = {node: position for position, node in enumerate(graph.nodes)}
 
     def named(value: Any) -> Any:

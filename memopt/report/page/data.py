@@ -5,7 +5,7 @@ Every figure is the plan's own. Times are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +18,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.moved import moved_tensors
 from memopt.report.comparison_plot import bounds
 from memopt.report.fixed_bytes import fixed_bytes
+from memopt.report.ladder import Rung, next_steps
 from memopt.report.lanes import StepLanes
 from memopt.report.memory_profile import GRADIENTS, LAYERS
 from memopt.report.module_rows import module_rows
@@ -26,14 +27,6 @@ from memopt.report.page.tables import GraphTables
 from memopt.report.plan_numbers import baseline_figures, plan_figures
 from memopt.report.step_check import StepCheck
 from memopt.report.style import memory_unit, time_unit
-
-
-@dataclass(frozen=True)
-class OtherSaving:
-    """A way to save memory outside of the plan: what would change, and the bytes that it frees."""
-
-    change: str
-    freed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,8 @@ class Subject:
         opened: the plan that the page shows first.
         texts: tensor → dtype and shape, of the plans' graph.
         optimizer_parts: (what, bytes) of optimizer state that is resident beside the graph.
-        savings: ways to save memory that are no points of the curve.
+        savings: (change, bytes that it frees) of ways to save memory that are no points of the
+            curve.
         measured: a recorded step of `opened`.
         check: the recorded step's measured peak and time.
         notes: shown beside the plans' own notes.
@@ -57,7 +51,7 @@ class Subject:
     opened: PlanRecord
     texts: Mapping[int, str] = field(default_factory=dict)
     optimizer_parts: tuple[tuple[str, int], ...] = ()
-    savings: tuple[OtherSaving, ...] = ()
+    savings: tuple[tuple[str, int], ...] = ()
     measured: StepLanes | None = None
     check: StepCheck | None = None
     notes: tuple[str, ...] = ()
@@ -72,6 +66,8 @@ def page_data(subject: Subject) -> dict[str, Any]:
     measured = comparison.measured_baseline
     # Each graph adds the program of its own order, so this comes before `made.programs` is read.
     graphs = [made.graph_rows(number) for number in range(len(made.tables))]
+    for plan in made.plans:
+        plan["next"] = _next(plan, cells, subject.savings)
     return {
         "title": subject.title,
         "notes": list(subject.notes),
@@ -91,10 +87,42 @@ def page_data(subject: Subject) -> dict[str, Any]:
             "compute_time_s": comparison.compute_time_s,
             "complete": comparison.complete,
         },
-        "savings": [asdict(saving) for saving in subject.savings],
         "check": None if subject.check is None else asdict(subject.check),
         "measured": None if subject.measured is None else _spans(subject.measured),
     }
+
+
+def _next(
+    plan: Mapping[str, Any],
+    cells: Iterable[Mapping[str, Any]],
+    savings: Iterable[tuple[str, int]],
+) -> list[dict[str, Any]]:
+    """Give the cheapest next steps from a plan, as the ladder does: to cells' plans, and other
+    savings, which have none."""
+    here = _rung(plan)
+    numbers = {_rung(cell): cell["plan"] for cell in cells if cell["plan"] is not None}
+    others = [
+        Rung((change,), True, peak_bytes=plan["peak_bytes"] - freed_bytes)
+        for change, freed_bytes in savings
+    ]
+    return [
+        {
+            "bytes": step.more_bytes,
+            "share": step.slower,
+            "plan": numbers.get(step.rung),
+            "text": str(step),
+        }
+        for step in next_steps(here, [*numbers, *others])
+    ]
+
+
+def _rung(figures: Mapping[str, Any]) -> Rung:
+    return Rung(
+        (figures["strategy"],),
+        True,
+        peak_bytes=figures["peak_bytes"],
+        step_time_s=figures["step_time_s"],
+    )
 
 
 def _units(subject: Subject) -> dict[str, Any]:

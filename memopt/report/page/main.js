@@ -58,7 +58,7 @@ class Explorer {
     this.moment = this.now.program.peak ?? 0;
     showFigures(this.data, this.plan, this.now);
     showModules(this.now);
-    showNext(this.data, this.plan, (plan) => { this.open(plan); this.slide(); });
+    showNext(this.plan, (plan) => { this.open(plan); this.slide(); });
     this.plots.opened(this.plan);
     this.slider();
     this.draw();
@@ -201,7 +201,7 @@ async function main() {
   const explorer = new Explorer(data, await Plots.draw(data, read("figures")));
   explorer.start();
   globalThis.memoptReport = { data, explorer, expandProgram, formatBytes, formatSeconds,
-                              inMemory, whyThere, nextSteps };
+                              inMemory, whyThere };
   document.documentElement.dataset.ready = "yes";
 }
 

@@ -136,36 +136,16 @@ function showModules(step) {
     size(row[6]))));
 }
 
-/** The cheapest ways to less and to more memory from a plan, by the curve, and other savings. */
-function nextSteps(data, plan) {
-  const found = [], cells = data.curve.cells.filter((cell) => cell.plan !== null);
-  const rate = (cell) => (cell.step_time_s - plan.step_time_s) /
-                         Math.abs(plan.peak_bytes - cell.peak_bytes);
-  const best = (list) => list.reduce((a, b) => (a === null || rate(b) < rate(a) ? b : a), null);
-  const less = best(cells.filter((cell) => cell.peak_bytes < plan.peak_bytes));
-  const more = best(cells.filter((cell) => cell.peak_bytes > plan.peak_bytes &&
-                                           cell.step_time_s < plan.step_time_s));
-  for (const cell of [less, more]) if (cell) {
-    const bytes = cell.peak_bytes - plan.peak_bytes;
-    const slower = plan.step_time_s > 0 ? cell.step_time_s / plan.step_time_s - 1 : 0;
-    const effect = slower > 0 ? "costs" : "saves";
-    found.push({ bytes, share: slower, plan: cell.plan, text: slower === 0
-      ? `${signedBytes(bytes)} costs no time`
-      : `${signedBytes(bytes)} ${effect} ${fixed(Math.abs(100 * slower), 1)} % time` +
-        ` (${cell.strategy})` });
-  }
-  return found;
-}
-
-function showNext(data, plan, open) {
-  const buttons = nextSteps(data, plan).map((step) => element("li", {},
-    element("button", { type: "button", text: step.text, "data-bytes": step.bytes,
-                        "data-share": step.share, click: () => open(step.plan) })));
-  const savings = data.savings.map((saving) => element("li", { "data-bytes": saving.freed_bytes,
-    text: `${saving.change} frees ${formatBytes(saving.freed_bytes)}` }));
+/** The cheapest next steps from a plan (`next_steps`, the ladder's), those to plans as buttons. */
+function showNext(plan, open) {
+  const rows = plan.next.map((step) => {
+    const figures = { text: step.text, "data-bytes": step.bytes, "data-share": step.share };
+    if (step.plan === null) return element("li", figures);
+    const click = () => open(step.plan);
+    return element("li", {}, element("button", { type: "button", ...figures, click }));
+  });
   const none = [element("li", { text: "No cheaper neighbour among the plans of this page." })];
-  const all = [...buttons, ...savings];
-  byId("next").replaceChildren(...(all.length ? all : none));
+  byId("next").replaceChildren(...(rows.length ? rows : none));
 }
 
 /** Predicted beside measured. */

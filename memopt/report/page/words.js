@@ -20,7 +20,6 @@ function formatSeconds(seconds) {
 }
 
 const signed = (share) => `${share < 0 ? "−" : "+"}${fixed(Math.abs(100 * share), 1)} %`;
-const signedBytes = (bytes) => `${bytes < 0 ? "−" : "+"}${formatBytes(Math.abs(bytes))}`;
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 /** An element with text, attributes and children. Text is never read as markup. */

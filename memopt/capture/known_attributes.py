@@ -1,0 +1,43 @@
+"""Answers what a trace knows of tensors and their classes, though Dynamo would refuse the forward
+for it: the name of a parameter's class, and `requires_grad` set to what it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from memopt.torch_private.access import known, patched, private
+from memopt.torch_private.dynamo import constant
+
+_GET = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable._call_getattr"
+_SET = "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr"
+_NAMES = ("__module__", "__name__", "__qualname__")
+
+
+@contextlib.contextmanager
+def known_attributes() -> Iterator[None]:
+    """Trace inside with these answers, where this torch can be given them."""
+    if not (known(_GET) and known(_SET)):
+        yield
+        return
+    get, change = private(_GET), private(_SET)
+
+    def asked(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        of, name = args[0], args[1].is_python_constant() and args[1].as_python_constant()
+        if name in _NAMES and of.is_python_constant():
+            owner = of.as_python_constant()
+            if isinstance(owner, type):
+                return constant(getattr(owner, name))
+        return get(self, tx, args, kwargs)
+
+    def changed(self: Any, tx: Any, of: Any, name: Any, value: Any) -> Any:
+        if of.is_tensor() and name.is_python_constant() and value.is_python_constant():
+            is_asked = name.as_python_constant() == "requires_grad"
+            found = of.as_proxy().node.meta["example_value"].requires_grad
+            if is_asked and found is value.as_python_constant():
+                return value
+        return change(self, tx, of, name, value)
+
+    with patched(_GET, asked), patched(_SET, changed):
+        yield

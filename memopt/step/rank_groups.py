@@ -1,0 +1,197 @@
+"""The gloo groups over which ranks exchange messages while they plan.
+
+Ranks make a group together, at their first message. One that fails where the others do not leaves
+the reason in the default group's store and closes its end: the others, which wait for it, find
+their connection closed, and quote the reason. The next message makes a new group. A rank that does
+not know the others yet only leaves the reason: ranks meet in the store before their first message
+about a kind of model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed
+
+from memopt.errors import RankError
+from memopt.torch_private.access import private
+from memopt.torch_private.distributed import timeout_of
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
+_LONGEST_LOOK_S = 0.25
+
+
+@dataclass(eq=False)
+class RankGroup:
+    """The groups of some ranks, of which one at a time is open.
+
+    Attributes:
+        members: the ranks, ascending.
+        failures: kind of model → how often this process failed alone with one.
+        closed: how many groups of these ranks are closed.
+    """
+
+    members: tuple[int, ...]
+    failures: dict[str, int]
+    closed: int = 0
+    _open: Any = field(default=None, repr=False)
+    _met: set[str] = field(default_factory=set, repr=False)
+
+    def gathered(self, value: Any, kind: str) -> list[Any]:
+        """Return each rank's value, in the order of ranks.
+
+        Args:
+            value: this rank's, picklable.
+            kind: of the model that they exchange messages about.
+
+        Raises:
+            RuntimeError: of the group: a rank is gone, or does not come within the timeout.
+            RankError: a rank failed before the group was made.
+        """
+        group = self._opened(kind)
+        own = _packed(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
+        group.allgather([sizes], [torch.tensor([own.numel()])]).wait()
+        most = max(int(size) for size in sizes)
+        found = [torch.empty(most, dtype=torch.uint8) for _ in self.members]
+        group.allgather([found], [torch.nn.functional.pad(own, (0, most - own.numel()))]).wait()
+        pairs = zip(found, sizes, strict=True)
+        return [_unpacked(one[: int(size)]) for one, size in pairs]
+
+    def from_first(self, value: Any, kind: str) -> Any:
+        """Return the first rank's value; arguments and errors as of `gathered`."""
+        group = self._opened(kind)
+        own = _packed(value)
+        size = torch.tensor([own.numel()])
+        group.broadcast(size, 0).wait()
+        if torch.distributed.get_rank() != self.members[0]:
+            own = torch.empty(int(size), dtype=torch.uint8)
+        group.broadcast(own, 0).wait()
+        return _unpacked(own)
+
+    def close(self, reason: str) -> str:
+        """Close the group, or the one that was to be made next, for a reason.
+
+        Returns:
+            The reason for which it was closed first, by whichever rank.
+        """
+        key = f"{self._key()}/closed"
+        with suppress(RuntimeError, ValueError):  # the rank that kept the store is gone
+            reason = str(default_store().compare_set(key, "", reason).decode())
+        self._open = None
+        self._met.clear()
+        self.closed += 1
+        return reason
+
+    def _key(self) -> str:
+        named = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
+        return f"memopt/ranks/{named}/{self.closed}"
+
+    def _opened(self, kind: str) -> Any:
+        if kind not in self._met:
+            self._wait_for_all(kind)
+            self._met.add(kind)
+        if self._open is None:
+            made: Any = torch.distributed.distributed_c10d
+            store = made.PrefixStore(self._key(), default_store())
+            place = self.members.index(torch.distributed.get_rank())
+            self._open = made.ProcessGroupGloo(store, place, len(self.members), timeout())
+        return self._open
+
+    def _wait_for_all(self, kind: str) -> None:
+        """Wait until all ranks are about to exchange messages about a kind of model.
+
+        Raises:
+            RankError: one of them failed before.
+            DistStoreError: they do not come within the timeout.
+        """
+        store, key, own = default_store(), self._key(), self.failures.get(kind, 0)
+        met = f"{key}/{kind}.{own}"
+        place = f"{key}/{len(self._met)}.{sum(self.failures.values())}"
+        first = store.compare_set(place, "", met).decode()
+        if first != met or store.add(f"{met}/here", 1) == len(self.members):
+            store.set(first, "met")  # about different models: their first messages tell
+            return
+        begin_s, look_s = time.monotonic(), 0.001
+        while not store.check([met]):
+            if store.check([_failure_key(kind, own + 1)]):
+                self.failures[kind] = own + 1
+                raise RankError(store.get(_failure_key(kind, own + 1)).decode())
+            if store.check([f"{key}/closed"]):
+                raise RankError(self.close(""))
+            if time.monotonic() - begin_s > timeout().total_seconds():
+                raise torch.distributed.DistStoreError(
+                    f"not all of the ranks {list(self.members)} have come within {timeout()}"
+                )
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Of one default group: ranks → their group; and kind of model → failures alone with one."""
+
+    of: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+_KNOWN: WeakKeyDictionary[Any, _Groups] = WeakKeyDictionary()
+"""Default group → the groups made beside it. They end with one that is destroyed, since another one
+may get the same address."""
+
+
+def _known() -> _Groups:
+    return _KNOWN.setdefault(torch.distributed.group.WORLD, _Groups())
+
+
+def group_of(members: tuple[int, ...]) -> RankGroup:
+    """Return the group of some ranks."""
+    known = _known()
+    return known.of.setdefault(members, RankGroup(members, known.failures))
+
+
+def fail_alone(members: tuple[int, ...], kind: str, reason: str) -> None:
+    """Tell ranks that wait for this one, now or later, that it has failed.
+
+    Args:
+        members: the ranks that run its model; fewer than two: unknown.
+        kind: of its model.
+        reason: the sentence that they are to quote.
+    """
+    if len(members) > 1:
+        group_of(members).close(reason)
+        return
+    # Heard by those that wait to make a group for such a model and have not failed as often.
+    failures = _known().failures
+    failures[kind] = failures.get(kind, 0) + 1
+    default_store().compare_set(_failure_key(kind, failures[kind]), "", reason)
+
+
+def _failure_key(kind: str, number: int) -> str:
+    return f"memopt/failed/{kind}/{number}"
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return private("torch.distributed.distributed_c10d._get_default_store")()
+
+
+def timeout() -> timedelta:
+    """Return how long the default group's collectives wait for a rank."""
+    return timeout_of(torch.distributed.group.WORLD) or _DEFAULT_TIMEOUT
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(value: torch.Tensor) -> Any:
+    return pickle.loads(value.numpy().tobytes())

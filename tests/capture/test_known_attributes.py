@@ -1,0 +1,61 @@
+"""What a trace knows of tensors and classes is no reason to refuse a forward that asks for it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import CaptureError
+
+
+class Asks(nn.Module):
+    """Asks for the class of its weight, as PEFT does for DoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.linear.weight)
+        if kind.__module__.startswith("torchao.") or "4bit" in kind.__qualname__:
+            return x
+        result: Tensor = self.linear(x).relu()
+        return result * (2 if kind.__name__.endswith("Parameter") else 3)
+
+
+class Sets(Asks):
+    """Says of a tensor that needs no gradient that it needs none, as PEFT's AdaLoRA does."""
+
+    needs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        one = torch.eye(*weight.shape, out=torch.empty_like(weight.detach()))
+        one.requires_grad = self.needs
+        result: Tensor = self.linear(x).square() + torch.norm(weight @ weight.T - one)
+        return result
+
+
+@pytest.mark.parametrize("make", [Asks, Sets])
+def test_what_is_known_is_traced(make: type[Asks]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 8)
+    eager = copy.deepcopy(model)
+    plan = memopt.plan(model, x, budget="min", strategy="rotor", progress=False)
+    plan.apply(model)(x).sum().backward()
+    eager(x).sum().backward()
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_leaf_made_in_the_forward_is_refused() -> None:
+    model = Sets()
+    model.needs = True
+    with pytest.raises(CaptureError, match=r"one\.requires_grad = self\.needs"):
+        memopt.plan(model, torch.randn(4, 8), budget="min", strategy="rotor", progress=False)
