@@ -58,10 +58,10 @@ class RankGroup:
         """
         group = self._opened(kind)
         own = _packed(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
-        group.allgather([sizes], [torch.tensor([own.numel()])]).wait()
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.members]
+        group.allgather([sizes], [torch.tensor([own.numel()], device="cpu")]).wait()
         most = max(int(size) for size in sizes)
-        found = [torch.empty(most, dtype=torch.uint8) for _ in self.members]
+        found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.members]
         group.allgather([found], [torch.nn.functional.pad(own, (0, most - own.numel()))]).wait()
         pairs = zip(found, sizes, strict=True)
         return [_unpacked(one[: int(size)]) for one, size in pairs]
@@ -70,10 +70,10 @@ class RankGroup:
         """Return the first rank's value; arguments and errors as of `gathered`."""
         group = self._opened(kind)
         own = _packed(value)
-        size = torch.tensor([own.numel()])
+        size = torch.tensor([own.numel()], device="cpu")
         group.broadcast(size, 0).wait()
         if torch.distributed.get_rank() != self.members[0]:
-            own = torch.empty(int(size), dtype=torch.uint8)
+            own = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         group.broadcast(own, 0).wait()
         return _unpacked(own)
 

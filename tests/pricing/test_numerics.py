@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 import memopt
 from memopt.kernels.compiled.fuse import _place
-from memopt.kernels.compiled.subgraph import _key
+from memopt.kernels.compiled.subgraph import region_key
 from memopt.pricing.measure import environment, priced_for
 from memopt.step.numerics import numeric_settings, precisions
 from memopt.step.signature import call_signature
@@ -108,7 +108,7 @@ def test_a_call_on_another_device_of_the_kind_is_the_same_call() -> None:
         graph = Graph()
         made = graph.call_function(full, ([2], 0.5), {"device": torch.device(device)})
         graph.output((made,))
-        return _key(graph, [], [])
+        return region_key(graph, [], [])
 
     for one in (text, key):
         assert one("cuda:0") == one("cuda:1") != one("cpu")

@@ -51,7 +51,7 @@ BY_PARTS: dict[str, Callable[[], Any]] = {
     "shira": lambda: peft.ShiraConfig(r=4, target_modules=QV),
     "vblora": lambda: peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, target_modules=QV),
 }
-QUICK = ("dora", "prefix")
+QUICK = ("dora",)
 BATCHES = torch.randint(1, 100, (4, 2, 24), generator=torch.Generator().manual_seed(0))
 
 
