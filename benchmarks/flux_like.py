@@ -1,9 +1,9 @@
 """A diffusion transformer of FLUX.1's published shape, on meta: 12 billion parameters.
 
-`memopt fits benchmarks.flux_like:step --gpu V100 --lora r=16` asks whether it trains. Shapes as in
-the configuration that Black Forest Labs published for FLUX.1-dev: width 3,072, 24 heads, 19 blocks
-of two streams and 38 of one, text of 512 tokens. The step trains on one image of 512 x 512 pixels,
-1,024 patches of latents, whose text was encoded before.
+`memopt fits benchmarks.flux_like:step --gpu RTX4090 --capacity 16GiB --lora r=16` asks
+whether it trains. Shapes as in the configuration that Black Forest Labs published for FLUX.1-dev:
+width 3,072, 24 heads, 19 blocks of two streams and 38 of one, text of 512 tokens. The step trains
+on one image of 512 x 512 pixels, 1,024 patches of latents, whose text was encoded before.
 """
 
 from __future__ import annotations
