@@ -38,7 +38,7 @@ from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
 from memopt.step.step_optimizer import HostState, Item, check_splittable
 
-_CACHED_BYTES = 2**19
+_CACHED_BYTES = 2**20
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
