@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,8 @@ def test_figures_are_written_as_in_python(page: Any) -> None:
 def test_a_step_without_times_counts_instructions(tmp_path: Path, open_page: Open) -> None:
     graph = random_plan(1).graph
     operators = [replace(x, time_s=0.0, implementations=()) for x in graph.operators]
-    fields = {name: getattr(graph, name) for name in graph.__dataclass_fields__}
-    timeless = memopt.Graph(**{**fields, "operators": operators})
+    given = {one.name: getattr(graph, one.name) for one in fields(graph)}
+    timeless = memopt.Graph(**{**given, "operators": operators})
     plan = memopt.plan(timeless, strategy="store-all", progress=False)
     assert plan.step_time_s == 0
     plan.report(tmp_path / "p.html", points=0)
