@@ -29,8 +29,6 @@ WHOLE: dict[str, Callable[[], Any]] = {
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
     ),
-    "loha": lambda: peft.LoHaConfig(r=4, target_modules=QV),
-    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=QV),
     "miss": lambda: peft.MissConfig(r=4, target_modules=QV),
     "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"], **CAUSAL),
     "oft": lambda: peft.OFTConfig(oft_block_size=8, r=0, target_modules=QV),
@@ -47,6 +45,8 @@ WHOLE: dict[str, Callable[[], Any]] = {
 }
 BY_PARTS: dict[str, Callable[[], Any]] = {
     "boft": lambda: peft.BOFTConfig(boft_block_size=8, target_modules=QV),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=QV),
+    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=QV),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
     "shira": lambda: peft.ShiraConfig(r=4, target_modules=QV),
     "vblora": lambda: peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, target_modules=QV),
