@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 VOCABULARY, WIDTH, TOKENS = 64, 32, 16
@@ -162,3 +173,27 @@ class SpreadExperts(nn.Module):
             given.contiguous(), None, None, torch.distributed.group.WORLD
         )
         return found
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any:
+    """Cut a model's heads and hidden units over a mesh; with `sequence` its tokens between, too."""
+    column, row = ColwiseParallel(), RowwiseParallel()
+    if sequence:
+        row = RowwiseParallel(output_layouts=Shard(1))
+    for block in model.blocks:
+        plan: dict[str, Any] = {f"attention.{one}": column for one in "qkv"} | {"attention.o": row}
+        feeds = [n for n, one in block.named_modules() if isinstance(one, FeedForward)]
+        for name in feeds:
+            plan |= {f"{name}.up": column, f"{name}.down": row}
+            plan |= {f"{name}.gate": column} if block.get_submodule(name).gate is not None else {}
+        if sequence:
+            whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+            plan |= {name: SequenceParallel() for name in ("first", "second")}
+            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", *feeds)}
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
+        parallelize_module(model, mesh, both)
+    return model

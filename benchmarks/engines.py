@@ -31,15 +31,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,11 +41,12 @@ from benchmarks.engine_models import (
     TOKENS,
     VOCABULARY,
     Decoder,
-    FeedForward,
     SpreadExperts,
+    tensor_parallel,
 )
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
+from tests.distributed.cases import fsdp2_on_cpu
 from tests.distributed.gloo import in_one_thread
 
 STEPS, MICRO_BATCHES = 5, 2
@@ -68,29 +61,6 @@ def _blockwise(model: Any, mesh: DeviceMesh, wrap: Wrap) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def _tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any:
-    column, row = ColwiseParallel(), RowwiseParallel()
-    if sequence:
-        row = RowwiseParallel(output_layouts=Shard(1))
-    for block in model.blocks:
-        plan: dict[str, Any] = {f"attention.{one}": column for one in "qkv"} | {"attention.o": row}
-        feeds = [n for n, one in block.named_modules() if isinstance(one, FeedForward)]
-        for name in feeds:
-            plan |= {f"{name}.up": column, f"{name}.down": row}
-            plan |= {f"{name}.gate": column} if block.get_submodule(name).gate is not None else {}
-        if sequence:
-            whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            plan |= {name: SequenceParallel() for name in ("first", "second")}
-            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", *feeds)}
-        parallelize_module(block, mesh, plan)
-    if sequence:
-        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
-        parallelize_module(model, mesh, both)
-    return model
-
-
 def _line(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,))
 
@@ -101,7 +71,7 @@ def _square(ranks: int, *names: str) -> DeviceMesh:
 
 def _fsdp_tp(model: Any, ranks: int, wrap: Wrap) -> Any:
     mesh = _square(ranks, "data", "tensor")
-    model = _tensor_parallel(model, mesh["tensor"])
+    model = tensor_parallel(model, mesh["tensor"])
     return wrap(_blockwise(model, mesh["data"], lambda block: block))
 
 
@@ -138,13 +108,7 @@ def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     accelerator = accelerate.Accelerator(cpu=True)
     if not fsdp:
         return accelerator.prepare(wrap(model))
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-    )
-    kind = accelerate.utils.DistributedType.FSDP
-    AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)
+    fsdp2_on_cpu("Block")
     # It prepares a model for FSDP2 with its optimizer alone.
     return wrap(accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0])
 
@@ -181,8 +145,8 @@ ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
     "memopt.shard, replicas": lambda m, n, wrap: wrap(
         memopt.shard(m, init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("r", "s")))
     ),
-    "tensor parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n))),
-    "tensor and sequence parallel": lambda m, n, wrap: wrap(_tensor_parallel(m, _line(n), True)),
+    "tensor parallel": lambda m, n, wrap: wrap(tensor_parallel(m, _line(n))),
+    "tensor and sequence parallel": lambda m, n, wrap: wrap(tensor_parallel(m, _line(n), True)),
     "FSDP2 x tensor parallel": _fsdp_tp,
     "expert parallel, DDP": _expert_parallel,
     "FSDP2 by blocks, replicas": lambda m, n, wrap: wrap(

@@ -197,3 +197,37 @@ class Strategy(ABC):
         return self.solve(
             cost_model, budget_bytes, device=device, time_limit_s=time_limit_s, progress=progress
         )
+
+
+class Improver(Strategy):
+    """A strategy that starts from programs that are known, where there are any."""
+
+    def solve(
+        self,
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution:
+        return self.solve_from(
+            (),
+            cost_model,
+            budget_bytes,
+            device=device,
+            time_limit_s=time_limit_s,
+            progress=progress,
+        )
+
+    @abstractmethod
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution: ...

@@ -106,3 +106,18 @@ def own(model: nn.Module) -> list[Tensor]:
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Bit for bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def fsdp2_on_cpu(block: str) -> None:
+    """Have accelerate, in its present state, shard models by blocks of this class with FSDP2, which
+    it takes on accelerators alone."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block],
+    )
+    kind = accelerate.utils.DistributedType.FSDP
+    AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)

@@ -58,27 +58,13 @@ def trained(
         callbacks=[] if callback is None else [callback],
     )
     if settings.fsdp:
-        as_on_accelerators(trainer)
+        cases.fsdp2_on_cpu("GPT2Block")
+        trainer.is_fsdp_enabled = True
     trainer.train()
     assert settings.world_size == ranks
     log = [one for one in trainer.state.log_history if "loss" in one]
     found = [value for one in log for value in (one["loss"], one["grad_norm"])]
     return found, cases.own(model)
-
-
-def as_on_accelerators(trainer: Any) -> None:
-    """Have accelerate take FSDP2 on a CPU, too."""
-    import accelerate
-    from accelerate.state import AcceleratorState
-
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
-    )
-    kind = accelerate.utils.DistributedType.FSDP
-    AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)
-    trainer.is_fsdp_enabled = True
 
 
 def by_fsdp(rank: int, ranks: int, folder: str) -> tuple[bool, int, int, int]:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from memopt.kernels.compiled.channels_last import in_channels_last, is_of_images
 from memopt.kernels.compiled.fuse import Found, fused, kernel_of
 from memopt.kernels.compiled.log_softmax import with_parts
-from memopt.kernels.tiled.fuse import TILED, tiled_step
+from memopt.kernels.tiled.fuse import without_choice
 from memopt.models.progress import Progress
 from memopt.models.record import KERNELS, ModelRecord
 from memopt.pricing.measure import MeasureOptions, costs_of, silent
@@ -56,10 +56,9 @@ def chosen_kernels(
     """
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
-        if kernels == "aten":
-            return Fused(captured, lowering)
-        if kernels == TILED:
-            return tiled_step(model, captured, lowering, block_bytes)[0]
+        plain = without_choice(kernels, model, captured, lowering, block_bytes)
+        if plain is not None:
+            return plain[0]
         lowering = with_parts(model, captured, lowering, block_bytes)
         rows = _of_images(lowering)
         images = in_channels_last(captured)
@@ -97,10 +96,11 @@ def planned_kernels(record: ModelRecord | None, device: torch.device, block_byte
     """
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
-        if record is None or record.kernels == "aten":
+        if record is None:
             return Fused(captured, lowering)
-        if record.kernels == TILED:
-            return tiled_step(model, captured, lowering, block_bytes)[0]
+        plain = without_choice(record.kernels, model, captured, lowering, block_bytes)
+        if plain is not None:
+            return plain[0]
         lowering = with_parts(model, captured, lowering, block_bytes)
         if record.channels_last:
             images = in_channels_last(captured)

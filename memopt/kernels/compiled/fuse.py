@@ -23,7 +23,7 @@ from memopt.kernels.compiled.region_work import region_work
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.kernels.compiled.subgraph import subgraphs
-from memopt.kernels.tiled.fuse import TILED, tiled_step
+from memopt.kernels.tiled.fuse import without_choice
 from memopt.models.garbage import full_collections_deferred
 from memopt.models.progress import Progress
 from memopt.pricing.flops import Work
@@ -114,10 +114,9 @@ def planned_regions(
         kernels: the choice asked for.
         block_bytes: the allocator's granularity.
     """
-    if kernels == "aten":
-        return Fused(captured, lowering), {}
-    if kernels == TILED:
-        return tiled_step(model, captured, lowering, block_bytes)
+    plain = without_choice(kernels, model, captured, lowering, block_bytes)
+    if plain is not None:
+        return plain
     lowering = with_parts(model, captured, lowering, block_bytes)
     found = _divided(lowering, set())
     if not found:

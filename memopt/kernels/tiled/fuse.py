@@ -65,6 +65,16 @@ def tiled_step(
     return Fused(captured, lowering, _notes(calls), TILED), works
 
 
+def without_choice(
+    kernels: str, model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
+) -> tuple[Fused, dict[str, tuple[Work, ...]]] | None:
+    """Give a step torch's own kernels or tiled ones, which take neither measuring nor a compiler;
+    None: other ones are asked for. See `tiled_step`."""
+    if kernels == "aten":
+        return Fused(captured, lowering), {}
+    return tiled_step(model, captured, lowering, block_bytes) if kernels == TILED else None
+
+
 def _kernel(one: Subgraph, axis: Axis, rows: int, count: int) -> FusedKernel:
     sequences, length = axis.counts
     run = tiled(one, axis.counts, rows)

@@ -19,7 +19,7 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
 from memopt.strategies.auto.portfolio import NOTHING_FASTER, Portfolio
-from memopt.strategies.base import CostModel, Features, Progress, Strategy
+from memopt.strategies.base import CostModel, Features, Improver, Progress, Strategy
 from memopt.strategies.budget_search import MANY
 from memopt.strategies.host_budget import with_host_budget
 from memopt.strategies.joint.strategy import Joint
@@ -52,7 +52,7 @@ IN_REACH = 0.8
 
 
 @dataclass(frozen=True)
-class Auto(Strategy):
+class Auto(Improver):
     """The fastest plan of all strategies together, in a time that pays back; the default.
 
     A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
@@ -151,24 +151,6 @@ class Auto(Strategy):
             return tuple(one for one in own if linked or not one.features.offload)
         names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
         return *(known[name] for name in names), ORDER
-
-    def solve(
-        self,
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution:
-        return self.solve_from(
-            (),
-            cost_model,
-            budget_bytes,
-            device=device,
-            time_limit_s=time_limit_s,
-            progress=progress,
-        )
 
     def solve_from(
         self,

@@ -15,7 +15,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
-from memopt.strategies.base import CostModel, Features, Progress, Strategy
+from memopt.strategies.base import CostModel, Features, Improver, Progress, Strategy
 from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.monet.rotor_menus import RotorMenus
@@ -30,7 +30,7 @@ SOLVED_EXACTLY = 96
 
 
 @dataclass(frozen=True)
-class Joint(Strategy):
+class Joint(Improver):
     """Recomputes, moves tensors to the host and chooses implementations, all in one plan.
 
     Starts from a relaxation of all decisions together, which also gives the bound (`LinkedModel`),
@@ -78,24 +78,6 @@ class Joint(Strategy):
         """Tell whether the plan may run `operator` by its implementation `name`."""
         return not self.exact_only or next(
             choice.exact for choice in operator.implementations if choice.name == name
-        )
-
-    def solve(
-        self,
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution:
-        return self.solve_from(
-            (),
-            cost_model,
-            budget_bytes,
-            device=device,
-            time_limit_s=time_limit_s,
-            progress=progress,
         )
 
     def solve_from(
