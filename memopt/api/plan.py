@@ -99,6 +99,7 @@ class Plan(PlanRecord):
         )
 
     @telling_ranks("a plan is applied", 1)
+    @telling_ranks("a train step is made", 1)
     def train_step(
         self,
         model: nn.Module,
