@@ -57,6 +57,7 @@ def plan(
     clip_norm: float | None = None,
     norm_type: float = 2.0,
     scaler: Any = None,
+    reduce_once: bool = False,
     returns: Returns = "all",
     time_limit_s: float | None = None,
     kernels: str = "aten",
@@ -109,6 +110,9 @@ def plan(
             updates, as `torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm, norm_type)`.
         scaler: of a whole step: the `torch.amp.GradScaler` that scales the losses; a step unscales
             gradients, updates nothing where one is infinite or NaN, and updates the scale.
+        reduce_once: of a sharded model's whole step with micro-batches: add up their gradients
+            whole, and average them over the ranks once, as FSDP2 after
+            `set_requires_gradient_sync(False)`. False: those of each micro-batch.
         returns: "loss": the planned step does not return the outputs that `loss_fn` does not read
             (without `loss_fn`: all but the loss of a model called with `labels`), so that they are
             freed early. Their stand-ins raise NotReturnedError when used. In eval mode and without
@@ -144,7 +148,7 @@ def plan(
         movable=movable,
         steady_state=steady_state,
         accumulate=accumulate,
-        rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler)),
+        rules=StepRules(micro_batches, clip_norm, norm_type, scales(scaler), reduce_once),
         returns=parse_returns(returns),
     )
     wanted = PlanRequest(

@@ -22,18 +22,22 @@ class StepRules:
             they are not clipped.
         norm_type: the kind of norm: 2.0, or inf.
         scaled: whether losses are scaled by a `torch.amp.GradScaler`.
+        reduce_once: whether gradients are averaged over ranks once, with the last micro-batch.
     """
 
     micro_batches: _Count = field(default=1, metadata=SPARSE)
     clip_norm: float | None = field(default=None, metadata=SPARSE)
     norm_type: Rate = field(default=2.0, metadata=SPARSE)
     scaled: bool = field(default=False, metadata=SPARSE)
+    reduce_once: bool = field(default=False, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         if type(self.micro_batches) is not int or self.micro_batches < 1:
             raise ValueError(f"micro_batches is a number, at least 1, got {self.micro_batches!r}")
         if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
             raise ValueError(f"clip_norm is a positive number, got {self.clip_norm!r}")
+        if self.reduce_once and self.micro_batches == 1:
+            raise ValueError("reduce_once=True is for several micro_batches=, got 1: leave it out")
         if not self.norm_type > 0:
             raise ValueError(f"norm_type is positive, 2.0 or math.inf say, got {self.norm_type!r}")
 

@@ -25,6 +25,7 @@ from memopt.step.build import Lowering, build, held_by
 from memopt.step.captured import Captured
 from memopt.step.fused import Fused
 from memopt.step.gradient_norms import with_norms
+from memopt.step.gradient_reductions import reductions
 from memopt.step.inputs import Call
 from memopt.step.joint_graph import of_the_loss
 from memopt.step.loss import Loss
@@ -70,7 +71,8 @@ def capture_step(
     once, largest, count = captured, None, rules.micro_batches
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     if count > 1:
-        captured, lowering = repeated(captured, lowering, count, block_bytes)
+        late = _reductions(model, captured) if rules.reduce_once else ()
+        captured, lowering = repeated(captured, lowering, count, block_bytes, late)
         values = dict(zip(once.mutated, captured.other_results[count - 1 :], strict=True))
     if rules.clip_norm is not None or rules.scaled:
         positions = _trained_positions(module, captured, ranks, rules)
@@ -102,6 +104,20 @@ def capture_step(
         mutated=once.mutated,
         largest=largest,
     )
+
+
+def _reductions(model: nn.Module, captured: Captured) -> tuple[Node, ...]:
+    """Return the calls that average gradients over ranks.
+
+    Raises:
+        ValueError: the model is not sharded.
+    """
+    if not any(hasattr(one, SHARD) for one in model.parameters()):
+        raise ValueError(
+            "reduce_once=True is for models that memopt.shard has spread over ranks: shard it "
+            "first, or leave reduce_once out"
+        )
+    return reductions(captured)
 
 
 def _of_the_step(captured: Captured) -> Captured:

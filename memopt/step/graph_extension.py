@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,8 @@ class Extension:
         self.views = set(lowering.views)
         self.bases = dict(lowering.bases)
         self._rows: list[tuple[int, int, Operator, Node]] = []
-        """(position, how many rows before it, operator, its node)"""
+        """(position, its number, operator, its node)"""
+        self._numbers = itertools.count()
         self._made_at: dict[int, int] = {}
         self._over: dict[Node, tuple[Node | None, frozenset[Node]]] = {}
         for position, (one, node) in enumerate(zip(graph.operators, lowering.nodes, strict=True)):
@@ -60,7 +62,7 @@ class Extension:
 
     def add_operator(self, one: Operator, node: Node, position: int) -> None:
         """Add an operator at a position, after those added there before."""
-        self._rows.append((position, len(self._rows), one, node))
+        self._rows.append((position, next(self._numbers), one, node))
         self._made_at.update(dict.fromkeys(one.writes, position))
 
     def call(
@@ -113,6 +115,28 @@ class Extension:
         self.add_operator(made, node, max(begin, self.first_backward))
         self._over[node] = (over, frozenset(before))
         return node
+
+    def postpone(self, nodes: Sequence[Node], instead: Mapping[Node, Node]) -> None:
+        """Let calls of the step run after all calls so far, and read other nodes.
+
+        Args:
+            nodes: calls and views, in their order.
+            instead: node that they read → the one that they are to read.
+        """
+        operators = {node: one for *_, one, node in self._rows}
+        postponed = set(nodes)
+        self._rows = [row for row in self._rows if row[3] not in postponed]
+        output = self.fx_graph.output_node()
+        for node in nodes:
+            output.prepend(node)
+            for before, after in instead.items():
+                node.replace_input_with(before, after)
+            if node in operators:
+                one = operators[node]
+                reads = held_by(node.all_input_nodes, self.storages)
+                free = tuple(t for t in one.in_place if t in reads)
+                position = max(self._made_at.get(t, 0) for t in reads)
+                self.add_operator(replace(one, reads=reads, in_place=free), node, position)
 
     def item(self, node: Node, place: int) -> Node:
         """Add the item of a call that has several results."""

@@ -39,7 +39,7 @@ _GATHER = _OPS.all_gather_into_tensor.default
 _GATHERS = _OPS.all_gather_into_tensor_coalesced.default
 _SCATTER = _OPS.reduce_scatter_tensor.default
 _REDUCE = _OPS.all_reduce.default
-_AFTER_SCATTER = frozenset(
+AFTER_SCATTER = frozenset(
     {
         WAIT,
         _REDUCE,
@@ -134,7 +134,7 @@ def _scatters(module: GraphModule, bucket_of: _Found) -> _Found:
             node = stack.pop()
             if node.target is _SCATTER:
                 found[node] = bucket_of[primal]
-            elif node.target in _AFTER_SCATTER:
+            elif node.target in AFTER_SCATTER:
                 stack.extend(node.all_input_nodes)
     return found
 

@@ -4,7 +4,8 @@ gradients are added up, as autograd adds to `.grad`.
 The graph has every operator once for each micro-batch. Its loss boundary is the first
 micro-batch's; everything afterwards counts as backward. A buffer that the forward changes is read
 by the next micro-batch with its new value. Each micro-batch has inputs of its own; the loss's
-gradient, one divided by their number, is the same for all.
+gradient, one divided by their number, is the same for all. What averages gradients over ranks may
+run once, for the sums of all micro-batches.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class _Copies:
         return replace(one, node=node, name=name, index=one.index + self.number * leaves)
 
     def run(self, calls: Sequence[Node], lowering: Lowering) -> None:
-        """Repeat all calls of the first micro-batch, after all operators so far."""
+        """Repeat these calls of the first micro-batch, after all operators so far."""
         for one in calls:
             self._call(one, lowering)
-        self._operators(lowering)
+        self._operators(calls, lowering)
 
     def _call(self, one: Node, lowering: Lowering) -> None:
         """Repeat a call of the first micro-batch, a view or a kernel call."""
@@ -108,10 +109,12 @@ class _Copies:
             if tensor in self.tensors and lowering.bases.get(tensor) is one:
                 extension.bases[self.tensors[tensor]] = node
 
-    def _operators(self, lowering: Lowering) -> None:
-        begin = self.extension.length
+    def _operators(self, calls: Sequence[Node], lowering: Lowering) -> None:
+        begin, repeated = self.extension.length, set(calls)
         pairs = zip(lowering.graph.operators, lowering.nodes, strict=True)
         for position, (one, old) in enumerate(pairs):
+            if old not in repeated:
+                continue
             node = self.nodes[old]
             made = replace(
                 one,
@@ -125,7 +128,11 @@ class _Copies:
 
 
 def repeated(
-    captured: Captured, lowering: Lowering, count: int, block_bytes: int
+    captured: Captured,
+    lowering: Lowering,
+    count: int,
+    block_bytes: int,
+    once: tuple[Node, ...] = (),
 ) -> tuple[Captured, Lowering]:
     """Repeat a captured whole step, before its updates, over several micro-batches.
 
@@ -133,6 +140,7 @@ def repeated(
         captured, lowering: forward, loss and backward of one micro-batch.
         count: the number of micro-batches.
         block_bytes: the allocator's granularity.
+        once: the calls that run once, for the sums of what all micro-batches give them.
 
     Returns:
         The step; its `other_results` are the losses of the later micro-batches and the buffers'
@@ -150,11 +158,18 @@ def repeated(
     assert not lowering.alternatives
     extension = Extension(captured, lowering, block_bytes)
     *values, loss = captured.forward_outputs
-    nodes = [n for n in extension.fx_graph.nodes if n in lowering.storages]
+    late = set(once)
+    nodes = [n for n in extension.fx_graph.nodes if n in lowering.storages and n not in late]
     calls = [n for n in nodes if n.op == "call_function"]
+    given = {n: n for one in once for n in one.all_input_nodes if n not in late}
     losses: list[Any] = []
     primals, sums = list(captured.primals), list(captured.gradients)
     of_inputs: list[Any] = []
+
+    def added(before: Any, made: Any, gradient: Node) -> Node:
+        module = _module_of(lowering, gradient)
+        return extension.call(_ADD, before, made, module=module, over=before)
+
     for number in range(1, count):
         copies = _Copies(extension, number)
         copies.take_over([one.node for one in changed], values)
@@ -168,9 +183,10 @@ def repeated(
             made = copies.node(gradient)
             if captured.primals[position].kind == "input":
                 of_inputs.append(made)
-            elif isinstance(gradient, Node):
-                before, module = sums[position], _module_of(lowering, gradient)
-                sums[position] = extension.call(_ADD, before, made, module=module, over=before)
+            elif isinstance(gradient, Node) and gradient not in late:
+                sums[position] = added(sums[position], made, gradient)
+        given = {one: added(so_far, copies.node(one), one) for one, so_far in given.items()}
+    extension.postpone(once, given)
     joined = replace(
         captured,
         primals=tuple(primals),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint import load as load_checkpoint
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -286,6 +287,43 @@ def test_replicas_reduce_what_was_scattered_together(eight_fake_ranks: Any) -> N
     assert sent(plan, "all_reduce") == [[part]]
     sizes = [plan.graph.tensors[t].size_bytes for t in plan.graph.gradients]
     assert part in sizes
+
+
+class Summing(nn.Module):
+    """Adds over the ranks in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        group = torch.distributed.group.WORLD
+        hidden = all_reduce(self.layers[0](input), "sum", group)
+        found: Tensor = self.layers[1](hidden)
+        return found
+
+
+def test_micro_batches_share_one_reduction(eight_fake_ranks: Any) -> None:
+    def plan(model: nn.Module = Summing(), **rules: Any) -> memopt.Plan:  # noqa: B008
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given: Any = {
+            "loss_fn": nn.functional.mse_loss,
+            "targets": (torch.randn(4, 3),),
+            "optimizer": optimizer,
+        }
+        given |= {"strategy": "store-all", "whole_step": True, "progress": False}
+        return memopt.plan(model, torch.randn(4, 16), **given, **rules)
+
+    model = memopt.shard(Summing(), eight_fake_ranks)
+    each, once = (plan(model, micro_batches=3, reduce_once=once) for once in (False, True))
+    assert sent(each, "reduce_scatter") == 3 * sent(once, "reduce_scatter")
+    for what in ("all_gather", "all_reduce"):  # the model's own is the model's
+        assert sent(each, what) == sent(once, what)
+        assert len(sent(once, what)) == 6
+    with pytest.raises(ValueError, match=r"over ranks: shard it first"):
+        plan(micro_batches=3, reduce_once=True)
+    with pytest.raises(ValueError, match=r"is for several micro_batches=, got 1: leave it out"):
+        plan(model, reduce_once=True)
 
 
 def test_outside_of_a_step_a_parameter_is_its_shard(eight_fake_ranks: Any) -> None:
