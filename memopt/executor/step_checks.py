@@ -15,8 +15,11 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
 from memopt.models.step_rules import StepRules, scales
+from memopt.step.joined_collectives import only_shards
 from memopt.step.optimizer_state import optimizer_state
 from memopt.step.profiled import ProfiledStep
+from memopt.step.ranks import sharers_of
+from memopt.step.shards import local_part
 from memopt.step.step_optimizer import check_hooks, check_splittable
 from memopt.torch_private.modules import modules_of, parameters_of
 
@@ -141,7 +144,7 @@ def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_b
     assert parts is not None
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     mutated = [profiled.captured.primals[i].node.meta["val"] for i in parts.mutated]
-    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
+    needed_bytes = sum(local_part(tensor).nbytes for tensor in (*trained, *mutated))
     needed_bytes += planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
     if needed_bytes > left_bytes:
         raise ValueError(
@@ -154,11 +157,14 @@ def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_b
 def _check_alone(model: nn.Module) -> None:
     """Refuse a step whose gradients other processes need: it updates parameters inside, before
     gradients could be exchanged, and the processes' parameters would drift apart."""
+    if sharers_of(model) and only_shards(model):
+        return
     many = torch.distributed.is_available() and torch.distributed.is_initialized()
     if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
         raise ValueError(
-            "a whole step exchanges no gradients with other processes: plan without an optimizer "
-            "instance and put DistributedDataParallel around the planned module "
+            "a whole step exchanges no gradients with other processes, except of a model that "
+            "memopt.shard(model, mesh) has spread over them: shard it first, or plan without an "
+            "optimizer instance and put DistributedDataParallel around the planned module "
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
 

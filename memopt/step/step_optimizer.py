@@ -24,6 +24,7 @@ from memopt.step.backend import backend_of
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.optimizer_state import PER_PARAMETER
 from memopt.step.pinned_memory import pinned_bytes
+from memopt.step.shards import like_part, local_part
 from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
 from memopt.torch_private.tensors import any_gradient_hooks, has_gradient_hooks, version_of
 
@@ -183,9 +184,10 @@ def update_all(
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
-            if gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            parameter.grad = gradient
+            own = local_part(parameter)
+            if gradient.stride() != own.stride():
+                gradient = torch.empty_like(own).copy_(gradient)
+            parameter.grad = like_part(parameter, gradient)
         optimizer.param_groups = groups
         optimizer.step()
     except BaseException:
@@ -328,12 +330,11 @@ class HostState:
         """Return a device copy of state on the host; everything else as it is."""
         if not isinstance(value, torch.Tensor):
             return value
-        away = value.dim() > 0 and value.device != parameter.device
-        if away or value is self._hosted.get((parameter, key)):
-            there = torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device=parameter.device
-            )
-            return there.copy_(value, non_blocking=True)
+        own, device = local_part(value), local_part(parameter).device
+        away = own.dim() > 0 and own.device != device
+        if away or own is self._hosted.get((parameter, key)):
+            there = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=device)
+            return like_part(value, there.copy_(own, non_blocking=True))
         # An update changes a counter in place: copy it, so that a failure changes nothing.
         return value.clone() if value.dim() == 0 else value
 
@@ -341,7 +342,7 @@ class HostState:
         """Move a parameter's state to the host. Counters stay as they are."""
         state = self._optimizer.state[parameter]
         for key in self._movable(state):
-            value = state[key]
+            value = local_part(state[key])
             host = self._hosted.get((parameter, key))
             if value is host:
                 continue
@@ -350,7 +351,7 @@ class HostState:
                 self._hosted[parameter, key] = host
             # In the compute stream's order, like the copy that fetches it for the next update.
             host.copy_(value, non_blocking=True)
-            state[key] = host
+            state[key] = like_part(state[key], host)
 
     def _movable(self, state: dict[str, Any]) -> list[str]:
         return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0]
