@@ -44,13 +44,14 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
 
 def _takes_it(model: nn.Module, given: int = 0) -> bool:
     """Return whether a forward takes `use_cache`, after so many arguments, or hands it on as one of
-    its **kwargs to the model inside."""
+    its **kwargs to a model inside that keeps keys and values."""
     parameters = inspect.signature(model.forward).parameters
     if "use_cache" in list(parameters)[given:]:
         return True
-    inner = getattr(model, "base_model", None)
-    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return hands_on and isinstance(inner, nn.Module) and inner is not model and _takes_it(inner)
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return False
+    inside = (one for one in model.children() if hasattr(one, "config"))
+    return any(_keeps_keys(one) and _takes_it(one) for one in inside)
 
 
 def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
