@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from memopt.capture.own_loss import loss_arguments
 from memopt.capture.remedies_of_python import SAID_OF_PYTHON
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -295,9 +296,10 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
 
 def without_labels(call: Call) -> str:
     """Return the remedy where the model's own loss cannot be captured; "" if it has none."""
-    if call.kwargs.get("labels") is None:
+    given = loss_arguments(call)
+    if not given:
         return ""
     return (
-        ". If that is the loss that the model computes itself, call it without labels and compute "
-        "the loss from its outputs"
+        f". If that is the loss that the model computes itself, call it without {', '.join(given)} "
+        "and compute the loss from its outputs"
     )
