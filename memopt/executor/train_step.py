@@ -35,13 +35,9 @@ from memopt.step.joint_graph import loss_tangents
 from memopt.step.loss import as_targets
 from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
-<<<<<<< HEAD
-from memopt.step.step_optimizer import HostState, Item
-=======
 from memopt.step.ranks import ranks_of
 from memopt.step.shards import like_part
-from memopt.step.step_optimizer import HostState, Item, check_splittable
->>>>>>> ebad2eb01cd04c1d1e1acc8053e0c475b7ef7c67
+from memopt.step.step_optimizer import HostState, Item
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
