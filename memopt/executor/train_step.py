@@ -23,7 +23,7 @@ from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.stack_room import with_stack_room
-from memopt.executor.step_checks import other_parameters, plan_of_step
+from memopt.executor.step_checks import StepParameters, plan_of_step
 from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
 from memopt.models.deferred_interrupt import ctrl_c_deferred
@@ -37,7 +37,7 @@ from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
 from memopt.step.ranks import ranks_of
 from memopt.step.shards import like_part
-from memopt.step.step_optimizer import HostState, Item, check_splittable
+from memopt.step.step_optimizer import HostState, Item
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -99,6 +99,7 @@ class TrainStep:
                 self._parts.once,
                 updated=[site.name for site in self._parts.sites],
             )
+        self._known = StepParameters(profiled, optimizer)
         self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
         self._undo = Undo(optimizer) if undo else None
@@ -197,25 +198,9 @@ class TrainStep:
         looked_at = why_not_inside()
         if looked_at is not None:
             raise GuardError(f"a train step cannot run here: {looked_at}. Call it outside")
-        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
-        # A parameter of several names is known by its first.
-        first = {id(p): (n, p) for n, p in reversed(self._parameters.items())}
-        named = list(reversed(first.values()))
-        begin = "model."
-        check_splittable(
-            self._optimizer, ((n.removeprefix(begin), p) for n, p in named if n.startswith(begin))
-        )
-        differs = other_parameters(self._profiled, self._optimizer, named)
-        if differs is not None:
-            raise GuardError(f"{differs}; plan again")
+        self._parameters = self._known.now()
         for call in calls:
             check_behind(call.leaves, self._parameters.values())
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                raise ExecutionError(
-                    f"{name.removeprefix('model.')} has a gradient from before: train steps do "
-                    "not add to it; set it to None first, as model.zero_grad() does"
-                )
         losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
         for call in calls:
             self._parts.once.effects.carry_out(self._parts.module, call, ())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt.capture.training_call import has_own_loss, own_loss
+from memopt.capture.own_loss import has_own_loss, own_loss
 from memopt.models.device import Device
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.pricing.cache import ProfileCache as ProfileCache

@@ -12,7 +12,8 @@ fetches its parameter's state, runs, and writes it back; its time and memory are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +26,7 @@ from memopt.step.optimizer_state import PER_PARAMETER
 from memopt.step.pinned_memory import pinned_bytes
 from memopt.step.shards import like_part, local_part
 from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
-from memopt.torch_private.tensors import has_gradient_hooks, version_of
+from memopt.torch_private.tensors import any_gradient_hooks, has_gradient_hooks, version_of
 
 Item: TypeAlias = tuple[str, torch.Tensor, torch.Tensor | None]
 """A parameter's name, its gradient, and the value that the forward gives it before."""
@@ -106,6 +107,28 @@ def check_splittable(
             f"parameters, unknown rules); train steps take {known}. Plan without loss_fn=, or give "
             "the optimizer's name, to plan the module alone"
         )
+    names = {id(parameter): (name, parameter) for name, parameter in named}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError(
+                f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
+                "model its own optimizer, and make a loss that has parameters a part of the model "
+                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
+            )
+    check_hooks(optimizer, dict(names.values()))
+
+
+def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what an update of each parameter alone would call too often, or not at all.
+
+    Args:
+        optimizer: of `PER_PARAMETER`.
+        named: the parameters that it steps.
+
+    Raises:
+        ValueError: the optimizer or a gradient has hooks, or it is differentiable.
+    """
+    kind = type(optimizer)
     if has_step_hooks(optimizer):
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
@@ -116,19 +139,14 @@ def check_splittable(
             "..._post_hook), which would run once per parameter; remove them, or plan the module "
             "alone (without an optimizer instance)"
         )
-    names = {id(parameter): (name, parameter) for name, parameter in named}
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError(
-                f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
-                "model its own optimizer, and make a loss that has parameters a part of the model "
-                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
-            )
-    for name, parameter in names.values():
-        if has_gradient_hooks(parameter):
-            raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
+    if any_gradient_hooks(named.values()):
+        name = next(name for name, one in named.items() if has_gradient_hooks(one))
+        raise ValueError(
+            f"{name.removeprefix('model.')} has gradient hooks, which planned updates would not "
+            "call"
+        )
 
 
 def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
@@ -230,22 +248,24 @@ class Touch:
         self.states = [*map(optimizer.state.get, parameters)]
         pairs = zip(parameters, self.states, strict=True)
         self._held = [(one, *state.values()) if state else (one,) for one, state in pairs]
-        self._versions = [*map(_versions, self._held)]
+        self._versions = _versions(chain.from_iterable(self._held))
         # Fused kernels do not count versions.
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
     def changed(self, position: int = 0) -> bool:
         """Return whether the update has changed one of them, or could have unnoticed."""
-        return self._fused or _versions(self._held[position]) != self._versions[position]
+        begin, held = sum(map(len, self._held[:position])), self._held[position]
+        return self._fused or _versions(held) != self._versions[begin : begin + len(held)]
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
-    """Return how often each tensor was updated in place."""
+def _versions(values: Iterable[Any]) -> list[int | None]:
+    """Return how often each tensor was updated in place; None for what is no tensor."""
+    listed = list(values)
     try:
-        return [*map(version_of, values)]
+        return [*map(version_of, listed)]
     except AttributeError:
         # Some optimizers keep numbers beside tensors.
-        return [version_of(one) for one in values if isinstance(one, torch.Tensor)]
+        return [version_of(one) if isinstance(one, torch.Tensor) else None for one in listed]
 
 
 class HostState:
