@@ -6,7 +6,6 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,10 @@ def deep(width: int, depth: int, last: Callable[[], nn.Module] = Net) -> nn.Modu
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
     return nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 16), last())
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 12), nn.AvgPool1d(4))
 
 
 class Pair:
@@ -234,8 +237,8 @@ def on_ranks(
     the sharded model's own loop with it."""
     mesh = init_device_mesh("cpu", (2, ranks // 2) if way == "replicas" else (ranks,))
     of_fsdp = way in ("as FSDP2", "reduced once")
-    # FSDP2 takes no scalars.
-    last = partial(nn.Linear, 16, 3) if of_fsdp else Net
+    # FSDP2 takes no scalars, and lets ranks have no rows.
+    last = pooled if of_fsdp else Net
     twin = deep(width, depth, last)
     if of_fsdp:
         for block in (*twin, twin):
