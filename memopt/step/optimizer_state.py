@@ -150,7 +150,10 @@ def state_sizes(
     """Return bytes of each state tensor of a parameter; step counts, on the CPU, do not count."""
     held = optimizer.state.get(parameter)
     if held:
-        tensors = [v for v in held.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        # What a parameter without dimensions keeps has none, either, as the count of steps.
+        counts = {k for k, v in held.items() if isinstance(v, torch.Tensor) and not v.dim()}
+        counts &= {"step"} if not parameter.dim() else counts
+        tensors = [v for k, v in held.items() if isinstance(v, torch.Tensor) and k not in counts]
         return [local_part(v).untyped_storage().nbytes() for v in tensors]
     kind = type(optimizer)
     if kind not in PER_PARAMETER:

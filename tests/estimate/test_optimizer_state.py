@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from memopt.step.optimizer_state import optimizer_state
+from memopt.step.optimizer_state import optimizer_state, state_sizes
 
 
 def parameters(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
@@ -77,3 +79,13 @@ def test_unknown_optimizers_are_told_the_known_ones() -> None:
     held = parameters()
     with pytest.raises(ValueError, match="run one step before planning"):
         optimizer_state(torch.optim.Adamax(held), held)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_state_of_a_number_counts_the_same_before_and_after_a_step(kind: Any) -> None:
+    number = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = kind([number], 0.1)
+    before = state_sizes(optimizer, optimizer.param_groups[0], number)
+    number.grad = torch.ones_like(number)
+    optimizer.step()
+    assert state_sizes(optimizer, optimizer.param_groups[0], number) == before
