@@ -57,11 +57,15 @@ def check_figures(
     """
     for name in sizes:
         value = getattr(record, name)
+        if type(value) is int and value >= 0:
+            continue  # nearly all of them; models have a hundred thousand
         check_bytes(owner, **{name: value})
         if type(value) is not int:
             object.__setattr__(record, name, int(value))
     for name in times:
         value = getattr(record, name)
+        if type(value) in (int, float) and 0 <= value < math.inf:
+            continue
         check_seconds(owner, **{name: value})
         if type(value) not in (int, float):
             object.__setattr__(record, name, float(value))

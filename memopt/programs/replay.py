@@ -126,7 +126,9 @@ def replay(graph: Graph, program: Program, device: Device | None = None) -> Time
         InvalidProgramError: an instruction that cannot be processed, such as a read of an
             absent tensor. Whole-program laws are the validator's.
     """
-    return _REPLAYED.of((graph, program), device, lambda: _replayed(graph, program, device))
+    # Without transfers the link is not asked.
+    link = device if program.has_transfers else None
+    return _REPLAYED.of((graph, program), link, lambda: _replayed(graph, program, link))
 
 
 def _replayed(graph: Graph, program: Program, device: Device | None) -> Timeline:

@@ -308,13 +308,13 @@ def _lifetimes(
                 histories[tensor].append((i, "produce"))
         else:
             histories[instruction.tensor].append((i, type(instruction).__name__))
-    device: list[LiveRange] = []
-    host: list[LiveRange] = []
-    found: list[Violation] = []
+    device, host, found = list[LiveRange](), list[LiveRange](), list[Violation]()
+    held = graph.tangents if graph.tangents_held else ()
+    results = frozenset((*graph.outputs, *graph.gradients, *held))
     for tensor, history in enumerate(histories):
         moved = moved_history(graph, tensor, history, len(instructions))
         if moved or not graph.tensors[tensor].resident:
-            life = moved or _History(graph, tensor, len(instructions))
+            life = moved or _History(graph, tensor, len(instructions), tensor in results)
             for i, event in history:
                 life.step(i, event)
             life.finish()
@@ -327,13 +327,12 @@ def _lifetimes(
 class _History:
     """The history of one tensor, from the program's first instruction to its last."""
 
-    def __init__(self, graph: Graph, tensor: int, length: int) -> None:
+    def __init__(self, graph: Graph, tensor: int, length: int, result: bool) -> None:
         self.name = graph.tensors[tensor].name
         self.tensor = tensor
         self.length = length
-        held = graph.tangents if graph.tangents_held else ()
-        self.result = tensor in (*graph.outputs, *graph.gradients, *held)
-        self.stays = self.result and tensor not in graph.written_back
+        self.result = result
+        self.stays = result and tensor not in graph.written_back
         self.device: list[LiveRange] = []
         self.host: list[LiveRange] = []
         self.found: list[Violation] = []

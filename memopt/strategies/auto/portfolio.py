@@ -61,6 +61,8 @@ class Portfolio:
     """Members whose bound holds for the plans of all members."""
     known: tuple[Program, ...] = ()
     """Programs to start from that were known before."""
+    one_graph: bool = True
+    """Whether members' programs are of the same graph, so that one may start from another's."""
     outcomes: list[MemberOutcome] = field(default_factory=list)
     at_once: list[MemberOutcome] = field(default_factory=list)
     """Outcomes of members that were asked when the time was up and there was no plan."""
@@ -77,7 +79,9 @@ class Portfolio:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Return the programs found, the fastest first."""
+        """Return the programs to start from, the fastest first."""
+        if not self.one_graph:
+            return ()
         plans = sorted((one for one in self.outcomes if one.plans), key=lambda one: one.time_s)
         found = (one.solution.program for one in plans)
         return (*(one for one in found if one is not None), *self.known)

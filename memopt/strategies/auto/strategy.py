@@ -41,7 +41,7 @@ MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
 FIRST_S = 5.0
 """Seconds for the first plan of a graph of many operators."""
-BEGIN_S = 1e-4
+BEGIN_S = 2e-4
 """Seconds per operator that the leader takes before it has any plan of its own."""
 OWN_S = 60.0
 """Seconds for all members that the user names, where there is no limit."""
@@ -58,7 +58,7 @@ class Auto(Improver):
     A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
     Then, for a step's graph, joint, which starts from the plans so far and gets all the time that
     is left; where it ends early rotor-menus, monet, offload-graph and another order of operators.
-    For a bare chain all strategies for chains. It ends where the plan is within `gap` of a bound,
+    Of a bare chain all other strategies, too. It ends where the plan is within `gap` of a bound,
     or the time is up: without a limit 500 times the seconds that a step could still gain, at most
     20 s, and no longer than what is found comes back in 500 steps; where that is less than a
     second the plan made at once is taken. Where there is no backward only those are asked whose
@@ -144,13 +144,15 @@ class Auto(Improver):
         # Over a link of unknown speed every transfer would look free.
         linked = device is not None and device.is_linked
         known = {one.name: one for one in SINGLE_STRATEGIES if one.name not in LEFT_OUT}
-        step = isinstance(cost_model, Graph) and not cost_model.is_forward
-        if not step:
-            forward = isinstance(cost_model, Graph)
-            own = [one for one in known.values() if one.name != LEADER or not forward]
-            return tuple(one for one in own if linked or not one.features.offload)
-        names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
-        return *(known[name] for name in names), ORDER
+        graph = isinstance(cost_model, Graph)
+        if isinstance(cost_model, Graph) and not cost_model.is_forward:
+            names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
+            return *(known[name] for name in names), ORDER
+        # Of a chain those that plan at once are asked first, then the leader, then all others.
+        first = () if graph else GRAPH_MEMBERS[: GRAPH_MEMBERS.index(LEADER) + 1]
+        others = (x.name for x in known.values() if linked or not x.features.offload)
+        names = tuple(dict.fromkeys((*first, *others)))
+        return tuple(known[name] for name in names if name in first or name != LEADER)
 
     def solve_from(
         self,
@@ -195,7 +197,8 @@ class Auto(Improver):
         """Begin a search."""
         step = isinstance(cost_model, Graph) and not has_updates(cost_model)
         # Without a budget the step as it is ends no search: within one, a faster plan is found.
-        many = isinstance(cost_model, Graph) and len(cost_model.operators) >= MANY
+        graph = isinstance(cost_model, Graph)
+        count = len(cost_model.operators) if isinstance(cost_model, Graph) else 2 * len(cost_model)
         free = budget_bytes is None and isinstance(cost_model, Graph) and cost_model.is_forward
         return Portfolio(
             budget_bytes,
@@ -208,10 +211,11 @@ class Auto(Improver):
             gap=NOTHING_FASTER if self.members or free else self.gap,
             limit_s=OWN_S if limit_s is None and self.members else limit_s,
             most_s=self.most_s,
-            leader_s=BEGIN_S * len(cost_model.operators) if isinstance(cost_model, Graph) else 0.0,
-            quick_s=FIRST_S if many else math.inf,
-            leader=LEADER if isinstance(cost_model, Graph) and not self.members else "",
+            leader_s=BEGIN_S * count,
+            quick_s=FIRST_S if graph and count >= MANY else math.inf,
+            leader="" if self.members else LEADER,
             bounding=frozenset({LEADER} if step and not self.members else ()),
+            one_graph=graph,
         )
 
 

@@ -4,6 +4,7 @@ allow, and never slower than segments of equal length."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from memopt.models.chain import Chain
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.grouping import expand
 from memopt.strategies.rotor.model import ChainArrays
-from memopt.strategies.rotor.plan_sets import PlanSet, merged, plan_set, replayed
+from memopt.strategies.rotor.plan_sets import PlanSet, merged, plan_set
 from memopt.strategies.rotor.schedules import Codes
 from memopt.strategies.rotor.segments import root_count, segment_codes, several_counts
 
@@ -35,17 +36,8 @@ def most_stages(deadline: Deadline, slots: int, table_bytes: int) -> int:
 
 def ungrouped(chain: Chain, coarse: PlanSet, ends: tuple[int, ...]) -> PlanSet:
     """Return the schedules of a chain of groups as the chain's own."""
-    arrays = ChainArrays.of(chain, 1)
-    fixed = chain.resident_bytes + chain.input_bytes
-
-    def measured(codes: Codes) -> tuple[int, float, Codes]:
-        from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
-
-        own = expand(codes, ends)
-        peak, seconds = peak_and_time(arrays, own)
-        return fixed + peak, seconds, own
-
-    made = plan_set(map(measured, coarse.codes), optimal=False, complete=False, stats=coarse.stats)
+    own = _measured(chain, (expand(codes, ends) for codes in coarse.codes))
+    made = plan_set(own, optimal=False, complete=False, stats=coarse.stats)
     return replace(made, stats={**made.stats, "groups": len(ends)})
 
 
@@ -54,4 +46,14 @@ def with_segments(chain: Chain, plans: PlanSet) -> PlanSet:
     layers = max(1, len(chain) - 1)
     counts = {min(max(1, count), layers) for count in (root_count(layers), *several_counts(layers))}
     schedules = (np.array(segment_codes(len(chain), count), np.int64) for count in sorted(counts))
-    return merged(plans, plan_set(replayed(chain, schedules), optimal=False))
+    return merged(plans, plan_set(_measured(chain, schedules), optimal=False))
+
+
+def _measured(chain: Chain, schedules: Iterable[Codes]) -> Iterator[tuple[int, float, Codes]]:
+    """Yield (peak in total bytes, seconds, codes) of schedules that are known to be valid."""
+    from memopt.strategies.rotor.schedule_cost_kernels import peak_and_time
+
+    arrays, fixed = ChainArrays.of(chain, 1), chain.resident_bytes + chain.input_bytes
+    for codes in schedules:
+        peak, seconds = peak_and_time(arrays, codes)
+        yield fixed + peak, seconds, codes

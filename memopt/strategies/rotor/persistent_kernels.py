@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.solvers.compiled import compiled, compiled_unlocked
+from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.model import ChainArrays, Float64Array, Int64Array
 from memopt.strategies.rotor.steps_kernels import (
     FAR,
@@ -29,6 +30,9 @@ from memopt.strategies.rotor.steps_kernels import (
     part,
     with_room,
 )
+
+BOUNDS_AT_ONCE = 10**7
+"""Cubes of stages whose bounds are found between two looks at the clock."""
 
 
 class Rows(NamedTuple):
@@ -63,16 +67,41 @@ def saving_need(c: ChainArrays, s: int, o: int, t: int, slot: int) -> int:
     return max(ceil_div(c.gradient[t] + saving, slot), ceil_div(reverse, slot))
 
 
+def memory_bounds(
+    c: ChainArrays, slot: int, split_saving: bool, deadline: Deadline | None = None
+) -> tuple[Int64Array, Int64Array]:
+    """Return `low` and `high` of every row, in the chain's slots or (slot = 1) in bytes; raises
+    Stopped at the deadline."""
+    n = c.length
+    low = np.full((n + 2, n + 2), FAR, np.int64)
+    high, columns = low.copy(), low.copy()
+    each = max(1, BOUNDS_AT_ONCE // n**2)
+    for last in range(n, 0, -each):
+        fill_bounds(c, slot, split_saving, max(1, last - each + 1), last, low, high, columns)
+        if deadline is not None and last > each:
+            deadline.check(0.0, "rotor: least memory")
+    return low, high
+
+
 @compiled
-def memory_bounds(c: ChainArrays, slot: int, split_saving: bool) -> tuple[Int64Array, Int64Array]:
-    """Return `low` and `high` of every row, in the chain's slots or (slot = 1) in bytes."""
+def fill_bounds(
+    c: ChainArrays,
+    slot: int,
+    split_saving: bool,
+    first: int,
+    last: int,
+    low: Int64Array,
+    high: Int64Array,
+    columns: Int64Array,
+) -> None:
+    """Fill the bounds of the rows (s, t) with first ≤ s ≤ last, those of later stages being there;
+    `columns[t, s]` is low[s, t] and the output before s, in the order in which it is read."""
     n = c.length
     in_bytes = slot == 1
     output = c.output_bytes if in_bytes else c.output
     saved = c.options.saved_bytes if in_bytes else c.options.saved
-    low = np.full((n + 2, n + 2), FAR, np.int64)
-    high = low.copy()
-    for s in range(n, 0, -1):
+    for s in range(last, first - 1, -1):
+        rises, needs = forward_needs(c, s)
         for t in range(s, n + 1):
             best, most = FAR, -FAR
             for o in range(c.options.number[s]):
@@ -82,23 +111,43 @@ def memory_bounds(c: ChainArrays, slot: int, split_saving: bool) -> tuple[Int64A
                 elif split_saving:
                     best = min(best, max(own, saved[s, o] + low[s + 1, t]))
                     most = max(most, own, saved[s, o] + high[s + 1, t])
-            low[s, t], high[s, t] = best, most
+            low[s, t], high[s, t], columns[t, s] = best, most, output[s - 1] + best
             if s == t:
                 continue
             if not split_saving:
                 need = ceil_div(c.gradient[t] + c.first[s], slot)
                 high[s, t] = max(need, output[s] + high[s + 1, t], high[s, s])
-            need_bytes = c.first[s]
-            for split in range(s + 1, t + 1):
-                if split > s + 1:
-                    need_bytes = max(need_bytes, c.running[split - 1])
-                need = ceil_div(c.gradient[t] + need_bytes, slot)
-                if need >= best:
+            for i in range(needs.size):
+                need = ceil_div(c.gradient[t] + needs[i], slot)
+                if need >= best or rises[i] > t:
                     break
-                value = max(need, output[split - 1] + low[split, t], low[s, split - 1])
-                best = min(best, value)
-            low[s, t] = best
-    return low, high
+                end = min(rises[i + 1], t + 1)
+                least = least_of_larger(columns[t, rises[i] : end], low[s, rises[i] - 1 : end - 1])
+                best = min(best, max(need, least))
+            low[s, t], columns[t, s] = best, output[s - 1] + best
+
+
+@compiled
+def forward_needs(c: ChainArrays, s: int) -> tuple[Int64Array, Int64Array]:
+    """Return the splits from which a forward from s on needs more bytes than for earlier ones, and
+    a split beyond all; the bytes."""
+    rises, needs = [s + 1], [c.first[s]]
+    for split in range(s + 2, c.length + 1):
+        if c.running[split - 1] > needs[-1]:
+            rises.append(split)
+            needs.append(c.running[split - 1])
+    rises.append(c.length + 2)
+    return np.array(rises), np.array(needs)
+
+
+@compiled
+def least_of_larger(first: Int64Array, second: Int64Array) -> int:
+    """Return the least of the larger of both, entry by entry."""
+    least = FAR
+    for i in range(first.size):
+        larger = max(first[i], second[i])
+        least = min(least, larger)
+    return least
 
 
 @compiled

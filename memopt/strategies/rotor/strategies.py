@@ -30,9 +30,9 @@ from memopt.strategies.store_all import store_all_bytes
 DEFAULT_SLOTS = 500
 FEWEST_SLOTS = 15
 EXACT_TABLE_BYTES = 2**26
-LEAST_STAGES = 1000
+LEAST_STAGES, LEAST_S = 1000, 2e-9
 """Chains of more stages, planned in groups, do without the schedule of least memory, whose length
-is the square of theirs."""
+is the square of theirs; and those that have not so many seconds for each cube of their stages."""
 
 _RECENT = RecentAnswers[PlanSet](capacity=8)
 """Recent plan sets: many budgets of one chain cost one solve."""
@@ -196,7 +196,7 @@ class Rotor(TableStrategy):
         ends = group_ends(chain, most)
         coarse = super().plan_set(grouped(chain, ends), deadline)
         plans = with_segments(chain, ungrouped(chain, coarse, ends))
-        if len(chain) > LEAST_STAGES:
+        if len(chain) > LEAST_STAGES or deadline.left_s < LEAST_S * len(chain) ** 3:
             return plans
         # A table that is stopped at once has the schedule of least memory.
         limits = SolveLimits(self.table_bytes, Deadline(-math.inf))

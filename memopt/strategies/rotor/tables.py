@@ -33,7 +33,7 @@ from memopt.strategies.rotor.steps_kernels import Steps, buffer
 
 NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16
-INDEX_BYTES = 48
+INDEX_BYTES = 56
 """Bytes of bounds and offsets for each pair of stages."""
 BLOCK = 8
 WHAT = "rotor: table of floating activations"
@@ -152,7 +152,7 @@ def _budgets(c: ChainArrays, table: Rows, last_slot: int | None) -> list[int]:
 def slot_table(c: ChainArrays, split_saving: bool, limits: SolveLimits, part: SlotTable) -> Rows:
     """Fill the persistent program's table over slots; raises Stopped and TooLarge."""
     n = c.length
-    low, high = memory_bounds(c, c.slot, split_saving)
+    low, high = memory_bounds(c, c.slot, split_saving, limits.deadline)
     if part.last_slot is not None:
         # Beyond its end a row counts as constant: an upper bound, for budgets up to last_slot.
         high = np.maximum(low, np.minimum(high, part.last_slot + 1))
