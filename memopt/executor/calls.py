@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.executor.differentiated import PARTIAL, REMEDIES
+from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
 from memopt.step.reader import described_text
 from memopt.torch_private import pytree
 
@@ -129,9 +129,15 @@ class Calls:
         self.original += 1
         if why not in self._told:
             self._told.add(why)
-            remedy = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
+            more = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
+            if why is DIFFERENTIATED:
+                # Its parts of gradients are summed apart from those of the planned call.
+                more = (
+                    "; where the loss uses the call's outputs, too, its gradients can differ in "
+                    "their last bits (later calls run as the original)"
+                )
             warnings.warn(
-                f"{why}: the original model runs for it, outside of the budget{remedy}. The "
+                f"{why}: the original model runs for it, outside of the budget{more}. The "
                 "planned module's .calls counts such calls; this is said once",
                 stacklevel=2,
             )

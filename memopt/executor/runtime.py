@@ -21,6 +21,7 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.executor.absence import Like
 from memopt.executor.added_later import AddedLater
+from memopt.executor.arriving_layouts import ArrivingLayouts
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
     PARTIAL,
@@ -141,7 +142,7 @@ class Runtime:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._casts = backward_would_cast(captured.module)
-        self._added_later = AddedLater(captured)
+        self._added_later, self._layouts = AddedLater(captured), ArrivingLayouts(captured)
         self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
         self.random = RandomStates(device) if draws(captured) else None
@@ -188,6 +189,7 @@ class Runtime:
                 output = self._captured.compiled(*held, *args, **kwargs)
             if torch.is_grad_enabled():
                 prepare_backward(output, self._captured.outputs)
+                self._layouts.look(output)
             if self._casts and any(autocast_state()):
                 for value in differentiable(output).values():
                     value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.torch_private.modes import saved_tensor_hooks
+from memopt.torch_private.modes import inside_transform, saved_tensor_hooks
 from memopt.torch_private.modules import parametrized_cached
 from memopt.user_code.aside import mode_around
 
@@ -27,6 +27,8 @@ _CACHED = (
     "call to call, and a planned step computes its own"
 )
 
+_TRANSFORM = "it is inside of torch.func (vmap, grad, jvp), which sees no planned backward"
+
 
 def why_not_inside() -> str | None:
     """Return why a call cannot run under a plan in these surroundings, for people; None: it can.
@@ -38,6 +40,8 @@ def why_not_inside() -> str | None:
         return _MODE.format(mode)
     if parametrized_cached():
         return _CACHED
+    if inside_transform():
+        return _TRANSFORM
     pack = _pack_around()
     if pack is None or _home(pack).partition(".")[0] in ("torch", "memopt"):
         return None

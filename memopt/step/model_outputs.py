@@ -106,10 +106,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
     earlier = dict(outputs.repeated)
     with traced.graph.inserting_before(output):
         for position, leaf in enumerate(leaves):
-            if position in earlier:
-                leaves[position] = None
-                continue
-            if position in gradients.dropped:
+            if position in earlier or position in gradients.dropped:
                 # Not None: some outputs drop a None together with its name.
                 leaves[position] = 0
                 continue

@@ -130,6 +130,11 @@ def allocation_tag() -> Any:
     return private("torch._C._profiler._EventType").Allocation
 
 
+def inside_transform() -> bool:
+    """Whether this thread runs inside of a transform of torch.func (vmap, grad, jvp)."""
+    return private_once("torch._C._functorch.maybe_current_level")() is not None
+
+
 def backward_number() -> int:
     """Return the number of the backward that this thread runs; -1: it runs none."""
     return int(private_once("torch._C._current_graph_task_id")())

@@ -130,6 +130,11 @@ AUTOGRAD = (
         "_current_graph_task_id",
         "_current_autograd_node",
     ),
+    *rows(
+        "know whether a thread is inside of torch.func's transforms",
+        "torch._C._functorch",
+        "maybe_current_level",
+    ),
     *rows("name autograd's nodes in their order", "torch.autograd.graph.Node", "_sequence_nr"),
     *rows(
         "keep what a backward with retain_graph=True keeps",

@@ -55,6 +55,30 @@ def test_the_same_tensor_twice_is_the_same_tensor() -> None:
     assert output["a"][1] is None
 
 
+class Named(dict[str, Any]):
+    """Has no names without a value, as Hugging Face's outputs."""
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda named: (list(named.values()), list(named)),
+    lambda values, names: Named(
+        (name, value) for name, value in zip(names, values, strict=True) if value is not None
+    ),
+)
+
+
+def test_the_same_tensor_twice_where_a_name_goes_with_its_value() -> None:
+    def named(m: Views, h: Tensor, y: Tensor) -> Any:
+        return {"first": h, "named": Named(again=h, other=y)}
+
+    model, module, x = planned(named)
+    output = module(x)
+    assert list(output["named"]) == ["again", "other"]
+    assert output["named"]["again"] is output["first"]
+    assert torch.equal(output["named"]["other"], model(x)["named"]["other"])
+
+
 def test_dimensions_of_one_keep_their_strides() -> None:
     for function in (
         lambda m, h, y: (y[:, :1], y[:, :1].t(), y.unsqueeze(1).transpose(0, 2)),

@@ -130,3 +130,29 @@ def test_parametrized_tensors_that_are_cached(wrapped: bool) -> None:
     assert "parametrize.cached()" in str(said[-1].message)
     assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
     assert (run.calls.planned, run.calls.original) == (0, 2)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_gradients_of_each_example(wrapped: bool) -> None:
+    """By torch.func, whose tensors of many examples no plan holds."""
+    model, x = _model(), torch.randn(4, 6)
+
+    def of_each(run: Any) -> dict[str, Tensor]:
+        def loss(parameters: dict[str, Tensor], one: Tensor) -> Tensor:
+            output: Tensor = torch.func.functional_call(run, parameters, (one[None],))
+            return output.square().sum()
+
+        found: dict[str, Tensor] = torch.func.vmap(torch.func.grad(loss), (None, 0))(
+            {name: p.detach() for name, p in model.named_parameters()}, x
+        )
+        return found
+
+    expected = of_each(model)
+    if wrapped:
+        run: Any = memopt.wrap(model, strategy="store-all", progress=False)
+    else:
+        run = memopt.plan(model, x[:1], strategy="store-all", progress=False).apply(model)
+    with pytest.warns(UserWarning, match=r"inside of torch\.func"):
+        found = of_each(run)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert (run.calls.planned, run.calls.original) == (0, 1)
