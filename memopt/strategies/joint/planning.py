@@ -286,7 +286,8 @@ class JointPlanning(JointIncumbent):
         if self.cut and self.decisions is not None:
             # The fastest start may pass the first descent's plan; the better of both goes on.
             for at in starts[:1]:
-                self._descent(at, until, payback=payback)
+                if not self.deadline.passed(0.6, "joint: descents"):
+                    self._descent(at, until, payback=payback)
             starts[:1] = [self.decisions[0]]
         for number, at in enumerate(starts):
             if payback is not None and payback.over:
