@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
+@functools.cache
 def imports(module: str) -> list[Import]:
     path = MODULES[module]
     return imports_of(module, path.read_text(encoding="utf-8"), path.name == "__init__.py")
@@ -209,8 +211,14 @@ def test_a_right_import_is_not(module: str, source: str) -> None:
             assert not broken(module, found), broken.__name__
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all of a module's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -237,7 +245,7 @@ def test_one_name_is_one_class() -> None:
     """Whoever meets a class knows which; the trainers' callbacks are alike on purpose."""
     where: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(module)
     assert len(where) > 400

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from memopt.api.ranks import telling_ranks
+from memopt.api.ranks import noting_ranks, telling_ranks
 from memopt.models.budget import format_bytes
 from memopt.models.options import Mismatch
 from memopt.plan_record import PlanRecord
@@ -371,7 +371,8 @@ def load(path: str | PathLike[str]) -> Plan:
     """
     from memopt.files import load as read
 
-    return Plan.of(read(path))
+    with noting_ranks("a plan is loaded"):
+        return Plan.of(read(path))
 
 
 def _unpickled(data: bytes) -> Plan:

@@ -65,6 +65,24 @@ def telling_ranks(doing: str, place: int = 0) -> Callable[[Callable[P, T]], Call
     return decorated
 
 
+@contextmanager
+def noting_ranks(doing: str) -> Iterator[None]:
+    """Leave a note of an error inside for ranks that wait in vain for this one, which does not
+    know here which these are.
+
+    Args:
+        doing: the present activity, for messages.
+    """
+    try:
+        yield
+    except MemoptError as error:
+        if "torch" in sys.modules:
+            from memopt.step.ranks import note_failure
+
+            note_failure(doing, error)
+        raise
+
+
 def find_ranks(model: Any, inputs: Any, mode: str) -> Captured | None:
     """Find, once and before any of it runs, the ranks that a model communicates with in its own
     forward and backward.

@@ -15,7 +15,13 @@ from memopt.api.recalled import noting_stops, recalled
 from memopt.api.refusal import infeasible
 from memopt.api.request import PlanRequest
 from memopt.api.reserved import planned_within
-from memopt.api.whole_step import check_movable, check_rules, left_on_host, takes_whole_step
+from memopt.api.whole_step import (
+    check_engine,
+    check_movable,
+    check_rules,
+    left_on_host,
+    takes_whole_step,
+)
 from memopt.errors import MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import (
@@ -61,6 +67,7 @@ def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
         return _made(model, inputs, wanted)
     from memopt.torch_private.engine_hooks import as_in_forward
 
+    check_engine(model, wanted)
     with as_in_forward(model):
         found = find_ranks(model, inputs, wanted.pricing.mode)
         made = _made(model, inputs, wanted)

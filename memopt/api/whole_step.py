@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memopt.api.request import PlanRequest
+from memopt.strategies import resolve
 from memopt.strategies.base import Strategy
 
 
@@ -39,6 +40,19 @@ def takes_whole_step(strategy: Strategy, wanted: PlanRequest) -> bool:
     if not given:
         raise ValueError("whole_step=True needs loss_fn= and optimizer=<a torch.optim instance>")
     return True
+
+
+def check_engine(model: Any, wanted: PlanRequest) -> None:
+    """Refuse a whole step of a model that another engine has hooks on.
+
+    Raises:
+        ValueError: it has; the message says what to do.
+    """
+    from memopt.step.joined_collectives import OTHER_ENGINES
+    from memopt.torch_private.engine_hooks import has_engine
+
+    if has_engine(model) and takes_whole_step(resolve(wanted.strategy), wanted):
+        raise ValueError(OTHER_ENGINES)
 
 
 def check_movable(wanted: PlanRequest, strategy: Strategy) -> None:

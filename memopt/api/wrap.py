@@ -88,8 +88,8 @@ def wrap(
         budget: as for `memopt.plan`, for each kind of call.
         strategy: as for `memopt.plan`.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: the
-            output's `loss`, if the call has `labels`; the other outputs get no gradient. Else the
-            budget covers the module alone.
+            output's `loss`, if the call has `labels` or the like (`return_loss`); the other
+            outputs get no gradient. Else the budget covers the module alone.
         targets: what your loss takes beside the output: a tuple, or a function of the call's
             arguments that makes it.
         on_mismatch: what happens in a kind of call that has no plan: "plan" makes one; once the
@@ -207,13 +207,13 @@ class OwnCallsPlanner:
     improve: bool = False
     """Whether the first plan is one made at once, if the strategy has one."""
     labelled: bool = True
-    """Whether calls with `labels` compute their own loss."""
+    """Whether calls with `labels` or the like compute their own loss."""
     outputs: frozenset[int] = frozenset()
     """The leaves of the output that the loss was seen to use; empty: unknown."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
-        from memopt.capture.training_call import has_own_loss
+        from memopt.capture.own_loss import has_own_loss
 
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
@@ -253,7 +253,7 @@ class OwnCallsPlanner:
         instead: OnMismatch,
         family: ArenaFamily,
     ) -> tuple[PlannedModule, Plan]:
-        from memopt.capture.training_call import NoLossError
+        from memopt.capture.own_loss import NoLossError
 
         request = self._request(call, asked)
         try:
@@ -261,7 +261,7 @@ class OwnCallsPlanner:
         except NoLossError:
             if self.loss_fn is not None or request.step.returns == "loss":
                 raise
-            # This model's `labels` are no targets of a loss.
+            # This model's `labels` or the like are no targets of a loss.
             self.labelled = False
             request = replace(request, step=replace(request.step, loss_fn=None, targets=()))
             plan, again = self._plan(model, call, request)
@@ -342,7 +342,7 @@ class OwnCallsPlanner:
         return Improving(plan, strategy, limit_bytes, limit_s, keep, aloud)
 
     def _request(self, call: Call, asked: Asked) -> PlanRequest:
-        from memopt.capture.training_call import own_loss
+        from memopt.capture.own_loss import own_loss
         from memopt.step.loss import LossOfOutputs
 
         loss_fn, targets = self.loss_fn, self.targets

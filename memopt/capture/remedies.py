@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from memopt.capture.own_loss import loss_arguments
 from memopt.capture.remedies_of_python import SAID_OF_PYTHON
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -221,11 +222,7 @@ def _differentiates(_model: nn.Module, text: str) -> str | None:
 def _drawn_in_python(model: nn.Module, text: str) -> str | None:
     """Name each setting of Hugging Face's speech models that no graph can hold, at once."""
     config = getattr(model, "config", None)
-    undo = [
-        f"set model.config.{name} = 0"
-        for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-        if (getattr(config, name, 0) or 0) > 0
-    ]
+    undo = [f"set {where}.{name} = 0" for where, name in _layers_left_out(model)]
     if getattr(config, "apply_spec_augment", False) and hasattr(model, "freeze_feature_encoder"):
         undo.append("set model.config.apply_spec_augment = False")
     undo += [
@@ -241,6 +238,25 @@ def _drawn_in_python(model: nn.Module, text: str) -> str | None:
         "the model draws layers or masks in Python, or looks at values, in every step, which one "
         f"graph cannot hold: {', '.join(undo)}"
     )
+
+
+def _layers_left_out(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what says how often layers are left out: modules, which copied it when they were made
+    (BART's kin), and configurations that are read in each step (Wav2Vec2's)."""
+    read: dict[int, tuple[str, object]] = {}
+    copied = set()
+    for name, module in model.named_modules():
+        where, config = ".".join(("model", *filter(None, [name]))), getattr(module, "config", None)
+        read.setdefault(id(config), (f"{where}.config", config))
+        if hasattr(module, "layerdrop"):
+            copied.add(id(config))
+            if module.layerdrop:
+                yield where, "layerdrop"
+    for key, (where, config) in read.items():
+        for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+            elsewhere = key in copied and name in ("encoder_layerdrop", "decoder_layerdrop")
+            if name.endswith("layerdrop") and value and not elsewhere:
+                yield where, name
 
 
 def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
@@ -280,9 +296,10 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
 
 def without_labels(call: Call) -> str:
     """Return the remedy where the model's own loss cannot be captured; "" if it has none."""
-    if call.kwargs.get("labels") is None:
+    given = loss_arguments(call)
+    if not given:
         return ""
     return (
-        ". If that is the loss that the model computes itself, call it without labels and compute "
-        "the loss from its outputs"
+        f". If that is the loss that the model computes itself, call it without {', '.join(given)} "
+        "and compute the loss from its outputs"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +43,14 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
 
 def _takes_it(model: nn.Module, given: int = 0) -> bool:
     """Return whether a forward takes `use_cache`, after so many arguments, or hands it on as one of
-    its **kwargs to the model inside."""
+    its **kwargs to a model inside that keeps keys and values."""
     parameters = inspect.signature(model.forward).parameters
     if "use_cache" in list(parameters)[given:]:
         return True
-    inner = getattr(model, "base_model", None)
-    hands_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return hands_on and isinstance(inner, nn.Module) and inner is not model and _takes_it(inner)
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return False
+    inside = (one for one in model.children() if hasattr(one, "config"))
+    return any(_keeps_keys(one) and _takes_it(one) for one in inside)
 
 
 def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -59,33 +59,6 @@ def as_planned(planned: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "use_cache" in planned.kwargs and "use_cache" not in kwargs:
         return {**kwargs, "use_cache": planned.kwargs["use_cache"]}
     return kwargs
-
-
-class NoLossError(ValueError):
-    """A model that is called with labels returns no loss."""
-
-
-def own_loss(output: Any) -> Any:
-    """Return the loss that a Hugging Face model computes itself from its labels: the `loss` of its
-    output or of the dict that it returns, or the first item of a tuple.
-
-    Raises:
-        NoLossError: the output has none.
-    """
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, tuple) and not hasattr(output, "loss"):
-        loss = output[0] if output else None
-    else:
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise NoLossError("the model is called with labels and returns no loss: pass loss_fn=")
-    return loss
-
-
-def has_own_loss(call: Call) -> bool:
-    """Return whether a call gives the model labels to compute its loss from."""
-    return call.kwargs.get("labels") is not None
 
 
 def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from memopt.distributed.buckets import buckets
 from memopt.distributed.gathering import Sharding
 from memopt.step.joined_collectives import BUCKETS
 from memopt.step.ranks import members_in, ranks_in, telling_ranks
+from memopt.step.shards import local_part, with_local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, parameters_of
 
@@ -171,7 +172,12 @@ def _sharded(parameter: nn.Parameter, sharding: Sharding, dim: int) -> nn.Parame
     placement = Shard(dim) if parameter.dim() else Replicate()
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
     source = None if parameter.is_meta else 0
-    value = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
+    value: torch.Tensor = distribute_tensor(
+        parameter.detach(), mesh, placements, src_data_rank=source
+    )
+    if local_part(value).untyped_storage().nbytes() != local_part(value).nbytes:
+        # Of a rank with fewer rows than others it is a part of what was sent to it.
+        value = with_local_part(value, torch.clone)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 

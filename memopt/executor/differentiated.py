@@ -41,8 +41,8 @@ PARTIAL = (
     "the others' missing gradients is not in the plan"
 )
 OTHER_LOSS = (
-    "the call has `labels`, and what is trained with is not the `loss` in its output, for which "
-    "the step was planned"
+    "the call lets the model compute its loss (it has `labels`, or `return_loss`), and what is "
+    "trained with is not the `loss` in its output, for which the step was planned"
 )
 REMEDIES = {
     OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",

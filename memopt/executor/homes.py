@@ -28,6 +28,7 @@ from memopt.programs.moved import carried_over, moved_tensors
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering
 from memopt.step.movable import state_name
+from memopt.step.shards import data_of, like_part, local_part, set_data
 from memopt.step.step_parts import StepParts
 
 
@@ -169,18 +170,19 @@ class Homes:
         """Let the model and the optimizer hold the device copies of a parameter and its state
         inside; if the block fails, the copies that they held before."""
         own, state = self._tensors.get(id(parameter)), self._state_tensors.get(id(parameter))
-        states, data = self._optimizer.state, parameter.data
+        states, data = self._optimizer.state, data_of(parameter)
         before = states.get(parameter)
         if own is not None:
-            parameter.data = self._there[own][""]
+            set_data(parameter, self._there[own][""])
         if state is not None and before is not None:
             # A counter is changed in place: copy it, so that a failure changes nothing.
             counters = {k: v.clone() for k, v in before.items() if _is_counter(v)}
-            states[parameter] = {**before, **counters, **self._there[state]}
+            there = {k: like_part(before[k], v) for k, v in self._there[state].items()}
+            states[parameter] = {**before, **counters, **there}
         try:
             yield
         except BaseException:
-            parameter.data = data
+            set_data(parameter, data)
             if state is not None and before is not None:
                 states[parameter] = before
             elif state is not None:
@@ -256,7 +258,7 @@ class Homes:
         """Return a tensor's values as the model or the optimizer has them now, by the state's key
         ("" for a parameter)."""
         if tensor in self.parameters:
-            return {"": self.parameters[tensor].data}
+            return {"": data_of(self.parameters[tensor])}
         return _movable(self._optimizer.state.get(self.states[tensor], {}))
 
     def _is_home(self, tensor: int, key: str, value: torch.Tensor) -> bool:
@@ -292,30 +294,31 @@ class Homes:
     def _show(self, tensor: int) -> None:
         """Let the model, or the optimizer, hold the host copies."""
         if tensor in self.parameters:
-            self.parameters[tensor].data = self._views[tensor, ""]
+            set_data(self.parameters[tensor], self._views[tensor, ""])
             return
         state = self._optimizer.state.get(self.states[tensor], {})
-        state.update({key: self._views[tensor, key] for key in _movable(state)})
+        state.update({k: like_part(state[k], self._views[tensor, k]) for k in _movable(state)})
 
 
 @contextmanager
 def tensors_on(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Move a module's parameters and buffers to a device for the block. Those already there are
     shared; the others are copied and go back afterwards, with all changes."""
-    before = [(one, one.data) for one in (*module.parameters(), *module.buffers())]
+    before = [(one, data_of(one)) for one in (*module.parameters(), *module.buffers())]
     moved = [(one, data) for one, data in before if data.device.type != device.type]
     try:
         for one, data in moved:
-            one.data = data.to(device)
+            set_data(one, data.to(device))
         yield
     finally:
         for one, data in moved:
-            data.copy_(one.data)
-            one.data = data
+            data.copy_(data_of(one))
+            set_data(one, data)
 
 
 def _movable(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    return {key: local_part(value) for key, value in tensors.items()}
 
 
 def _is_counter(value: Any) -> bool:

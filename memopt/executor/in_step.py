@@ -15,7 +15,8 @@ from memopt.models.graph import Graph
 from memopt.models.reader import digest
 from memopt.models.same_graph import graph_difference
 from memopt.programs.serialize import dumps, fingerprint
-from memopt.step.ranks import Ranks, is_of_group, lost
+from memopt.step.rank_errors import is_of_group, lost
+from memopt.step.ranks import Ranks
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord

@@ -35,7 +35,7 @@ from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
-from memopt.step.ranks import ranks_of, telling_ranks
+from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
 from memopt.step.reader import described
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
@@ -54,9 +54,11 @@ _NO_PLAN = (
 )
 
 _LOG = logging.getLogger(__name__)
-
 _CALL = COMPILED_CALL
 _STATE = "__getstate__"
+_MOST_IN_A_CALL = 2
+"""Most plans that one call may ask for. If it needs more, checking the model itself changes what
+differs, and the model runs unplanned."""
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
@@ -70,11 +72,6 @@ def planning_of(model: nn.Module) -> SelfPlanning | None:
     """Return the object that plans a wrapped model's calls; None: it is not wrapped."""
     made = getattr(model.__dict__.get(_CALL), "__self__", None)
     return made if isinstance(made, SelfPlanning) else None
-
-
-_MOST_IN_A_CALL = 2
-"""Most plans that one call may ask for. If it needs more, checking the model itself changes what
-differs, and the model runs unplanned."""
 
 
 class _InCall(threading.local):
@@ -290,6 +287,8 @@ class SelfPlanning:
         if ready is not None:
             return ready
         if kind in self._untrained or not asks_for_gradients(self.model, call):
+            if not (self.plans or self._untrained):
+                check_untrained(self.model)
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(call=shown(call)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,15 +11,86 @@ import torch.distributed
 from torch import nn
 
 from memopt.capture.remedies import is_data_parallel
+from memopt.errors import ExecutionError, GuardError
 from memopt.executor.recaptured import with_step
 from memopt.models.budget import format_bytes
 from memopt.models.step_rules import StepRules, scales
+from memopt.step.joined_collectives import only_shards
 from memopt.step.optimizer_state import optimizer_state
 from memopt.step.profiled import ProfiledStep
-from memopt.step.step_optimizer import check_splittable
+from memopt.step.ranks import sharers_of
+from memopt.step.shards import local_part
+from memopt.step.step_optimizer import check_hooks, check_splittable
+from memopt.torch_private.modules import modules_of, parameters_of
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+
+class StepParameters:
+    """The parameters of a train step, looked up and checked before each step.
+
+    What takes long is done again only when the model registers other modules or parameters than
+    before, or the optimizer has others.
+
+    Args:
+        profiled: the planned step.
+        optimizer: the user's.
+    """
+
+    def __init__(self, profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
+        assert profiled.parts is not None
+        self._profiled, self._optimizer = profiled, optimizer
+        self._module = profiled.parts.module
+        self._modules: list[nn.Module] = []
+        self._registered: list[int] = []
+        self._trained: list[int] = []
+        self._held: list[Any] = []
+        self._all: dict[str, nn.Parameter] = {}
+
+    def now(self) -> dict[str, nn.Parameter]:
+        """Return the parameters under all their names in the step's module.
+
+        Raises:
+            GuardError: the optimizer trains other parameters than the planned ones.
+            ValueError: the optimizer or a gradient has hooks.
+            ExecutionError: a parameter has a gradient.
+        """
+        groups = self._optimizer.param_groups
+        trained = [*map(id, chain.from_iterable(group["params"] for group in groups))]
+        if self._ids() != self._registered or trained != self._trained:
+            self._look(trained)
+        check_hooks(self._optimizer, self._all)
+        for name, parameter in self._all.items():
+            if parameter.grad is not None:
+                raise ExecutionError(
+                    f"{name.removeprefix('model.')} has a gradient from before: train steps do "
+                    "not add to it; set it to None first, as model.zero_grad() does"
+                )
+        return self._all
+
+    def _ids(self) -> list[int]:
+        """Return which objects the modules register."""
+        registries = (each(one) for one in self._modules for each in (modules_of, parameters_of))
+        return [*map(id, chain.from_iterable(map(dict.values, registries)))]
+
+    def _look(self, trained: list[int]) -> None:
+        self._trained = []
+        self._all = dict(self._module.named_parameters(remove_duplicate=False))
+        # A parameter of several names is known by its first.
+        first = {id(p): (n, p) for n, p in reversed(self._all.items())}
+        named = list(reversed(first.values()))
+        begin = "model."
+        check_splittable(
+            self._optimizer, ((n.removeprefix(begin), p) for n, p in named if n.startswith(begin))
+        )
+        differs = other_parameters(self._profiled, self._optimizer, named)
+        if differs is not None:
+            raise GuardError(f"{differs}; plan again")
+        self._modules = list(self._module.modules())
+        self._registered, self._trained = self._ids(), trained
+        # An object that is held keeps its id for itself.
+        self._held = [*chain.from_iterable(g["params"] for g in self._optimizer.param_groups)]
 
 
 def other_parameters(
@@ -72,7 +144,7 @@ def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_b
     assert parts is not None
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     mutated = [profiled.captured.primals[i].node.meta["val"] for i in parts.mutated]
-    needed_bytes = sum(tensor.nbytes for tensor in (*trained, *mutated))
+    needed_bytes = sum(local_part(tensor).nbytes for tensor in (*trained, *mutated))
     needed_bytes += planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
     if needed_bytes > left_bytes:
         raise ValueError(
@@ -85,11 +157,14 @@ def _check_host(profiled: ProfiledStep, optimizer: torch.optim.Optimizer, left_b
 def _check_alone(model: nn.Module) -> None:
     """Refuse a step whose gradients other processes need: it updates parameters inside, before
     gradients could be exchanged, and the processes' parameters would drift apart."""
+    if sharers_of(model) and only_shards(model):
+        return
     many = torch.distributed.is_available() and torch.distributed.is_initialized()
     if is_data_parallel(model) or (many and torch.distributed.get_world_size() > 1):
         raise ValueError(
-            "a whole step exchanges no gradients with other processes: plan without an optimizer "
-            "instance and put DistributedDataParallel around the planned module "
+            "a whole step exchanges no gradients with other processes, except of a model that "
+            "memopt.shard(model, mesh) has spread over them: shard it first, or plan without an "
+            "optimizer instance and put DistributedDataParallel around the planned module "
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
 

@@ -12,7 +12,13 @@ from torch import nn
 
 from memopt.executor.homes import Homes
 from memopt.executor.undo import Changes, Undo
+from memopt.programs.instructions import Program
+from memopt.programs.updates_together import updates_together
+from memopt.step.profiled import ProfiledStep
+from memopt.step.shards import like_part
 from memopt.step.step_optimizer import Groups, HostState, Item, Touch, update_all
+
+_CACHED_BYTES = 2**20
 
 
 @dataclass
@@ -49,7 +55,7 @@ class StepUpdates:
             self._asked = largest
             self.skipped = not math.isfinite(largest.item())
         plain = not (self.homes or self.host_state or self.skipped)
-        if plain and len(items) > 1 and all(value is None for *_, value in items):
+        if plain and len(items) > 1 and all(item[2] is None for item in items):
             self._all(items)
             return
         for item in items:
@@ -66,7 +72,7 @@ class StepUpdates:
         restores = self.homes.restores(parameter)
         try:
             if value is not None:
-                parameter.copy_(value)
+                parameter.copy_(like_part(parameter, value))
             with self.homes.updating(parameter):
                 if not self.skipped and host_state is not None:
                     host_state.step(parameter, gradient)
@@ -95,3 +101,12 @@ class StepUpdates:
             self.changes.half = ", ".join(name.removeprefix("model.") for name in touched)
             raise
         self.changes.updated += len(items)
+
+
+def together(profiled: ProfiledStep, program: Program) -> dict[int, tuple[int, ...]]:
+    """Return the updates that run together, within the peak of the priced step."""
+    device = profiled.captured.device
+    # On a CPU operators on many tensors run one tensor after the other: all are to stay in its
+    # cache meanwhile.
+    on_cpu = device is not None and device.type == "cpu"
+    return updates_together(profiled.graph, program, _CACHED_BYTES if on_cpu else None)

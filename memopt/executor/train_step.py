@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +11,23 @@ import torch
 from torch import nn
 
 from memopt.capture.training_call import as_planned
-from memopt.errors import ExecutionError, GuardError
+from memopt.errors import ExecutionError, GuardError, RankError
 from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.host_updates import update_there
+from memopt.executor.in_step import APPLYING, InStep
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.install import install
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.stack_room import with_stack_room
-from memopt.executor.step_checks import other_parameters, plan_of_step
-from memopt.executor.step_updates import StepUpdates
+from memopt.executor.step_checks import StepParameters, plan_of_step
+from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
 from memopt.models.deferred_interrupt import ctrl_c_deferred
 from memopt.models.step_rules import scales
-from memopt.programs.instructions import Program
-from memopt.programs.updates_together import updates_together
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.inputs import Call, align, to_call
@@ -36,9 +35,9 @@ from memopt.step.joint_graph import loss_tangents
 from memopt.step.loss import as_targets
 from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
-from memopt.step.step_optimizer import HostState, Item, check_splittable
-
-_CACHED_BYTES = 2**20
+from memopt.step.ranks import ranks_of
+from memopt.step.shards import like_part
+from memopt.step.step_optimizer import HostState, Item
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -86,7 +85,7 @@ class TrainStep:
             interpreted=interpreted,
             checked=checked,
             homes=self._homes,
-            together=_together(profiled, plan.program),
+            together=together(profiled, plan.program),
         )
         self._homes.leave(carried=True)
         for group in optimizer.param_groups:
@@ -100,6 +99,7 @@ class TrainStep:
                 self._parts.once,
                 updated=[site.name for site in self._parts.sites],
             )
+        self._known = StepParameters(profiled, optimizer)
         self._parameters: dict[str, nn.Parameter] = {}
         self._host_state = HostState(optimizer) if profiled.host_state_bytes else None
         self._undo = Undo(optimizer) if undo else None
@@ -108,6 +108,15 @@ class TrainStep:
         self._scaling = LossScaling(self._parts.rules.micro_batches, scaler, device)
         self._updates: StepUpdates | None = None
         self.gradient_norm: torch.Tensor | None = None
+
+    def run_on(self, in_step: InStep, plan: PlanRecord) -> None:
+        """Run the plan's step together with other ranks, which run the same one.
+
+        Raises:
+            RankError: they do not.
+        """
+        in_step.check_plan(plan)
+        self._program = in_step.installed(self._program)
 
     @property
     def skipped(self) -> bool:
@@ -189,25 +198,9 @@ class TrainStep:
         looked_at = why_not_inside()
         if looked_at is not None:
             raise GuardError(f"a train step cannot run here: {looked_at}. Call it outside")
-        self._parameters = dict(self._parts.module.named_parameters(remove_duplicate=False))
-        # A parameter of several names is known by its first.
-        first = {id(p): (n, p) for n, p in reversed(self._parameters.items())}
-        named = list(reversed(first.values()))
-        begin = "model."
-        check_splittable(
-            self._optimizer, ((n.removeprefix(begin), p) for n, p in named if n.startswith(begin))
-        )
-        differs = other_parameters(self._profiled, self._optimizer, named)
-        if differs is not None:
-            raise GuardError(f"{differs}; plan again")
+        self._parameters = self._known.now()
         for call in calls:
             check_behind(call.leaves, self._parameters.values())
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                raise ExecutionError(
-                    f"{name.removeprefix('model.')} has a gradient from before: train steps do "
-                    "not add to it; set it to None first, as model.zero_grad() does"
-                )
         losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
         for call in calls:
             self._parts.once.effects.carry_out(self._parts.module, call, ())
@@ -250,7 +243,8 @@ class TrainStep:
         except Exception as error:
             if not changes:
                 raise
-            raise ExecutionError(changes.text(str(error))) from error
+            kind = RankError if isinstance(error, RankError) else ExecutionError
+            raise kind(changes.text(str(error))) from error
         except BaseException as error:
             if changes:
                 error.add_note(changes.text(type(error).__name__))
@@ -309,7 +303,8 @@ class TrainStep:
         self._move(primals, [*outputs, *ends[rules.micro_batches - 1 :]], changes)
         for primal, gradient in zip(captured.primals, gradients, strict=True):
             if gradient is not None and primal.name in self._parameters:
-                self._parameters[primal.name].grad = gradient
+                parameter = self._parameters[primal.name]
+                parameter.grad = like_part(parameter, gradient)
         given = [
             (call.leaves[primal.index], gradient)
             for primal, gradient in zip(captured.primals, gradients, strict=True)
@@ -342,21 +337,15 @@ class TrainStep:
 
     def _primals(self, call: Call) -> list[Any]:
         values, moves = [], bool(self._homes)
-        for value in self._captured.values(self._parts.module, call.leaves):
+        found = self._captured.values(self._parts.module, call.leaves)
+        for primal, value in zip(self._captured.primals, found, strict=True):
             if moves and isinstance(value, nn.Parameter) and self._homes.moves(value):
                 value = None  # The program drops its device copy.
+            elif primal.part:
+                value = getattr(value, primal.part)
             other = isinstance(value, torch.Tensor) and type(value) is not nn.Parameter
             values.append(value.detach() if other else value)
         return values
-
-
-def _together(profiled: ProfiledStep, program: Program) -> dict[int, tuple[int, ...]]:
-    """Return the updates that run together, within the peak of the priced step."""
-    device = profiled.captured.device
-    # On a CPU operators on many tensors run one tensor after the other: all are to stay in its
-    # cache meanwhile.
-    on_cpu = device is not None and device.type == "cpu"
-    return updates_together(profiled.graph, program, _CACHED_BYTES if on_cpu else None)
 
 
 def train_step(
@@ -371,12 +360,17 @@ def train_step(
     scaler: Any = None,
 ) -> TrainStep:
     """Make a train step; see `Plan.train_step`."""
-    plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
-    return TrainStep(
-        plan,
-        optimizer,
-        interpreted=interpreted,
-        checked=checked,
-        undo=undo,
-        scaler=scaler if scales(scaler) else None,
-    )
+    ranks = ranks_of(model)
+    with nullcontext() if ranks is None else ranks.failing_together(APPLYING):
+        plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
+        step = TrainStep(
+            plan,
+            optimizer,
+            interpreted=interpreted,
+            checked=checked,
+            undo=undo,
+            scaler=scaler if scales(scaler) else None,
+        )
+    if ranks is not None:
+        step.run_on(InStep(ranks), plan)
+    return step

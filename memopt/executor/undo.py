@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memopt.step.backend import backend_of
+from memopt.step.shards import local_part
 from memopt.step.step_optimizer import host_like
 
 
@@ -51,13 +52,13 @@ class Undo:
                 self._keep((parameter, name), value)
 
     def _keep(self, key: tuple[torch.Tensor, str], tensor: torch.Tensor) -> None:
-        copy = self._memory.get(key)
-        if copy is None or (copy.size(), copy.dtype) != (tensor.size(), tensor.dtype):
+        copy, own = self._memory.get(key), local_part(tensor).detach()
+        if copy is None or (copy.size(), copy.dtype) != (own.size(), own.dtype):
             # Of its own size, if it is a part of a larger storage.
-            like = torch.empty_like(tensor.detach(), device="meta")
+            like = torch.empty_like(own, device="meta")
             copy = self._memory[key] = host_like(like, key[0].device)
         # In the compute stream's order, before the update.
-        copy.copy_(tensor.detach(), non_blocking=True)
+        copy.copy_(own, non_blocking=True)
         self._copies.append((tensor, copy))
 
     def restore(self) -> None:
@@ -74,7 +75,7 @@ class Undo:
                 self._optimizer.state[parameter] = state
         for tensor, copy in self._copies:
             # A parameter may be on the host by now, or on the device.
-            tensor.detach().copy_(copy)
+            local_part(tensor).detach().copy_(copy)
 
 
 @dataclass

@@ -46,6 +46,7 @@ def _with_largest(one: Graph, other: Graph) -> Graph:
         boundary_bytes=max(one.boundary_bytes, other.boundary_bytes),
         extra_resident_bytes=max(one.extra_resident_bytes, other.extra_resident_bytes),
         allocator_owned=tuple(sorted({*one.allocator_owned, *other.allocator_owned})),
+        movable=tuple(t for t in one.movable if t in other.movable),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt.capture.training_call import has_own_loss, own_loss
+from memopt.capture.own_loss import has_own_loss, own_loss
 from memopt.models.device import Device
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.pricing.cache import ProfileCache as ProfileCache
@@ -18,10 +18,10 @@ from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.session import profile_model as profile_model
 from memopt.profiler.step_session import profile_step as profile_step
 from memopt.step.inputs import to_call
+from memopt.step.joined_collectives import OTHER_ENGINES, only_shards
 from memopt.step.loss import Loss as Loss
 from memopt.step.loss import as_targets
 from memopt.step.profiled import Profiled as Profiled
-from memopt.step.ranks import sharers_of
 
 
 def profiled_of(
@@ -69,11 +69,8 @@ def profiled_of(
             progress=progress,
         )
     options = MeasureOptions(cache=ProfileCache() if cache else None)
-    if whole_step and sharers_of(model):
-        raise ValueError(
-            "a whole step cannot be planned where ranks hold shards (DTensors): plan the module "
-            "(whole_step=False, or memopt.wrap), and call the optimizer's step() yourself"
-        )
+    if whole_step and not only_shards(model):
+        raise ValueError(OTHER_ENGINES)
     if whole_step and loss is not None and isinstance(optimizer, Optimizer):
         how: dict[str, Any] = {"options": options, "kernels": kernels, "progress": progress}
         how |= {"offload_optimizer": offload_optimizer, "rules": rules}

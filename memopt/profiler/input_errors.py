@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memopt.capture.training_call import NoLossError
+from memopt.capture.own_loss import NoLossError
 from memopt.capture.uncaptured import check_initialised, first_line
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call

@@ -31,6 +31,7 @@ from memopt.step.loss import Loss
 from memopt.step.micro_batches import repeated
 from memopt.step.step_optimizer import Update
 from memopt.step.step_parts import StepModule, StepParts, UpdateSite, update_name
+from memopt.torch_private.tensors import SHARD
 
 _HALF = torch.float16
 
@@ -56,7 +57,7 @@ def capture_step(
     captured = capture(module, step_call)
     _check_effects(captured)
     _check_registered(captured)
-    captured = replace(captured, tangents=of_the_loss(captured.tangents))
+    captured = _of_the_step(captured)
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)
     if fuse is not None:
@@ -64,8 +65,8 @@ def capture_step(
         captured, lowering = made.captured, made.lowering
     parameters = dict(module.named_parameters())
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    trained = {id(p): i for i, p in enumerate(every)}
-    ranks = {name: trained[id(p)] for name, p in parameters.items() if id(p) in trained}
+    numbers = {id(p): i for i, p in enumerate(every)}
+    ranks = {name: numbers[id(p)] for name, p in parameters.items() if id(p) in numbers}
     once, largest, count = captured, None, rules.micro_batches
     values = dict(zip(captured.mutated, captured.forward_outputs, strict=False))
     if count > 1:
@@ -73,7 +74,10 @@ def capture_step(
         values = dict(zip(once.mutated, captured.other_results[count - 1 :], strict=True))
     if rules.clip_norm is not None or rules.scaled:
         positions = _trained_positions(module, captured, ranks, rules)
-        captured, lowering, largest = with_norms(captured, lowering, positions, rules, block_bytes)
+        trained = [parameters[captured.primals[i].name] for i in positions]
+        captured, lowering, largest = with_norms(
+            captured, lowering, positions, trained, rules, block_bytes
+        )
     found: list[tuple[int, UpdateSite]] = []
     pairs = zip(captured.primals, captured.gradients, strict=True)
     for position, (primal, gradient) in enumerate(pairs):
@@ -98,6 +102,14 @@ def capture_step(
         mutated=once.mutated,
         largest=largest,
     )
+
+
+def _of_the_step(captured: Captured) -> Captured:
+    """Return a capture with the loss's tangents, and gradients of tensors alone: beside that of a
+    shard AOTAutograd returns its mesh."""
+    pairs = zip(captured.primals, captured.gradients, strict=True)
+    gradients = tuple(one if primal.part in ("", SHARD) else None for primal, one in pairs)
+    return replace(captured, tangents=of_the_loss(captured.tangents), gradients=gradients)
 
 
 def _check_effects(captured: Captured) -> None:

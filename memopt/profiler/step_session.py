@@ -35,6 +35,7 @@ from memopt.step.loss import Loss
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.profiled import Baseline, ProfiledStep
 from memopt.step.record import record_of
+from memopt.step.shards import local_part
 from memopt.step.step_optimizer import HostState, check_splittable, group_of, update_one
 from memopt.step.step_parts import StepParts
 from memopt.user_code.aside import aside
@@ -177,7 +178,7 @@ def update_costs(
         parameter = parameters[site.name]
         group = group_of(optimizer, parameter)
         gradient = site.gradient.meta["val"]
-        strides = (parameter.stride(), tuple(gradient.stride()))
+        strides = (local_part(parameter).stride(), tuple(gradient.stride()))
         key = (id(group), tuple(parameter.shape), parameter.dtype, strides)
         if key not in known:
             options = {k: v for k, v in group.items() if k != "params"}
@@ -198,7 +199,8 @@ def _update_cost(
 ) -> tuple[float, int]:
     """Measure the update of a stand-in parameter with its state present, on the host if hosted."""
     stand_in = torch.nn.Parameter(torch.zeros_like(like))
-    gradient = torch.empty_strided(like.shape, gradient_stride, dtype=like.dtype, device=device)
+    shape = local_part(like).shape
+    gradient = torch.empty_strided(shape, gradient_stride, dtype=like.dtype, device=device)
     gradient.zero_()
     optimizer = kind([stand_in])  # type: ignore[call-arg]  # all in PER_PARAMETER have a default lr
     optimizer.param_groups[0].update(options)

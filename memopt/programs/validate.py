@@ -309,9 +309,7 @@ def _lifetimes(
                 histories[tensor].append((i, "produce"))
         else:
             histories[instruction.tensor].append((i, type(instruction).__name__))
-    device: list[LiveRange] = []
-    host: list[LiveRange] = []
-    found: list[Violation] = []
+    device, host, found = list[LiveRange](), list[LiveRange](), list[Violation]()
     held = graph.tangents if graph.tangents_held else ()
     results = frozenset((*graph.outputs, *graph.gradients, *held))
     for tensor, history in enumerate(histories):

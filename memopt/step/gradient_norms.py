@@ -23,14 +23,17 @@ from memopt.models.step_rules import StepRules
 from memopt.step.build import Lowering, held_by
 from memopt.step.captured import Captured
 from memopt.step.graph_extension import Extension
+from memopt.step.norms_over_ranks import finite_over_ranks, norm_over_ranks
 from memopt.torch_private.modules import grouped_by_dtype
 from memopt.torch_private.operators import aten as _aten
+from memopt.torch_private.tensors import SHARD
 
 
 def with_norms(
     captured: Captured,
     lowering: Lowering,
     positions: Sequence[int],
+    parameters: Sequence[torch.Tensor],
     rules: StepRules,
     block_bytes: int,
 ) -> tuple[Captured, Lowering, Node | None]:
@@ -39,6 +42,7 @@ def with_norms(
     Args:
         captured, lowering: the step, before its updates.
         positions: positions of the trained primals, in the order of the model's parameters.
+        parameters: these parameters; DTensors if ranks hold parts of them.
         rules: what is done to their gradients.
         block_bytes: the allocator's granularity.
 
@@ -54,9 +58,9 @@ def with_norms(
     tangents = captured.tangents
     if rules.scaled:
         tangents = (*tangents, _inverse_scale(extension))
-        made, largest = _unscaled(extension, made, tangents[-1])
+        made, largest = _unscaled(extension, made, tangents[-1], parameters)
     if rules.clip_norm is not None:
-        made, norm = _clipped(extension, made, rules.clip_norm, rules.norm_type)
+        made, norm = _clipped(extension, made, parameters, rules.clip_norm, rules.norm_type)
         others = (*others, norm)
     for position, gradient in zip(positions, made, strict=True):
         gradients[position] = gradient
@@ -84,21 +88,32 @@ def _inverse_scale(extension: Extension) -> Node:
 
 
 def _unscaled(
-    extension: Extension, gradients: list[Node], inverse: Node
+    extension: Extension,
+    gradients: list[Node],
+    inverse: Node,
+    parameters: Sequence[torch.Tensor],
 ) -> tuple[list[Node], Node]:
-    """Add `GradScaler.unscale_`; return the gradients unscaled, and their largest magnitude before.
-    The check for infinities and NaN looks at that magnitude, which needs no memory."""
+    """Add `GradScaler.unscale_`; return the gradients unscaled, and their largest magnitude before,
+    or over several ranks a number that is finite if it is. The check for infinities and NaN looks
+    at that magnitude, which needs no memory."""
     found, made = [], []
     for gradient in gradients:
         if gradient.meta["val"].numel():
             found.append(extension.call(_aten.linalg_vector_norm.default, gradient, math.inf))
         call = extension.call
         made.append(call(_aten.mul.Tensor, gradient, inverse, over=gradient, before=found[-1:]))
-    return made, _norm_of(extension, found, math.inf)
+    largest = _norm_of(extension, found, math.inf)
+    if _over_ranks(parameters):
+        largest = finite_over_ranks(extension, largest, parameters[0])
+    return made, largest
 
 
 def _clipped(
-    extension: Extension, gradients: list[Node], most: float, norm_type: float
+    extension: Extension,
+    gradients: list[Node],
+    parameters: Sequence[torch.Tensor],
+    most: float,
+    norm_type: float,
 ) -> tuple[list[Node], Node]:
     """Add `torch.nn.utils.clip_grad_norm_`; return the scaled gradients, and their norm before."""
     groups = grouped_by_dtype([one.meta["val"] for one in gradients])
@@ -107,7 +122,14 @@ def _clipped(
         for gradient in gradients
     ]
     norms = [extension.item(one, 0) for one in calls]
-    total = _norm_of(extension, [norms[i] for group in groups for i in group], norm_type)
+    order = [i for group in groups for i in group]
+    listed = [norms[i] for i in order]
+    if _over_ranks(parameters):
+        placed = [parameters[i] for i in order]
+        parts = [gradients[i] for i in order]
+        total = norm_over_ranks(extension, listed, parts, placed, norm_type)
+    else:
+        total = _norm_of(extension, listed, norm_type)
     # clip_grad_norm_'s own arithmetic: most / (total + 1e-6), at most 1.
     room = extension.call(_aten.add.Tensor, total, 1e-6)
     inverse = extension.call(_aten.reciprocal.default, room)
@@ -118,6 +140,10 @@ def _clipped(
         for gradient, one in zip(gradients, calls, strict=True)
     ]
     return made, total
+
+
+def _over_ranks(parameters: Sequence[torch.Tensor]) -> bool:
+    return any(hasattr(one, SHARD) for one in parameters)
 
 
 def _norm_of(extension: Extension, norms: list[Node], norm_type: float) -> Node:

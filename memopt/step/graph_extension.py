@@ -15,6 +15,7 @@ from memopt.models.device import in_blocks
 from memopt.models.graph import Operator, Phase, Tensor, TensorKind
 from memopt.step.build import Lowering, held_by
 from memopt.step.captured import Captured
+from memopt.step.collectives import collective_of, is_wait
 from memopt.step.in_place import overwritable, same_bits_in_place
 from memopt.step.memory_layout import storage_of
 from memopt.step.signature import values_of
@@ -70,7 +71,7 @@ class Extension:
         over: Node | None = None,
         before: Iterable[Node] = (),
     ) -> Node:
-        """Add a call of a functional ATen operator to the backward part.
+        """Add a call of a functional ATen operator, or a collective, to the backward part.
 
         Args:
             target, args: the call.
@@ -83,6 +84,11 @@ class Extension:
         given = map_arg(args, lambda one: one.meta["val"])
         with torch.no_grad():
             node.meta["val"] = target(*given)
+        source = _viewed(node)
+        if source is not None:
+            self.storages[node] = self.storages[source]
+            self.views.add(node)
+            return node
         held = []
         for place, value in enumerate(values_of(node)):
             several = isinstance(node.meta["val"], (tuple, list))
@@ -102,6 +108,7 @@ class Extension:
             recomputable=False,
             module=module,
             target=str(target),
+            collective=collective_of(node),
         )
         self.add_operator(made, node, max(begin, self.first_backward))
         self._over[node] = (over, frozenset(before))
@@ -178,6 +185,18 @@ class Extension:
         alone = readers[tensor] <= {node, *before}
         same = alone and (device is None or same_bits_in_place(node, over, device))
         return replace(one, in_place=(tensor,)) if same else one
+
+
+def _viewed(node: Node) -> Node | None:
+    """Return the argument that a call's result is a view of, or waits for; None: it is new."""
+    value = node.meta["val"]
+    if is_wait(node.target):
+        return node.all_input_nodes[0]
+    for one in node.all_input_nodes if isinstance(value, torch.Tensor) else ():
+        given = one.meta["val"]
+        if isinstance(given, torch.Tensor) and storage_of(given) == storage_of(value):
+            return one
+    return None
 
 
 def in_new_storages(value: Any, made: dict[int, torch.Tensor]) -> Any:

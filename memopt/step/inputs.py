@@ -48,12 +48,12 @@ class Call:
         """Return the objects among the arguments, and inside them, that are opened."""
         return tuple(objects_in((self.args, self.kwargs)))
 
-    @property
+    @cached_property
     def leaves(self) -> list[Any]:
         """Return the flat values, in the order in which the captured graph takes them."""
         return pytree.tree_leaves(self.opened, is_leaf=lambda x: x is None)
 
-    @property
+    @cached_property
     def spec(self) -> pytree.TreeSpec:
         """Return the structure of the arguments."""
         return pytree.tree_structure(self.opened, is_leaf=lambda x: x is None)

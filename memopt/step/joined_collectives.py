@@ -21,9 +21,18 @@ from memopt.step.collectives import WAIT
 from memopt.step.joint_graph import described, split_joint
 from memopt.torch_private.operators import aten as _ATEN
 from memopt.torch_private.operators import collectives
+from memopt.torch_private.tensors import SHARD
 
 BUCKETS = "memopt_buckets"
 """Attribute of a sharded module's class: parameter's name in the module → its bucket."""
+
+OTHER_ENGINES = (
+    "a whole step is planned of models that memopt.shard has spread over the ranks, not of those "
+    "that fully_shard, replicate or parallelize_module have: call memopt.shard(model, mesh) "
+    "instead; or plan the module (whole_step=False, or memopt.wrap), and call the optimizer's "
+    "step() yourself"
+)
+"""Why there is no whole step of a model for which `only_shards` is false."""
 
 _OPS = collectives()
 _GATHER = _OPS.all_gather_into_tensor.default
@@ -58,6 +67,16 @@ def buckets_of(model: nn.Module) -> dict[str, tuple[int, int]]:
         for name, bucket in buckets.items():
             found[f"{path}.{name}" if path else name] = (bucket, len(found))
     return found
+
+
+def only_shards(model: nn.Module) -> bool:
+    """Return whether all DTensors among a model's parameters and buffers are `memopt.shard`'s,
+    whose gradients are averaged in the graph and placed as they are."""
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if not hasattr(type(module), BUCKETS) and any(hasattr(one, SHARD) for one in own):
+            return False
+    return True
 
 
 def join_collectives(

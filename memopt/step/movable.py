@@ -21,9 +21,10 @@ from memopt.step.build import Lowering
 from memopt.step.host_updates import host_updates, lowered, with_choices
 from memopt.step.optimizer_state import state_sizes
 from memopt.step.profiled import Profiled, ProfiledStep
+from memopt.step.shards import local_part
 from memopt.step.step_optimizer import group_of
 from memopt.step.step_parts import StepParts
-from memopt.torch_private.tensors import storage_key
+from memopt.torch_private.tensors import SHARD, storage_key
 
 KINDS = ("parameters", "gradients", "optimizer")
 
@@ -154,7 +155,7 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
     named = dict(parts.module.named_parameters(remove_duplicate=False))
     holders = Counter(lowering.storages[one.node][0] for one in parts.captured.primals)
     users = Counter(
-        storage_key(tensor.untyped_storage())
+        storage_key(local_part(tensor).untyped_storage())
         for tensor in (*dict.fromkeys(named.values()), *parts.module.buffers())
     )
     changed = {parts.captured.primals[i].node for i in parts.mutated}
@@ -164,8 +165,9 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
         parameter, index = named.get(primal.name), lowering.storages[primal.node][0]
         if parameter is None or index is None or primal.node in changed:
             continue
-        alone = holders[index] == 1 and users[storage_key(parameter.untyped_storage())] == 1
-        if alone and parameter.untyped_storage().nbytes() == parameter.nbytes:
+        own = local_part(parameter)
+        alone = holders[index] == 1 and users[storage_key(own.untyped_storage())] == 1
+        if alone and own.untyped_storage().nbytes() == own.nbytes:
             found.append(index)
     results = {*lowering.graph.outputs, *lowering.graph.gradients}
     read = {t for operator in lowering.graph.operators for t in operator.reads}
@@ -186,7 +188,7 @@ def _state_sizes(
         parameter = named[site.name]
         listed = state_sizes(optimizer, group_of(optimizer, parameter), parameter)
         size = sum(in_blocks(one, block_bytes) for one in listed)
-        if size:
+        if size or (listed and hasattr(parameter, SHARD)):  # other ranks' parts have elements
             found[site.name.removeprefix("model.")] = size
     return found
 

@@ -27,6 +27,7 @@ from memopt.torch_private.distributed import timeout_of
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
 _LONGEST_LOOK_S = 0.25
+_ALONE = "memopt/alone"
 
 
 @dataclass(eq=False)
@@ -137,10 +138,12 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Of one default group: ranks → their group; and kind of model → failures alone with one."""
+    """Of one default group: ranks → their group; kind of model → failures alone with one; and kind
+    → the ranks that were last found to run such a model."""
 
     of: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 _KNOWN: WeakKeyDictionary[Any, _Groups] = WeakKeyDictionary()
@@ -152,9 +155,10 @@ def _known() -> _Groups:
     return _KNOWN.setdefault(torch.distributed.group.WORLD, _Groups())
 
 
-def group_of(members: tuple[int, ...]) -> RankGroup:
-    """Return the group of some ranks."""
+def group_of(members: tuple[int, ...], kind: str) -> RankGroup:
+    """Return the group of the ranks that run a model of a kind."""
     known = _known()
+    known.members[kind] = members
     return known.of.setdefault(members, RankGroup(members, known.failures))
 
 
@@ -162,17 +166,36 @@ def fail_alone(members: tuple[int, ...], kind: str, reason: str) -> None:
     """Tell ranks that wait for this one, now or later, that it has failed.
 
     Args:
-        members: the ranks that run its model; fewer than two: unknown.
+        members: the ranks that run its model; fewer than two: unknown, or those of an earlier
+            model of its kind.
         kind: of its model.
         reason: the sentence that they are to quote.
     """
+    note_alone(reason)
+    if len(members) < 2:
+        members = _known().members.get(kind, ())
     if len(members) > 1:
-        group_of(members).close(reason)
+        group_of(members, kind).close(reason)
         return
     # Heard by those that wait to make a group for such a model and have not failed as often.
     failures = _known().failures
     failures[kind] = failures.get(kind, 0) + 1
     default_store().compare_set(_failure_key(kind, failures[kind]), "", reason)
+
+
+def note_alone(reason: str) -> None:
+    """Leave the sentence with which this rank has failed, for those that wait in vain for it."""
+    default_store().set(_ALONE, reason)
+
+
+def last_failure_alone() -> str:
+    """Return the sentence with which a rank failed last without telling the others; "": none has,
+    or the rank that kept the sentences is gone."""
+    with suppress(RuntimeError, ValueError):
+        store = default_store()
+        if store.check([_ALONE]):
+            return str(store.get(_ALONE).decode())
+    return ""
 
 
 def _failure_key(kind: str, number: int) -> str:

@@ -7,7 +7,6 @@ of memopt's own (`memopt.step.rank_groups`), which has the default group's timeo
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -21,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memopt.errors import CaptureError, MemoptError, NothingToTrainError, RankError
-from memopt.step.rank_groups import RankGroup, default_store, fail_alone, group_of
+from memopt.step.rank_errors import from_first_difference, is_of_group, lost, portable
+from memopt.step.rank_groups import RankGroup, default_store, fail_alone, group_of, note_alone
 
 T = TypeVar("T")
 
-_SHOWN = 300
 _FAILED = "failed"
 _WORD = "memopt/failed step"
 _TOLD = "_memopt_told_to_ranks"
@@ -90,7 +89,7 @@ class Ranks:
                 try:
                     made = True, make()
                 except (MemoptError, ValueError) as error:
-                    made = False, _portable(error)
+                    made = False, portable(error)
         with self._lost_ranks(doing):
             succeeded, value = self.group.from_first(made, self.kind)
         if not succeeded:
@@ -141,7 +140,7 @@ class Ranks:
         for what, expected in everyone[0].items():
             for rank, found in zip(self.members, everyone, strict=True):
                 if found.get(what) != expected:
-                    here, there = _from_first_difference(expected, found.get(what, "none"))
+                    here, there = from_first_difference(expected, found.get(what, "none"))
                     raise RankError(
                         f"the ranks do not have the same {what}: rank {self.members[0]} has "
                         f"{here}, rank {rank} has {there}. {_SAME}"
@@ -160,8 +159,13 @@ class Ranks:
             with suppress(RankError):
                 told = self._exchange((_FAILED, f"{type(error).__name__}: {error}"), doing)
             setattr(error, _TOLD, True)
+            own = torch.distributed.get_rank()
+            if isinstance(error, NothingToTrainError):
+                # It would run its call unplanned, which waits for the others.
+                there = next((what for what, _ in told if what != _FAILED), None)
+                if there is not None:
+                    raise RankError(_failure(there, error)) from error
             if is_of_group(error):
-                own = torch.distributed.get_rank()
                 others = [one for one in zip(self.members, told, strict=False) if one[0] != own]
                 cause = next((one for one in others if one[1][0] == _FAILED), None)
                 if cause is not None:
@@ -249,12 +253,31 @@ def telling_ranks(model: nn.Module, doing: str, members: tuple[int, ...] = ()) -
         raise  # the model runs unplanned
     except Exception as error:
         if several_are_there() and not _is_told(error):
-            rank = torch.distributed.get_rank()
-            reason = f"rank {rank} failed while {doing}: {type(error).__name__}: {error}"
+            reason = _failure(doing, error)
             with suppress(RuntimeError, ValueError):
                 fail_alone(members or members_of(model), _kind(model), reason)
             setattr(error, _TOLD, True)
         raise
+
+
+def note_failure(doing: str, error: Exception) -> None:
+    """Leave a note of an error for ranks that wait in vain for this one."""
+    if several_are_there():
+        with suppress(RuntimeError, ValueError):
+            note_alone(_failure(doing, error))
+
+
+def _failure(doing: str, error: Exception) -> str:
+    rank = torch.distributed.get_rank()
+    return f"rank {rank} failed while {doing}: {type(error).__name__}: {error}"
+
+
+def check_untrained(model: nn.Module) -> None:
+    """Raise RankError on every rank that runs a model unless a call of it trains nothing on any:
+    where it does, the ranks plan it."""
+    ranks = ranks_of(model)
+    if ranks is not None:
+        ranks.exchanged(None, "a call has nothing to train")
 
 
 def _is_told(error: BaseException | None) -> bool:
@@ -270,15 +293,6 @@ def _kind(model: nn.Module) -> str:
     """Return what tells a model from others, the same on all ranks."""
     names = [name for name, _ in model.named_parameters()]
     return hashlib.sha256(repr((type(model).__name__, names)).encode()).hexdigest()[:16]
-
-
-def lost(error: Exception, doing: str) -> RankError:
-    """Return the RankError that says what a process group's error means."""
-    reason = str(error).strip().partition("\n")[0]
-    return RankError(
-        f"another rank is gone, or did not answer in time, while {doing}: {reason}. Look at the "
-        "other ranks' output for the first error"
-    )
 
 
 def check_in_step(target: Any) -> None:
@@ -360,32 +374,5 @@ def _ranks(members: tuple[int, ...], model: nn.Module) -> Ranks | None:
         return None
     if distributed.get_backend() == "fake":
         return None
-    return Ranks(members, group_of(members), _kind(model))
-
-
-def is_of_group(error: Exception) -> bool:
-    """Return whether an error says that a process group's collective failed."""
-    if not isinstance(error, RuntimeError):
-        return False
-    text = f"{type(error).__name__} {error}"
-    words = ("gloo", "Timed out", "timed out", "Connection", "DistBackendError", "NCCL", "Broken")
-    return isinstance(error, torch.distributed.DistError) or any(word in text for word in words)
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error in a form that can be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except (TypeError, pickle.PicklingError, AttributeError):
-        return RankError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _from_first_difference(one: str, other: str) -> tuple[str, str]:
-    """Cut two texts to begin a little before their first difference."""
-    if max(len(one), len(other)) <= _SHOWN:
-        return one, other
-    pairs = enumerate(zip(one, other, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-    begin = max(0, first - 60)
-    return tuple(f"...{text[begin : begin + _SHOWN]}..." for text in (one, other))  # type: ignore[return-value]
+    kind = _kind(model)
+    return Ranks(members, group_of(members, kind), kind)

@@ -24,3 +24,27 @@ def with_local_part(
     local = replaced(shard_of(tensor)).detach()
     make: Callable[..., torch.Tensor] = DTensor
     return make(local, spec_of(tensor), requires_grad=tensor.requires_grad)
+
+
+def like_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is to a local part what another one is to its own: a DTensor over it, of
+    the same mesh, placements and shape, if that is a DTensor; else the local part itself."""
+    if not hasattr(tensor, SHARD):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    make: Callable[..., torch.Tensor] = DTensor
+    return make(local, spec_of(tensor), requires_grad=False)
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of the present rank's part of a parameter or buffer."""
+    return shard_of(tensor) if hasattr(tensor, SHARD) else tensor.data
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Let a parameter or buffer, or the present rank's part of it, have other data."""
+    if hasattr(tensor, SHARD):
+        setattr(tensor, SHARD, data)
+    else:
+        tensor.data = data

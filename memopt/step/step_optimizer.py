@@ -12,7 +12,8 @@ fetches its parameter's state, runs, and writes it back; its time and memory are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,8 +24,9 @@ from memopt.step.backend import backend_of
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.optimizer_state import PER_PARAMETER
 from memopt.step.pinned_memory import pinned_bytes
+from memopt.step.shards import like_part, local_part
 from memopt.torch_private.modules import has_step_hooks, hooks_on_all_optimizers
-from memopt.torch_private.tensors import has_gradient_hooks, version_of
+from memopt.torch_private.tensors import any_gradient_hooks, has_gradient_hooks, version_of
 
 Item: TypeAlias = tuple[str, torch.Tensor, torch.Tensor | None]
 """A parameter's name, its gradient, and the value that the forward gives it before."""
@@ -105,6 +107,28 @@ def check_splittable(
             f"parameters, unknown rules); train steps take {known}. Plan without loss_fn=, or give "
             "the optimizer's name, to plan the module alone"
         )
+    names = {id(parameter): (name, parameter) for name, parameter in named}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError(
+                f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
+                "model its own optimizer, and make a loss that has parameters a part of the model "
+                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
+            )
+    check_hooks(optimizer, dict(names.values()))
+
+
+def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what an update of each parameter alone would call too often, or not at all.
+
+    Args:
+        optimizer: of `PER_PARAMETER`.
+        named: the parameters that it steps.
+
+    Raises:
+        ValueError: the optimizer or a gradient has hooks, or it is differentiable.
+    """
+    kind = type(optimizer)
     if has_step_hooks(optimizer):
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
@@ -115,19 +139,14 @@ def check_splittable(
             "..._post_hook), which would run once per parameter; remove them, or plan the module "
             "alone (without an optimizer instance)"
         )
-    names = {id(parameter): (name, parameter) for name, parameter in named}
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError(
-                f"{kind.__name__} trains a tensor that is no parameter of the model; give each "
-                "model its own optimizer, and make a loss that has parameters a part of the model "
-                "(a module that holds both and returns the loss, with loss_fn=lambda loss: loss)"
-            )
-    for name, parameter in names.values():
-        if has_gradient_hooks(parameter):
-            raise ValueError(f"{name} has gradient hooks, which planned updates would not call")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
+    if any_gradient_hooks(named.values()):
+        name = next(name for name, one in named.items() if has_gradient_hooks(one))
+        raise ValueError(
+            f"{name.removeprefix('model.')} has gradient hooks, which planned updates would not "
+            "call"
+        )
 
 
 def group_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
@@ -165,9 +184,10 @@ def update_all(
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
-            if gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            parameter.grad = gradient
+            own = local_part(parameter)
+            if gradient.stride() != own.stride():
+                gradient = torch.empty_like(own).copy_(gradient)
+            parameter.grad = like_part(parameter, gradient)
         optimizer.param_groups = groups
         optimizer.step()
     except BaseException:
@@ -228,22 +248,24 @@ class Touch:
         self.states = [*map(optimizer.state.get, parameters)]
         pairs = zip(parameters, self.states, strict=True)
         self._held = [(one, *state.values()) if state else (one,) for one, state in pairs]
-        self._versions = [*map(_versions, self._held)]
+        self._versions = _versions(chain.from_iterable(self._held))
         # Fused kernels do not count versions.
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
 
     def changed(self, position: int = 0) -> bool:
         """Return whether the update has changed one of them, or could have unnoticed."""
-        return self._fused or _versions(self._held[position]) != self._versions[position]
+        begin, held = sum(map(len, self._held[:position])), self._held[position]
+        return self._fused or _versions(held) != self._versions[begin : begin + len(held)]
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
-    """Return how often each tensor was updated in place."""
+def _versions(values: Iterable[Any]) -> list[int | None]:
+    """Return how often each tensor was updated in place; None for what is no tensor."""
+    listed = list(values)
     try:
-        return [*map(version_of, values)]
+        return [*map(version_of, listed)]
     except AttributeError:
         # Some optimizers keep numbers beside tensors.
-        return [version_of(one) for one in values if isinstance(one, torch.Tensor)]
+        return [version_of(one) if isinstance(one, torch.Tensor) else None for one in listed]
 
 
 class HostState:
@@ -308,12 +330,11 @@ class HostState:
         """Return a device copy of state on the host; everything else as it is."""
         if not isinstance(value, torch.Tensor):
             return value
-        away = value.dim() > 0 and value.device != parameter.device
-        if away or value is self._hosted.get((parameter, key)):
-            there = torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device=parameter.device
-            )
-            return there.copy_(value, non_blocking=True)
+        own, device = local_part(value), local_part(parameter).device
+        away = own.dim() > 0 and own.device != device
+        if away or own is self._hosted.get((parameter, key)):
+            there = torch.empty_strided(own.size(), own.stride(), dtype=own.dtype, device=device)
+            return like_part(value, there.copy_(own, non_blocking=True))
         # An update changes a counter in place: copy it, so that a failure changes nothing.
         return value.clone() if value.dim() == 0 else value
 
@@ -321,7 +342,7 @@ class HostState:
         """Move a parameter's state to the host. Counters stay as they are."""
         state = self._optimizer.state[parameter]
         for key in self._movable(state):
-            value = state[key]
+            value = local_part(state[key])
             host = self._hosted.get((parameter, key))
             if value is host:
                 continue
@@ -330,7 +351,7 @@ class HostState:
                 self._hosted[parameter, key] = host
             # In the compute stream's order, like the copy that fetches it for the next update.
             host.copy_(value, non_blocking=True)
-            state[key] = host
+            state[key] = like_part(state[key], host)
 
     def _movable(self, state: dict[str, Any]) -> list[str]:
         return [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
     return any(_gradient_hooks(tensor))
+
+
+def any_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of the tensors has hooks on its gradient."""
+    return any(map(any, map(_gradient_hooks, tensors)))
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:

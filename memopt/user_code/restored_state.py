@@ -26,6 +26,7 @@ from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call
 from memopt.step.numerics import precisions, set_precision
 from memopt.step.ranks import check_in_step
+from memopt.step.shards import local_part
 from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -52,7 +53,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         given = list(tensors)
         self.backward = OwnBackward(given)
-        found = map(_storage, given)
+        found = map(_storage, map(local_part, given))
         self._storages = {int(storage_key(s)): s for s in found if s is not None}
         self._copies: dict[int, Any] = {}
 
@@ -62,7 +63,7 @@ class StorageCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: Any) -> None:
         """Copy a tensor's storage now, unless it is copied already or not the user's."""
-        storage = _storage(tensor)
+        storage = _storage(local_part(tensor))
         key = 0 if storage is None else int(storage_key(storage))
         if key in self._storages and key not in self._copies:
             self._copies[key] = _copied(storage)

@@ -7,6 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta, Distribution, Normal, kl_divergence
 
 from memopt.capture.capture import capture
+from memopt.capture.remedies import known_remedy
 from memopt.capture.uncaptured import first_line
 from memopt.errors import CaptureError
 from memopt.step.inputs import to_call
@@ -270,3 +272,29 @@ def test_what_is_printed_is_not_called_data_dependent(name: str) -> None:
 )
 def test_sentences_are_whole(text: str, said: str) -> None:
     assert first_line(ValueError(text)) == said
+
+
+class Layered(nn.Module):
+    """Leaves out layers as often as its configuration said when it was made (BART's kin), or says
+    in each step (Wav2Vec2's)."""
+
+    def __init__(self, config: SimpleNamespace, copied: bool) -> None:
+        super().__init__()
+        self.config = config
+        if copied:
+            self.layerdrop = config.encoder_layerdrop
+
+
+def test_layers_left_out_are_named_where_they_are_read() -> None:
+    read = SimpleNamespace(speech_encoder_layerdrop=0.2, layerdrop=0.0)
+    model = nn.ModuleDict(
+        {
+            "speech": Layered(read, copied=False),
+            "text": Layered(SimpleNamespace(encoder_layerdrop=0.1), copied=True),
+        }
+    )
+    said = known_remedy(model, CaptureError("Data-dependent branching"))
+    assert said is not None
+    assert said.endswith(
+        ": set model.text.layerdrop = 0, set model.speech.config.speech_encoder_layerdrop = 0"
+    )

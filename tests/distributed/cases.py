@@ -97,10 +97,14 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def local(value: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
 def own(model: nn.Module) -> list[Tensor]:
     """This rank's parts of a model's parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in tensors]
+    return [*map(local, (*model.parameters(), *model.buffers()))]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

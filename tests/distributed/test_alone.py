@@ -54,6 +54,18 @@ class Summed(nn.Module):
         return found
 
 
+class Cut(nn.Module):
+    """Trains nothing, if its output is cut off."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.layers, self.cut = cases.mlp(), cut
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(input)
+        return found.detach() if self.cut else found
+
+
 PLANNED: dict[str, dict[str, Any]] = {
     "budget": {"budget": "plenty"},
     "host budget": {"host_budget": -1},
@@ -123,6 +135,11 @@ def alone(rank: int, ranks: int) -> dict[str, str]:
     found["of the graph, wrapped"] = ends(partial(first_call, summed, **here({"budget": "plenty"})))
     found["of the graph, captured"] = ends(lambda: plan(summed(broken=rank == 1)))
     found["of the graph"] = ends(lambda: plan(summed(), **here({"budget": "plenty"})))
+    # Of a kind that they have met: a new model, whose ranks one that fails has not found.
+    found["of the graph, again"] = ends(partial(first_call, partial(summed, broken=rank == 1)))
+    found["detached"] = ends(partial(first_call, lambda: memopt.shard(Cut(rank == 1), mesh)))
+    half = memopt.shard(cases.mlp(), mesh).requires_grad_(rank == 0)
+    found["places: frozen"] = ends(partial(first_call, lambda: half))
     # All alike: nobody waits for anybody, and nobody is told of an earlier failure.
     found["alike"] = ends(lambda: plan(budget="plenty"))
     found["right"] = ends(lambda: plan().apply(model)(**inputs).sum().backward())
@@ -136,6 +153,32 @@ def in_a_step(rank: int, ranks: int) -> str:
     model = memopt.shard(cases.mlp(), init_device_mesh("cpu", (ranks,)))
     loss_fn = raising if rank else torch.sum
     return ends(lambda: memopt.plan(model, cases.batch(model), loss_fn=loss_fn, progress=False))
+
+
+def loaded(rank: int, ranks: int, path: str) -> tuple[str, float]:
+    """How a rank ends, and after how many seconds, where one of them cannot read the plan."""
+    model = memopt.shard(cases.mlp(), init_device_mesh("cpu", (ranks,)))
+    plan = memopt.plan(model, cases.batch(model), strategy="store-all", progress=False)
+    if rank == 0:
+        plan.save(path)
+    torch.distributed.barrier()
+    begin_s = time.monotonic()
+    text = ends(lambda: memopt.load(path if rank == 0 else f"{path} elsewhere").apply(model))
+    took_s = time.monotonic() - begin_s
+    if rank == 1:
+        time.sleep(TIMEOUT_S + MARGIN_S)
+    return text, took_s
+
+
+@pytest.mark.slow
+def test_a_plan_is_loaded_on_one_rank_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    run = processes.run(loaded, 2, tmp_path, path, timeout_s=TIMEOUT_S)
+    (text, took_s), (other, _) = processes.results(run)
+    assert other.startswith("PlanFileError: cannot read ")
+    assert text.startswith("RankError: another rank is gone, or did not answer in time")
+    assert text.endswith(f"Before that, rank 1 failed while a plan is loaded: {other}")
+    assert took_s < TIMEOUT_S + MARGIN_S
 
 
 @pytest.mark.slow
@@ -155,6 +198,12 @@ def test_what_one_rank_cannot_take_ends_all(tmp_path: Path) -> None:
         other = second[what]
         if what.startswith("right"):
             assert (text, other) == ("", ""), what
+        elif what.startswith("places"):
+            assert "here the step is profiled, on rank 1 a call has nothing to train" in text
+            assert "here a call has nothing to train, on rank 0 the step is profiled" in other
+        elif what == "detached":
+            assert text == other, what
+            assert "rank 1 failed while measuring: NothingToTrainError" in text
         elif what == "alike":
             assert text == other, what
             assert text.startswith("ValueError: "), what

@@ -95,6 +95,25 @@ def test_ranks_with_different_models_meet_and_tell() -> None:
         assert both(says("a", "one"), says("b", "another")) == (["a", "b"], ["a", "b"])
 
 
+@pytest.mark.parametrize("met_before", [False, True])
+def test_one_that_has_met_such_a_model_before_tells_its_ranks(met_before: bool) -> None:
+    with ranks() as both:
+        both(says(0), says(1))
+
+        def fails(group: RankGroup) -> None:
+            met = {MODEL: MEMBERS} if met_before else {}
+            known = rank_groups._Groups({MEMBERS: group}, group.failures, met)
+            with mock.patch.object(rank_groups, "_known", return_value=known):
+                rank_groups.fail_alone((), MODEL, "rank 1 failed")
+            if not met_before:  # nobody hears it, who has met this rank already
+                group.close("the end")
+
+        assert both(waits, fails) == ("rank 1 failed" if met_before else "the end", None)
+        assert rank_groups.last_failure_alone() == "rank 1 failed"
+        if met_before:
+            assert both(says(2), says(3)) == ([2, 3], [2, 3])
+
+
 def test_one_that_does_not_know_the_others_is_heard_before_they_meet() -> None:
     with ranks() as both:
         both(says(0, "another model"), says(1, "another model"))

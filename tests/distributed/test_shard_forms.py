@@ -310,7 +310,8 @@ def test_refusals(eight_fake_ranks: Any) -> None:
         memopt.shard(nn.Linear(4, 4), mesh, bucket_bytes=-1)
     with pytest.raises(ValueError, match="a DeviceMesh of one dimension, or of two"):
         memopt.shard(nn.Linear(4, 4), None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a whole step cannot be planned where ranks hold shards"):
+    model = fully_shard(nn.Sequential(nn.Linear(16, 24)), mesh=mesh)
+    with pytest.raises(ValueError, match=r"not of those that fully_shard, .*: call memopt\.shard"):
         memopt.plan(
             model,
             torch.randn(2, 16),

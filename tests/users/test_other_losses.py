@@ -75,6 +75,30 @@ def test_the_loss_may_come_from_other_outputs(loss_of: Callable[[Any], Tensor]) 
     assert (model.calls.planned, model.calls.original) == (3, 0)
 
 
+class Contrastive(nn.Module):
+    """CLIP-like: two encoders, and a loss of its own that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, return_loss: bool = False) -> dict[str, Tensor]:
+        likeness = self.one(x) @ self.other(x).t()
+        found = {"of_one": likeness, "of_other": likeness.t()}
+        if return_loss:
+            found["loss"] = torch.nn.functional.cross_entropy(found["of_other"], torch.arange(5))
+        return found
+
+
+def test_a_loss_is_asked_for_without_labels() -> None:
+    model = Contrastive()
+    reference, batches = copy.deepcopy(model), [{"x": torch.randn(5, 6), "return_loss": True}] * 2
+    memopt.wrap(model, "min", "rotor", progress=False)
+    got, expected = (steps(one, lambda out: out["loss"], batches) for one in (model, reference))
+    assert all(map(torch.equal, got, expected))
+    assert (model.calls.planned, model.calls.original) == (2, 0)
+
+
 def test_losses_take_turns() -> None:
     """The third is met while the second is metered, by a profile that no planning could share."""
     model = llama()

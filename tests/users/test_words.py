@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memopt
 from memopt.capture import trace
 from memopt.capture.capture import capture
+from memopt.capture.training_call import training_call
 from memopt.errors import CaptureError
 from memopt.step.inputs import to_call
 from tests.distributed.gloo import in_one_thread
@@ -281,3 +282,22 @@ def test_keys_and_values_of_a_decoder_with_a_configuration_of_its_own() -> None:
     planned = plan(model, TEXT).apply(model)
     assert planned(**TEXT).past_key_values is None
     assert planned.calls.planned == 1
+
+
+class Outer(nn.Module):
+    """Hands its **kwargs on to the decoder that keeps keys and values, as vision-language models
+    do."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.config = transformers.BertConfig()
+        self.inside = decoder
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return self.inside(input_ids, **kwargs)
+
+
+def test_keys_and_values_of_a_decoder_two_models_inside() -> None:
+    ids = {"input_ids": IDS}
+    assert training_call(Outer(Outer(gpt2())), ids).kwargs["use_cache"] is False
+    assert "use_cache" not in training_call(Outer(gpt2(use_cache=False)), ids).kwargs

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.api.plan import Plan
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, GuardError
 from memopt.executor.train_step import TrainStep
 
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 1])
@@ -106,3 +106,68 @@ def test_a_bound_method_is_the_loss_that_was_planned() -> None:
     assert torch.isfinite(plan.train_step(model, task.loss, optimizer)(X, targets=(Y,)))
     with pytest.raises(ValueError, match="the model and loss it was planned with"):
         plan.train_step(model, Task().loss, optimizer)
+
+
+def _hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.register_hook(lambda gradient: gradient)
+
+
+def _step_hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def _gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2].bias.grad = torch.zeros(3)
+
+
+def _parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _module(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2] = copy.deepcopy(model[2])
+
+
+def _more(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def _fewer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_hook, "^0.weight has gradient hooks"),
+        (_step_hook, "SGD has step hooks"),
+        (_gradient, "^2.bias has a gradient from before"),
+        (_parameter, "SGD trains a tensor that is no parameter of the model"),
+        (_module, "SGD trains a tensor that is no parameter of the model"),
+        (_more, "SGD trains a tensor that is no parameter of the model"),
+        (_fewer, "^0.weight: the planned optimizer trains and this one does not"),
+    ],
+)
+def test_what_changes_after_a_step_is_seen_before_the_next(change: Any, message: str) -> None:
+    """Parameters are looked up anew only where others are registered or trained."""
+    model, optimizer, _, step = planned()
+    step(X, targets=Y)
+    change(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises((ValueError, ExecutionError, GuardError), match=message):
+            step(X, targets=Y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_parameter_may_be_replaced_with_its_optimizers() -> None:
+    model, optimizer, _, step = planned()
+    step(X, targets=Y)
+    old = model[0].weight
+    model[0].weight = new = nn.Parameter(old.detach().clone())
+    params = optimizer.param_groups[0]["params"]
+    params[next(i for i, one in enumerate(params) if one is old)] = new
+    kept = old.detach().clone()
+    step(X, targets=Y)
+    assert torch.equal(old, kept)
+    assert not torch.equal(new, kept)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor.swap import ThreadSwap
+from memopt.pricing import measure
 from memopt.pricing.memory import metered
 from memopt.step.backend import backend_of
 from tests.whole_steps.test_failing_steps import Fault, FaultAt
@@ -19,6 +20,8 @@ from tests.whole_steps.test_train_step import assert_same
 
 LOSS = nn.functional.cross_entropy
 LINK = memopt.Device(to_host_bytes_per_s=5e9)
+KERNEL_S = 1e-5
+"""What each kernel is said to take: measured on a busy machine, they give other plans."""
 
 
 def layers(width: int = 64, depth: int = 5) -> nn.Module:
@@ -69,20 +72,23 @@ class Made:
         self.bytes = sum(p.nbytes for p in model.parameters())
         self.trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         x, y = batch(0)
-        self.plan = memopt.plan(
-            model,
-            x,
-            loss_fn=LOSS,
-            targets=(y,),
-            optimizer=self.optimizer,
-            strategy="offload-graph",
-            movable="all",
-            steady_state=repeated,
-            budget=int((self.bytes + 3 * self.trained) * share),
-            device=device,
-            host_budget=host_budget,
-            progress=False,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measure, "_times", lambda missing, *_: [KERNEL_S] * len(missing))
+            self.plan = memopt.plan(
+                model,
+                x,
+                loss_fn=LOSS,
+                targets=(y,),
+                optimizer=self.optimizer,
+                strategy="offload-graph",
+                movable="all",
+                steady_state=repeated,
+                budget=int((self.bytes + 3 * self.trained) * share),
+                device=device,
+                host_budget=host_budget,
+                cache=False,
+                progress=False,
+            )
         self.step = self.plan.train_step(model, LOSS, self.optimizer, **options)
 
     def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -182,7 +188,7 @@ def everything(made: Made) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("undo", [False, True])
 def test_a_failing_operator_leaves_each_parameter_old_or_new(undo: bool) -> None:
-    made = Made(layers(64, 2), 0.8, undo=undo)
+    made = Made(layers(64, 2), 0.7, undo=undo)
     made.run(0, 1)
     before = everything(made)
     x, y = batch(1)
@@ -225,7 +231,7 @@ def test_a_failing_operator_leaves_each_parameter_old_or_new(undo: bool) -> None
 @pytest.mark.parametrize("undo", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("what", ["bring", "store", "wait"])
 def test_a_failing_transfer(what: str, undo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made(layers(64, 2), 0.8, undo=undo)
+    made = Made(layers(64, 2), 0.7, undo=undo)
     made.run(0, 1)
     before = everything(made)
     x, y = batch(1)

@@ -1,0 +1,249 @@
+"""Whole steps of sharded models: updates, moved shards and state, clipping over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import memopt
+from memopt.pricing.memory import metered
+from memopt.step.backend import backend_of
+from tests.distributed import cases, processes
+from tests.distributed.test_shard_forms import Net
+from tests.whole_steps.test_failing_steps import Fault, FaultAt
+
+LINK = memopt.Device(to_host_bytes_per_s=5e9)
+HOST = memopt.Device(to_host_bytes_per_s=5e9, host_update_bytes_per_s=1e12)
+LOSS = nn.functional.mse_loss
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def deep(width: int, depth: int) -> nn.Module:
+    """Layers of one size, each of which is gathered by itself, between smaller ones."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 16), Net())
+
+
+class Pair:
+    """A sharded model with its planned step, and an engine's loop.
+
+    Args:
+        model: shards.
+        twin: the same, for the engine.
+        rank: seeds the data.
+        share: of parameters and optimizer state is the budget; None: unlimited.
+        rules: `micro_batches`, `clip_norm`, `norm_type`, `scaler`.
+        undo: as of `train_step`.
+        options: of `memopt.plan`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        rank: int,
+        share: float | None,
+        rules: dict[str, Any],
+        undo: bool = False,
+        **options: Any,
+    ) -> None:
+        self.model, self.twin, self.rank, self.rules = model, twin, rank, rules
+        self.optimizer, self.eager = (
+            torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], 1e-2)
+            for one in (model, twin)
+        )
+        ranks = torch.distributed.get_world_size()
+        self.bytes = sum(3 * p.numel() * p.itemsize for p in model.parameters()) // ranks
+        self.scaler, self.other = (
+            torch.amp.GradScaler("cpu", 2.0**10) if "scaler" in rules else None for _ in range(2)
+        )
+        ((x, y),) = self.batches(0)[:1]
+        self.plan = memopt.plan(
+            model,
+            x,
+            loss_fn=LOSS,
+            targets=(y,),
+            optimizer=self.optimizer,
+            budget=None if share is None else int(self.bytes * share),
+            progress=False,
+            **{**rules, **({"scaler": self.scaler} if self.scaler else {})},
+            **options,
+        )
+        self.step = self.plan.train_step(model, LOSS, self.optimizer, undo=undo, scaler=self.scaler)
+
+    def batches(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        random = torch.Generator().manual_seed(1000 * self.rank + number)
+        return [
+            (torch.randn(4, 16, generator=random), torch.randn(4, 3, generator=random))
+            for _ in range(self.rules.get("micro_batches", 1))
+        ]
+
+    def planned(self, batches: list[tuple[Tensor, Tensor]]) -> Any:
+        """Losses of a planned step, and the norm of its gradients."""
+        if len(batches) > 1:
+            losses = self.step.accumulate([(x, (y,)) for x, y in batches])
+        else:
+            losses = self.step(batches[0][0], targets=(batches[0][1],))[None]
+        return losses, self.step.gradient_norm
+
+    def engine(self, batches: list[tuple[Tensor, Tensor]]) -> Any:
+        """The same of the engine's."""
+        losses, norm = [], None
+        for x, y in batches:
+            loss = LOSS(self.twin(x), y)
+            losses.append(loss.detach())
+            loss = loss / len(batches) if len(batches) > 1 else loss
+            (self.other.scale(loss) if self.other else loss).backward()
+        if self.other is not None:
+            self.other.unscale_(self.eager)
+        if "clip_norm" in self.rules:
+            most, kind = self.rules["clip_norm"], self.rules.get("norm_type", 2.0)
+            norm = cases.whole(nn.utils.clip_grad_norm_(self.twin.parameters(), most, kind))
+        if self.other is not None:
+            self.other.step(self.eager)
+            self.other.update()
+        else:
+            self.eager.step()
+        self.eager.zero_grad()
+        return torch.stack(losses), norm
+
+    def run(self, first: int, count: int) -> bool:
+        """Whether steps of both have the same bits, and leave them."""
+        alike = True
+        for number in range(first, first + count):
+            batches = self.batches(number)
+            (losses, norm), (others, other) = self.planned(batches), self.engine(batches)
+            alike = alike and torch.equal(losses, others)
+            alike = alike and (norm is other or torch.equal(norm, other))
+        return alike and cases.same(held(self.model, self.optimizer), held(self.twin, self.eager))
+
+    def least_peak(self) -> int:
+        """The peak of the fewest bytes in eight steps; see `test_shard.least_measured`."""
+        unmetered = self.plan.resident_bytes - backend_of("cpu").step_scalars_bytes
+        found, batches = [], self.batches(0)
+        for _ in range(8):
+            with metered(torch.device("cpu")) as use:
+                self.planned(batches)
+            found.append(unmetered + use.peak_bytes)
+        return min(found)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's parts of parameters and optimizer state."""
+    states = [optimizer.state[p] for p in model.parameters() if p.requires_grad]
+    found = [*model.parameters(), *(one for state in states for one in state.values())]
+    return [*map(cases.local, found)]
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+MOVED = {"strategy": "offload-graph", "movable": "all", "device": LINK}
+WAYS: dict[str, tuple[float | None, dict[str, Any], dict[str, Any]]] = {
+    "moved, accumulated, clipped": (0.6, {"micro_batches": 2, "clip_norm": 0.1}, MOVED),
+    "stays from step to step": (0.6, {}, {**MOVED, "steady_state": True}),
+    "updated on the host": (0.6, {}, {**MOVED, "device": HOST}),
+    "scaled": (None, {"scaler": True, "clip_norm": 0.1}, {"strategy": "store-all"}),
+    "state on the host": (None, {}, {"strategy": "olla", "offload_optimizer": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_are_updated_as_the_optimizer_does(way: str, alone: Any) -> None:
+    share, rules, options = WAYS[way]
+    made = Pair(*(memopt.shard(deep(16, 4), alone) for _ in range(2)), 0, share, rules, **options)
+    assert made.run(0, 3)
+    assert ("device" in options) == (made.plan.host_peak_bytes > 0)
+    saved = copy.deepcopy((made.model.state_dict(), made.optimizer.state_dict()))
+    assert made.run(3, 1)
+    for model, optimizer in ((made.model, made.optimizer), (made.twin, made.eager)):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert made.run(4, 2)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_is_taken_back(alone: Any) -> None:
+    made = Pair(*(memopt.shard(deep(16, 2), alone) for _ in range(2)), 0, 0.7, {}, True, **MOVED)
+    assert made.run(0, 1)
+    before = [one.clone() for one in held(made.model, made.optimizer)]
+    taken_back = 0
+    for number in range(5, 400, 25):
+        with pytest.raises(Fault) if number < 300 else contextlib.suppress(Fault), FaultAt(number):
+            made.planned(made.batches(1))
+            break
+        taken_back += 1
+        assert cases.same(held(made.model, made.optimizer), before), number
+    assert taken_back > 5
+    with torch.no_grad():
+        for one, kept in zip(held(made.model, made.optimizer), before, strict=True):
+            one.copy_(kept)
+    assert made.run(1, 2)
+
+
+def on_ranks(
+    rank: int, ranks: int, way: str, width: int, depth: int, steps: int, share: float
+) -> dict[str, Any]:
+    """Steps whose shards and state move, beside those of an engine: FSDP2 without accumulation,
+    the sharded model's own loop with it."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if way == "replicas" else (ranks,))
+    twin = deep(width, depth)
+    if way == "as FSDP2":
+        for block in (*twin, twin):
+            fully_shard(block, mesh=mesh)
+    else:
+        memopt.shard(twin, mesh)
+    rules: dict[str, Any] = {"clip_norm": 0.1}
+    if way == "accumulated":
+        rules["micro_batches"] = 2
+    made = Pair(memopt.shard(deep(width, depth), mesh), twin, rank, share, rules, **MOVED)
+    return {
+        "same": made.run(0, steps),
+        "peaks": (made.least_peak(), made.plan.peak_bytes, made.plan.budget),
+        "host": (made.step._homes.swap.account.peak_bytes, made.plan.host_peak_bytes),
+        "share": made.bytes / made.plan.budget,
+    }
+
+
+def check_moved(found: list[dict[str, Any]], share: float) -> None:
+    for one in found:
+        assert one["same"]
+        measured, predicted, budget = one["peaks"]
+        assert measured <= budget
+        assert measured == pytest.approx(predicted, rel=0.01)
+        assert 0 < one["host"][0] <= one["host"][1]
+        assert one["share"] >= share
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    found = processes.run(on_ranks, 2, tmp_path, "accumulated", 16, 3, 2, 0.9)
+    check_moved(processes.results(found), 1.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", ["accumulated", "as FSDP2", "replicas"])
+def test_four_times_the_budget_of_four_ranks(way: str, tmp_path: Path) -> None:
+    """Twenty steps of a model of which a rank's part, with its state, is four times its budget."""
+    found = processes.run(on_ranks, 4, tmp_path, way, 32, 36, 20, 0.25, timeout_s=900)
+    check_moved(processes.results(found), 4.0)
