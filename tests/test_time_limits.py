@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from memopt.api.planning import solve
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
@@ -103,6 +104,20 @@ def test_ends_in_its_time(kind: str, name: str) -> None:
     found, took_s = solved(strategy, target, LIMIT_S)
     assert took_s <= 1.1 * LIMIT_S + 0.3
     assert found.plans or found.smallest_budget_bytes is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages"), [("auto", 1000), ("rotor", 10_000)])
+def test_long_chains_are_planned_and_checked_in_their_time(name: str, stages: int) -> None:
+    """Making their graph, lowering and checking included; and never worse than segments."""
+    chain, plans = random_chain(Random(5), stages), []
+    budget = int(ROOM * store_all_peak(chain))
+    for strategy in (resolve(name), resolve("sequential")):
+        with work_clock() as clock:
+            plans.append(solve(chain, budget, strategy, device=LINK, time_limit_s=5.0))
+            assert clock() <= 1.1 * 5.0 + 0.3
+    assert plans[0].step_time_s <= plans[1].step_time_s
+    assert plans[0].peak_bytes <= budget
 
 
 def test_the_clock_counts_work() -> None:

@@ -14,7 +14,7 @@ from memopt.models.graph import Graph, Operator, Phase
 from memopt.models.last_of import LastOf
 from memopt.models.variants import Variant, variant
 
-_LEAST = LastOf[int]()
+_LEAST, _FASTEST = LastOf[int](), LastOf[float]()
 
 
 def memory_lower_bound(graph: Graph) -> int:
@@ -41,9 +41,13 @@ def time_lower_bound(cost_model: Graph | Chain) -> float:
     """
     if isinstance(cost_model, Chain):
         return cost_model.compute_time_s
-    needed = [cost_model.operators[index] for index in sorted(needed_operators(cost_model))]
-    compute_s = sum(compute_time_s(operator) for operator in needed if operator.collective is None)
-    return max(compute_s, cost_model.network_time_s)
+    graph = cost_model
+    return _FASTEST.of((graph,), None, lambda: max(_needed_time_s(graph), graph.network_time_s))
+
+
+def _needed_time_s(graph: Graph) -> float:
+    needed = [graph.operators[index] for index in sorted(needed_operators(graph))]
+    return sum(compute_time_s(operator) for operator in needed if operator.collective is None)
 
 
 def compute_time_s(operator: Operator) -> float:

@@ -271,12 +271,13 @@ def _late_outputs(
     graph: Graph, program: Program, lifetimes: Sequence[LiveRange]
 ) -> Iterator[Violation]:
     """Check that the forward's outputs are live at the boundary, where the loss reads them."""
+    made = {t for x in graph.operators if x.phase is Phase.FORWARD for t in x.writes}
     for i, instruction in enumerate(program.instructions):
         if not isinstance(instruction, LossBoundary):
             continue
+        live = {x.tensor for x in lifetimes if x.begin < i <= x.end}
         for tensor in graph.outputs:
-            made = any(tensor in x.writes and x.phase is Phase.FORWARD for x in graph.operators)
-            if made and not any(x.tensor == tensor and x.begin < i <= x.end for x in lifetimes):
+            if tensor in made and tensor not in live:
                 name = graph.tensors[tensor].name
                 yield Violation(Code.RESULT_MISSING, i, f"{name!r} at the loss boundary")
 

@@ -25,7 +25,7 @@ from memopt.report.searched import searched
 from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Joint, resolve
 from memopt.strategies.auto import strategy
-from memopt.strategies.auto.portfolio import BESIDE, Portfolio
+from memopt.strategies.auto.portfolio import BESIDE, LATE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome, fitting
@@ -333,6 +333,30 @@ def test_what_is_slow_to_begin_is_not_begun_in_the_last_moment(clock: Clock) -> 
     search = Portfolio(1, Device(), None, 1.0, 1.0, limit_s=5.0, leader="other", leader_s=1.8)
     search.run([first, last])  # type: ignore[list-item]
     assert last.spent_s < 0
+
+
+@pytest.mark.parametrize(("leader_s", "share"), [(1.0, BESIDE), (4.0, LATE)])
+def test_where_the_leader_begins_late_those_before_it_have_more(
+    clock: Clock, leader_s: float, share: float
+) -> None:
+    first = Curve(clock, "rotor", True, 0.0, 1e9, lambda _: 2.0)
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: 1.5)
+    search = Portfolio(1, Device(), None, 1.0, 1.0, limit_s=10.0, leader=LEADER, leader_s=leader_s)
+    search.run([first, leader])  # type: ignore[list-item]
+    assert (first.spent_s, leader.spent_s) == pytest.approx((10.0 * share, 10.0 * (1 - share)))
+
+
+@pytest.mark.parametrize("device", [LINK, Device()])
+def test_of_a_bare_chain_the_leader_is_asked_after_those_that_plan_at_once(device: Device) -> None:
+    """Its programs are of the chain's operators: it starts from none of the schedules'."""
+    chain = random_chain(Random(5), 12)
+    budget = int(0.6 * solve(chain, None, resolve("store-all"), device=device).peak_bytes)
+    made = solve(chain, budget, Auto(gap=0.0), device=device, time_limit_s=0.5)
+    tried = [str(line[0]) for line in made.stats["tried"]]  # type: ignore[attr-defined]
+    assert tried[:4] == ["store-all", "sequential", "rotor", LEADER][: len(tried)]
+    assert all(line[4] == "" for line in made.stats["tried"])  # type: ignore[attr-defined]
+    names = [one.name for one in Auto().candidates(device, chain)]
+    assert names[: len(tried)] == tried
 
 
 def test_members_share_the_graph_of_a_chain() -> None:

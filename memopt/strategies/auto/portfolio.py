@@ -20,6 +20,8 @@ leader are not asked when so many are over."""
 BESIDE = 0.1
 """Share of the time left: a member's before the leader; and, where it is no less than LEAST_S, that
 of all others together where the leader begins without a plan."""
+LATE = 0.3
+"""Share of the time left that is a late beginning of the leader's; then a member's before it."""
 LEAST_SHARE = 0.5
 """Share of a search's seconds for the smallest budget, where no plan is within the one given."""
 NOTHING_FASTER = 1e-12
@@ -160,8 +162,9 @@ class Portfolio:
             # In less than a second no other finds a plan that the leader does not.
             others = self.best is None and BESIDE * left_s >= LEAST_S
             return 1 - BESIDE if others and len(members) > 1 else 1.0
-        # What comes before the leader must leave it nearly all the time.
-        return BESIDE
+        # What comes before the leader must leave it nearly all the time, unless it needs so much
+        # of that to begin that it finds little.
+        return LATE if self.leader_s > LATE * left_s else BESIDE
 
     @property
     def ended(self) -> str:

@@ -45,8 +45,13 @@ from memopt.strategies.target import Target
 FIRST_SHARE, START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.2, 0.4, 0.4, 0.4, 0.4
 """Shares of the time left: for the descent before all else, single strategies' plans, the
 relaxation, programs in larger budgets, and descents beyond the first."""
-CHECKS, MOST_CHECKS = 4.0, 0.3
-"""Time kept for the last checks, in times of storing everything, and its most of the time left."""
+CHECKS, ALL_CHECKS, GRACE_S, MOST_CHECKS = 4.0, 12.0, 0.3, 0.3
+"""Time kept for the last checks, in times of replaying a step that stores everything; in such
+times, what they take with all else that comes after, seconds by which that may be late; the most of
+the time left."""
+BEGIN_S = 5e-5
+"""Seconds per operator that a single strategy takes at least: with less it is not asked, where a
+plan stands."""
 DESCENTS = 12
 """Starts of the local search."""
 FIRST_CHANGES, CHANGES_EACH = 1500, 50
@@ -98,7 +103,9 @@ class JointPlanning(JointIncumbent):
         self.small.append(stored(self.graph))
         self.offer(self.small[0], "store-all")
         # What is found must be made a program, validated and replayed.
-        checks_s = min(CHECKS * (time.monotonic() - begin_s), MOST_CHECKS * self.deadline.left_s)
+        stored_s = time.monotonic() - begin_s
+        checks_s = max(CHECKS * stored_s, ALL_CHECKS * stored_s - GRACE_S)
+        checks_s = min(checks_s, MOST_CHECKS * self.deadline.left_s)
         self.deadline.at_s -= checks_s
         for program in self.known:
             self.offer(program, "known")
@@ -205,6 +212,8 @@ class JointPlanning(JointIncumbent):
             if self.done or self.deadline.passed(0.05, f"joint: {name}"):
                 break
             share_s = until.left_s / (len(members) - number)
+            if self.best is not None and share_s < BEGIN_S * len(self.graph.operators):
+                continue
             try:
                 progress = self.deadline.progress
                 found = member.run(self.budget_bytes, self.device, share_s, progress)
@@ -286,7 +295,8 @@ class JointPlanning(JointIncumbent):
         if self.cut and self.decisions is not None:
             # The fastest start may pass the first descent's plan; the better of both goes on.
             for at in starts[:1]:
-                self._descent(at, until, payback=payback)
+                if not self.deadline.passed(0.6, "joint: descents"):
+                    self._descent(at, until, payback=payback)
             starts[:1] = [self.decisions[0]]
         for number, at in enumerate(starts):
             if payback is not None and payback.over:

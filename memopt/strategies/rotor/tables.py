@@ -33,7 +33,7 @@ from memopt.strategies.rotor.steps_kernels import Steps, buffer
 
 NO_STEPS = np.empty(0, np.int64)
 STEP_BYTES = 16
-INDEX_BYTES = 56
+INDEX_BYTES = 48
 """Bytes of bounds and offsets for each pair of stages."""
 BLOCK = 8
 WHAT = "rotor: table of floating activations"

@@ -12,6 +12,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
 from memopt.solvers.running import Deadline, Stopped
+from memopt.strategies.rotor.long_chains import CELL_S
 from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.schedules import (
     BACKWARD,
@@ -33,6 +34,8 @@ from memopt.strategies.store_all import chain_steps
 SLOTS = 400
 TABLE_BYTES = 2**33
 LONGEST_S = 30.0
+HOPELESS = 10.0
+"""A table that would take so many times the time left, were all its rows whole, is not begun."""
 TIME_SHARE = 0.4
 """Seconds, and share of the time left, for the stages' alternatives; stages after that have one."""
 
@@ -60,6 +63,11 @@ class AlternativesTable:
 
         self.deadline = deadline
         self.view, self.graph = view, view.graph
+        self.complete = False
+        self.budgets: list[int] = []
+        self.alternatives: list[list[Alternative]] = []
+        if CELL_S * slots * len(view.chain) ** 3 > HOPELESS * deadline.left_s:
+            return
         alternatives_s = min(LONGEST_S, TIME_SHARE * deadline.left_s)
         self.alternatives = stage_alternatives(view, allowed, deadline.within(alternatives_s))
         chain = view.chain
@@ -68,8 +76,6 @@ class AlternativesTable:
         most = max(1, min(whole, 2 * budget_bytes) - self.fixed)
         slot = -(-most // slots)
         self.arrays = with_alternatives(chain, self.alternatives, slot)
-        self.complete = False
-        self.budgets: list[int] = []
         part = SlotTable(slot, slots, 0.0, 0.9)
         try:
             limits = SolveLimits(TABLE_BYTES, deadline)

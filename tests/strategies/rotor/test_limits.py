@@ -7,8 +7,16 @@ import pytest
 
 from memopt.models.status import Status
 from memopt.reductions.chain_replay import replay_chain
-from memopt.solvers.running import Deadline
-from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential, tables
+from memopt.solvers.running import Deadline, Stopped
+from memopt.strategies.rotor import (
+    Revolve,
+    Rotor,
+    RotorFree,
+    RotorOptimal,
+    Sequential,
+    persistent_kernels,
+    tables,
+)
 from memopt.strategies.rotor.grouping import expand, group_ends, grouped
 from memopt.strategies.rotor.model import ChainArrays, bytes_of_slot
 from memopt.strategies.rotor.persistent_kernels import Rows, fill_block, memory_bounds, row_offsets
@@ -164,3 +172,19 @@ def test_sequential_counts():
     with pytest.raises(ValueError, match="a count from 1"):
         Sequential(0)
     assert Rotor(persistent=False).curve(toy_chain()) == RotorOptimal().curve(toy_chain())
+
+
+@pytest.mark.parametrize("split_saving", [True, False])
+def test_bounds_are_the_same_however_many_stages_between_two_looks_at_the_clock(
+    split_saving, monkeypatch
+):
+    for seed in range(20):
+        c = ChainArrays.of(random_chain(seed, 12), 3)
+        once = memory_bounds(c, c.slot, split_saving)
+        with monkeypatch.context() as patch:
+            patch.setattr(persistent_kernels, "BOUNDS_AT_ONCE", 1)
+            each = memory_bounds(c, c.slot, split_saving)
+            if c.length > 1:
+                with pytest.raises(Stopped):
+                    memory_bounds(c, c.slot, split_saving, Deadline(-1.0))
+        assert all(map(np.array_equal, once, each))
