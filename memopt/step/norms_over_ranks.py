@@ -39,7 +39,7 @@ def norm_over_ranks(
     """
     pairs = zip(parameters, gradients, strict=True)
     whole = [like_part(parameter, gradient.meta["val"]) for parameter, gradient in pairs]
-    parts = [torch._foreach_norm([one], norm_type)[0] for one in whole]
+    parts = [_aten._foreach_norm.Scalar([one], float(norm_type))[0] for one in whole]
 
     def norm(*given: torch.Tensor) -> torch.Tensor:
         own = [like_part(part, value) for part, value in zip(parts, given, strict=True)]
