@@ -46,12 +46,10 @@ FIRST_SHARE, START_SHARE, RELAXATION_SHARE, SWEEP_SHARE, DESCENT_SHARE = 0.2, 0.
 """Shares of the time left: for the descent before all else, single strategies' plans, the
 relaxation, programs in larger budgets, and descents beyond the first."""
 CHECKS, ALL_CHECKS, GRACE_S, MOST_CHECKS = 4.0, 12.0, 0.3, 0.3
-"""Time kept for the last checks, in times of replaying a step that stores everything; in such
-times, what they take with all else that comes after, seconds by which that may be late; the most of
-the time left."""
+"""Time kept for the last checks, in times of replaying store-all; what all that comes after takes,
+less so many seconds; and the most of the time left."""
 BEGIN_S = 5e-5
-"""Seconds per operator that a single strategy takes at least: with less it is not asked, where a
-plan stands."""
+"""Seconds per operator without which no single strategy is asked where a plan stands."""
 DESCENTS = 12
 """Starts of the local search."""
 FIRST_CHANGES, CHANGES_EACH = 1500, 50
@@ -105,8 +103,7 @@ class JointPlanning(JointIncumbent):
         # What is found must be made a program, validated and replayed.
         stored_s = time.monotonic() - begin_s
         checks_s = max(CHECKS * stored_s, ALL_CHECKS * stored_s - GRACE_S)
-        checks_s = min(checks_s, MOST_CHECKS * self.deadline.left_s)
-        self.deadline.at_s -= checks_s
+        self.deadline.at_s -= min(checks_s, MOST_CHECKS * self.deadline.left_s)
         for program in self.known:
             self.offer(program, "known")
             self._seed(program)
