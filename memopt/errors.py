@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class MemoptError(Exception):
     """Base class of memopt's own errors."""
@@ -92,3 +94,18 @@ class PlanFileError(MemoptError):
 
 class InvalidProgramError(MemoptError):
     """A strategy produced a program that the validator rejects (a bug in the strategy)."""
+
+
+def led_to(error: BaseException | None, before: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it came from.
+
+    Args:
+        error: raised.
+        before: what `sys.exception()` returned before the code that raised it: a caller's earlier
+            error, which is no cause of this one. It is left out with all that led to it.
+    """
+    seen: set[int] = set()  # an error may be a cause of its own cause
+    while error is not None and error is not before and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -111,6 +111,18 @@ def test_model_that_cannot_be_captured(model: type[nn.Module], message: str) -> 
         plan(model())
 
 
+def test_an_error_being_handled_is_no_cause_of_the_next() -> None:
+    """A loop that tries a model, and where it is refused another, hears of the other."""
+    try:
+        plan(Item())
+    except memopt.CaptureError as error:
+        first = str(error)
+        with pytest.raises(memopt.CaptureError, match=r"return y if y\.sum") as second:
+            plan(Truth())
+    assert str(second.value) != first
+    assert second.value.modules == ()
+
+
 # A loss is asked for its gradients at the capture; what is wrong before it is still said first.
 with_and_without_a_loss = pytest.mark.parametrize("loss_fn", [None, torch.sum], ids=["", "loss"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,11 +82,12 @@ def capture(
             "call requires_grad_() on what you train before planning"
         )
     check_taken(model, call)
+    before = sys.exception()
     while True:
         try:
             return _captured(model, call, gradients, to_be_run)
         except CaptureError as error:
-            name = operator_without_fake(error)
+            name = operator_without_fake(error, before)
             if name is None or not tell_layouts(name):
                 raise
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, led_to
 from memopt.torch_private.dynamo import custom_functions_heard, taken_whole
 from memopt.user_code.opaque import Function
 from memopt.user_code.opaque_operators import call_of, called
@@ -43,11 +43,10 @@ def _failed(function: Function, error: BaseException) -> None:
         setattr(error, _FUNCTION, function)
 
 
-def refusal_in(error: BaseException | None) -> CaptureError | None:
-    """Return memopt's own refusal of an opaque function among the causes of Dynamo's error."""
-    while error is not None and not isinstance(error, CaptureError):
-        error = error.__cause__ or error.__context__
-    return error
+def refusal_in(error: BaseException, before: BaseException | None) -> CaptureError | None:
+    """Return memopt's own refusal of an opaque function among the causes of Dynamo's error; the
+    arguments are those of `led_to`."""
+    return next((one for one in led_to(error, before) if isinstance(one, CaptureError)), None)
 
 
 @contextlib.contextmanager

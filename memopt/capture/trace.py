@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeAlias
 
 import torch
@@ -160,7 +161,7 @@ def dynamo_capture(
 def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuards]:
     """Return dynamo's graph of a call, traced as eager runs it, and the trace's guards."""
 
-    failing: list[str] = []
+    failing, before = list[str](), sys.exception()
 
     def trace() -> Any:
         # A model that asks for strides gets those of its kernels.
@@ -181,7 +182,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             lambda: with_whole_masks(call, trace)
         )
     except capture_errors() as error:
-        refusal, function = refusal_in(error), untraceable(error)
+        refusal, function = refusal_in(error, before), untraceable(error)
         if refusal is not None:
             raise refusal from error
         if function is not None:

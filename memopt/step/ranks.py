@@ -7,6 +7,7 @@ of memopt's own (`memopt.step.rank_groups`), which has the default group's timeo
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,7 +20,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memopt.errors import CaptureError, MemoptError, NothingToTrainError, RankError
+from memopt.errors import CaptureError, MemoptError, NothingToTrainError, RankError, led_to
 from memopt.step.rank_errors import from_first_difference, is_of_group, lost, portable
 from memopt.step.rank_groups import RankGroup, default_store, fail_alone, group_of, note_alone
 
@@ -247,12 +248,13 @@ def telling_ranks(model: nn.Module, doing: str, members: tuple[int, ...] = ()) -
         doing: the present activity, for messages.
         members: the ranks, where the model does not show them yet.
     """
+    before = sys.exception()
     try:
         yield
     except NothingToTrainError:
         raise  # the model runs unplanned
     except Exception as error:
-        if several_are_there() and not _is_told(error):
+        if several_are_there() and not any(map(_is_told, led_to(error, before))):
             reason = _failure(doing, error)
             with suppress(RuntimeError, ValueError):
                 fail_alone(members or members_of(model), _kind(model), reason)
@@ -280,13 +282,9 @@ def check_untrained(model: nn.Module) -> None:
         ranks.exchanged(None, "a call has nothing to train")
 
 
-def _is_told(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it came from, is told to the other ranks."""
-    while error is not None:
-        if isinstance(error, RankError) or hasattr(error, _TOLD):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _is_told(error: BaseException) -> bool:
+    """Return whether an error is told to the other ranks."""
+    return isinstance(error, RankError) or hasattr(error, _TOLD)
 
 
 def _kind(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, led_to
 from memopt.step.operators import RUN_ONCE
 from memopt.torch_private import pytree
 from memopt.torch_private.access import private
@@ -25,20 +25,17 @@ _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((?P<name>[\w:.
 _LIBRARIES: dict[str, Any] = {}
 
 
-def operator_without_fake(error: BaseException | None) -> str | None:
+def operator_without_fake(error: BaseException, before: BaseException | None) -> str | None:
     """Return the name, "mine::scale", of the operator for whose lack of a fake kernel a trace
-    failed; None: it failed for something else."""
+    failed; None: it failed for something else. The arguments are those of `led_to`."""
     unsupported = private("torch._subclasses.fake_tensor.UnsupportedOperatorException")
-    seen: set[int] = set()  # a refusal inside of a trace is a cause of its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, unsupported):
-            name = str(error.func.name()).partition(".")[0]
+    for one in led_to(error, before):  # a refusal inside of a trace is a cause of its own cause
+        if isinstance(one, unsupported):
+            name = str(one.func.name()).partition(".")[0]
             return None if name.startswith(("aten::", "prims::")) else name
-        found = _NO_FAKE.search(str(error))
+        found = _NO_FAKE.search(str(one))
         if found is not None:
             return found["name"]
-        error = error.__cause__ or error.__context__
     return None
 
 

@@ -13,10 +13,13 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from memopt.errors import RankError
 from memopt.step import rank_groups
+from memopt.step import ranks as ranks_of_steps
 from memopt.step.rank_groups import RankGroup
+from memopt.step.ranks import telling_ranks
 from tests.distributed.gloo import OneThread
 
 MEMBERS = (0, 1)
@@ -125,3 +128,38 @@ def test_one_that_does_not_know_the_others_is_heard_before_they_meet() -> None:
 
         assert both(waits, fails) == ("rank 1 failed", None)
         assert both(says(2), says(3)) == ([2, 3], [2, 3])
+
+
+def _told() -> None:
+    raise RankError("rank 1 failed")
+
+
+def _own() -> None:
+    raise ValueError("of its own")
+
+
+def _from_it() -> None:
+    try:
+        _told()
+    except RankError as error:
+        raise ValueError("from it") from error
+
+
+def test_what_fails_while_a_told_error_is_handled_is_told_too() -> None:
+    """A rank that falls back after the others' failure, and fails then, leaves nobody waiting."""
+    told: list[str] = []
+    model = nn.Linear(1, 1)
+    with (
+        mock.patch.object(ranks_of_steps, "several_are_there", return_value=True),
+        mock.patch.object(ranks_of_steps, "members_of", return_value=MEMBERS),
+        mock.patch.object(ranks_of_steps, "fail_alone", side_effect=lambda *a: told.append(a[-1])),
+        mock.patch.object(dist, "get_rank", return_value=0),
+    ):
+        try:
+            _told()
+        except RankError:
+            with pytest.raises(ValueError, match="of its own"), telling_ranks(model, "planning"):
+                _own()
+        with pytest.raises(ValueError, match="from it"), telling_ranks(model, "planning"):
+            _from_it()
+    assert told == ["rank 0 failed while planning: ValueError: of its own"]
