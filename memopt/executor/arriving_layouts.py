@@ -66,8 +66,9 @@ class ArrivingLayouts:
             if leaves[position].requires_grad:
                 leaves[position].register_hook(partial(self._arrived, position))
 
-    def _arrived(self, position: int, gradient: torch.Tensor) -> None:
-        if not is_dense(gradient.shape, gradient.stride()):
+    def _arrived(self, position: int, gradient: torch.Tensor | None) -> None:
+        # An output that the loss does not use has none.
+        if gradient is None or not is_dense(gradient.shape, gradient.stride()):
             return
         if _order(gradient) == self._orders.get(position, _order(gradient)):
             return

@@ -26,7 +26,7 @@ from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Joint, resolve
 from memopt.strategies.auto import strategy
 from memopt.strategies.auto.portfolio import BESIDE, LATE, Portfolio
-from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, ORDER
+from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, LONG_CHAIN, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome, fitting
 from memopt.strategies.shared.worth import Payback, worth_s
@@ -347,9 +347,9 @@ def test_where_the_leader_begins_late_those_before_it_have_more(
 
 
 @pytest.mark.parametrize("device", [LINK, Device()])
-def test_of_a_bare_chain_the_leader_is_asked_after_those_that_plan_at_once(device: Device) -> None:
+def test_of_a_long_chain_the_leader_is_asked_after_those_that_plan_at_once(device: Device) -> None:
     """Its programs are of the chain's operators: it starts from none of the schedules'."""
-    chain = random_chain(Random(5), 12)
+    chain = random_chain(Random(5), LONG_CHAIN + 1)
     budget = int(0.6 * solve(chain, None, resolve("store-all"), device=device).peak_bytes)
     made = solve(chain, budget, Auto(gap=0.0), device=device, time_limit_s=0.5)
     tried = [str(line[0]) for line in made.stats["tried"]]  # type: ignore[attr-defined]
@@ -357,6 +357,9 @@ def test_of_a_bare_chain_the_leader_is_asked_after_those_that_plan_at_once(devic
     assert all(line[4] == "" for line in made.stats["tried"])  # type: ignore[attr-defined]
     names = [one.name for one in Auto().candidates(device, chain)]
     assert names[: len(tried)] == tried
+    short = [one.name for one in Auto().candidates(device, random_chain(Random(5), 12))]
+    assert short[-1] == LEADER
+    assert set(short) == set(names)
 
 
 def test_members_share_the_graph_of_a_chain() -> None:

@@ -127,8 +127,8 @@ def test_measured_where_a_group_runs() -> None:
 def test_groups_go_with_the_default_group() -> None:
     """Another default group may come to the address of one that was destroyed."""
     with alone():
-        group = rank_groups.group_of((0,))
-        assert group is rank_groups.group_of((0,))
+        group = rank_groups.group_of((0,), "kind")
+        assert group is rank_groups.group_of((0,), "kind")
         assert group.gathered("alone", "a model") == ["alone"]
         gone = weakref.ref(group)
         del group

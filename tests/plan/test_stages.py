@@ -101,7 +101,7 @@ def test_a_whole_step_says_what_may_move() -> None:
 def test_options_have_the_names_of_the_arguments() -> None:
     arguments = inspect.signature(memopt.plan).parameters.keys()
     assert PlanRequest().options.keys() - arguments == {"charges", "rules"}
-    rules = {"micro_batches", "clip_norm", "norm_type", "scaler"}
+    rules = {"micro_batches", "clip_norm", "norm_type", "scaler", "reduce_once"}
     others = {"model", "inputs", "progress", "mesh"}
     assert arguments - PlanRequest().options.keys() == rules | others
 

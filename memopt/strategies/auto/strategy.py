@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from memopt.models.bounds import memory_lower_bound, relative_gap, time_lower_bound
+from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -41,6 +42,8 @@ MOST_SAVED = 1 / 3
 """The most of a step that a search usually saves of a plan made at once."""
 FIRST_S = 5.0
 """Seconds for the first plan of a graph of many operators."""
+LONG_CHAIN = 200
+"""Stages of a chain beyond which not all strategies plan it in no time."""
 BEGIN_S = 2e-4
 """Seconds per operator that the leader takes before it has any plan of its own."""
 OWN_S = 60.0
@@ -148,11 +151,15 @@ class Auto(Improver):
         if isinstance(cost_model, Graph) and not cost_model.is_forward:
             names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
             return *(known[name] for name in names), ORDER
-        # Of a chain those that plan at once are asked first, then the leader, then all others.
-        first = () if graph else GRAPH_MEMBERS[: GRAPH_MEMBERS.index(LEADER) + 1]
-        others = (x.name for x in known.values() if linked or not x.features.offload)
-        names = tuple(dict.fromkeys((*first, *others)))
-        return tuple(known[name] for name in names if name in first or name != LEADER)
+        # Of a long chain those that plan at once are asked first, then the leader, then all others;
+        # of a short one, which they plan in no time, the leader is last: of as fast plans one of
+        # the chain's own schedules is taken.
+        long = isinstance(cost_model, Chain) and len(cost_model) > LONG_CHAIN
+        first = GRAPH_MEMBERS[: GRAPH_MEMBERS.index(LEADER) + 1] if long else ()
+        others = [x.name for x in known.values() if linked or not x.features.offload]
+        last = () if graph else (LEADER,)
+        order = dict.fromkeys((*first, *(one for one in others if one != LEADER), *last))
+        return tuple(known[name] for name in order)
 
     def solve_from(
         self,
