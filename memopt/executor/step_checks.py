@@ -21,7 +21,7 @@ from memopt.step.profiled import ProfiledStep
 from memopt.step.ranks import sharers_of
 from memopt.step.shards import local_part
 from memopt.step.step_optimizer import check_hooks, check_splittable
-from memopt.torch_private.modules import modules_of, parameters_of
+from memopt.torch_private.modules import registered_in
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -71,7 +71,7 @@ class StepParameters:
 
     def _ids(self) -> list[int]:
         """Return which objects the modules register."""
-        registries = (each(one) for one in self._modules for each in (modules_of, parameters_of))
+        registries = chain.from_iterable(map(registered_in, self._modules))
         return [*map(id, chain.from_iterable(map(dict.values, registries)))]
 
     def _look(self, trained: list[int]) -> None:

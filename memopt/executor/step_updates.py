@@ -55,7 +55,7 @@ class StepUpdates:
             self._asked = largest
             self.skipped = not math.isfinite(largest.item())
         plain = not (self.homes or self.host_state or self.skipped)
-        if plain and len(items) > 1 and all(item[2] is None for item in items):
+        if plain and all(item[2] is None for item in items):
             self._all(items)
             return
         for item in items:

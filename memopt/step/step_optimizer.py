@@ -184,10 +184,10 @@ def update_all(
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             # Tensors changed in place keep the parameter's layout, as with autograd's own .grad.
-            own = local_part(parameter)
+            own = parameter if type(parameter) is nn.Parameter else local_part(parameter)
             if gradient.stride() != own.stride():
                 gradient = torch.empty_like(own).copy_(gradient)
-            parameter.grad = like_part(parameter, gradient)
+            parameter.grad = gradient if own is parameter else like_part(parameter, gradient)
         optimizer.param_groups = groups
         optimizer.step()
     except BaseException:
@@ -246,8 +246,14 @@ class Touch:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *parameters: torch.Tensor) -> None:
         self.states = [*map(optimizer.state.get, parameters)]
-        pairs = zip(parameters, self.states, strict=True)
-        self._held = [(one, *state.values()) if state else (one,) for one, state in pairs]
+        steps = [state and state.get("step") for state in self.states]
+        self._held: list[tuple[Any, ...]]
+        if all(isinstance(step, torch.Tensor) for step in steps):
+            # Those of `PER_PARAMETER` that count steps in tensors do so before anything else.
+            self._held = [*zip(parameters, steps, strict=True)]
+        else:
+            pairs = zip(parameters, self.states, strict=True)
+            self._held = [(one, *state.values()) if state else (one,) for one, state in pairs]
         self._versions = _versions(chain.from_iterable(self._held))
         # Fused kernels do not count versions.
         self._fused = any(group.get("fused") for group in optimizer.param_groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ REGISTRIES = (
     attribute_name("torch.nn.Module._non_persistent_buffers_set"),
 )
 """The attributes that hold everything that a module registers."""
+registered_in = operator.attrgetter(TENSOR_REGISTRIES[0], REGISTRIES[2])
+"""The parameters and the modules that a module registers, by name."""
 COMPILED_CALL = attribute_name("torch.nn.Module._compiled_call_impl")
 """The attribute that holds the function that a module's call runs in place of its own code."""
 private("torch.nn.Module._call_impl")

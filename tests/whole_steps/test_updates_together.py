@@ -16,6 +16,9 @@ import memopt
 from memopt.errors import ExecutionError
 from memopt.executor.train_step import TrainStep
 from memopt.pricing.memory import metered
+from memopt.step.optimizer_state import PER_PARAMETER
+from memopt.step.step_optimizer import Touch
+from memopt.torch_private.modes import TorchDispatchMode
 from tests.executor.tiny_gpt import TinyGPT, batch, loss_of
 from tests.whole_steps.test_train_step import assert_same
 
@@ -112,3 +115,46 @@ def test_a_failure_names_all_that_may_be_changed_in_part(
     assert len(in_part) > 2
     assert len(changed) == int(said[1]) + len(in_part)
     assert changed.issuperset(in_part)
+
+
+class _FirstChanged(TorchDispatchMode):
+    """Notes which of some tensors the first operator that changes any of them has changed."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.before = tensors, [one.detach().clone() for one in tensors]
+        self.changed: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.changed:
+            pairs = zip(self.tensors, self.before, strict=True)
+            self.changed = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        return result
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", sorted(PER_PARAMETER, key=lambda kind: kind.__name__))
+def test_optimizers_count_a_step_before_anything_else(kind: type[Optimizer], foreach: bool) -> None:
+    """What a failed update has changed is told by the count of steps alone, where there is one."""
+    parameter = nn.Parameter(torch.randn(3))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "maximize": True}
+    if kind in (SGD, torch.optim.RMSprop):
+        options["momentum"] = 0.9
+    optimizer = kind([parameter], foreach=foreach, **options)  # type: ignore[call-arg]
+    for _ in range(2):
+        parameter.grad = torch.randn(3)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    counts = isinstance(state.get("step"), Tensor)
+    assert counts != (kind is SGD)
+    tensors = [state["step"]] if counts else []
+    tensors += [one for name, one in state.items() if name != "step" and one is not None]
+    with _FirstChanged([*tensors, parameter]) as first:
+        optimizer.step()
+    assert first.changed
+    assert not counts or first.changed == [0]
+    touch = Touch(optimizer, parameter)
+    assert not touch.changed()
+    optimizer.step()
+    assert touch.changed()
