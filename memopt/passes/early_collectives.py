@@ -88,9 +88,7 @@ class _Round:
         self.instructions = list(program)
         self.effects = [x.effects(graph) for x in self.instructions]
         self.sizes = [tensor.size_bytes for tensor in graph.tensors]
-        self.live = [graph.resident_bytes]
-        for effects in self.effects:
-            self.live.append(self._after(self.live[-1], effects))
+        self.live = [graph.resident_bytes, *timeline.live_bytes]
         self.origin = list(range(len(self.instructions)))
         """Position of each instruction before any move."""
         self.first_runs = self._first_runs()

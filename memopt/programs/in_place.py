@@ -28,21 +28,24 @@ def with_in_place(graph: Graph, program: Program) -> Program:
         return program
     made: list[Instruction] = []
     leaving: set[int] = set()
-    waiting = list(reversed(program.instructions))
+    waiting, operators = list(reversed(program.instructions)), graph.operators
     while waiting:
         instruction = waiting.pop()
         if isinstance(instruction, Compute):
             frees: list[Free] = []
             while waiting and isinstance(waiting[-1], Free):
                 frees.append(waiting.pop())  # type: ignore[arg-type]  # checked in the condition
-            taken = _overwritten(graph, instruction, frees, leaving)
+            taken = _overwritten(graph, instruction, frees, leaving) if frees else None
             if taken is not None:
-                instruction = replace(instruction, in_place=taken.tensor)
+                op, kept, chosen = instruction.op, instruction.outputs, instruction.implementation
+                instruction = Compute(op, kept, chosen, taken.tensor)
                 frees.remove(taken)
-            made += [instruction, *frees]
-            operator = graph.operators[instruction.op]
-            leaving.difference_update(instruction.outputs)
-            leaving.update(operator.reads if operator.collective else ())
+            made.append(instruction)
+            made += frees
+            if leaving:
+                leaving.difference_update(instruction.outputs)
+            if operators[instruction.op].collective is not None:
+                leaving.update(operators[instruction.op].reads)
             continue
         effects = instruction.effects(graph)
         leaving.update(effects.host_begins)

@@ -101,9 +101,10 @@ class LinkClock:
 
     def free(self, item: int) -> None:
         """Wait for the copies and the collectives of an item whose device copy is freed."""
-        now_s = self.now_s
-        arrival_s, sent_s = self.arrival_s.pop(item, now_s), self.sent_s.pop(item, now_s)
-        self.wait(arrival_s, sent_s, self.stored_s.get(item, now_s))
+        if item in self.arrival_s or item in self.sent_s or item in self.stored_s:
+            now_s = self.now_s
+            arrival_s, sent_s = self.arrival_s.pop(item, now_s), self.sent_s.pop(item, now_s)
+            self.wait(arrival_s, sent_s, self.stored_s.get(item, now_s))
 
     def arrive(self, item: int) -> None:
         """Wait for an item that is about to be read, if its transfer is under way."""

@@ -67,9 +67,8 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
     """
     program = tuple(instructions)
     first = _first_computations(graph, program)
-    future = [
-        _Future.READ if i in graph.kept_to_end else _Future.DEAD for i in range(len(graph.tensors))
-    ]
+    dead, kept_to_end = _Future.DEAD, graph.kept_to_end
+    future = [_Future.READ if i in kept_to_end else dead for i in range(len(graph.tensors))]
     backwards: list[Instruction] = []
     for position in range(len(program) - 1, -1, -1):
         instruction = program[position]
@@ -77,13 +76,13 @@ def with_frees(graph: Graph, instructions: Iterable[Instruction]) -> tuple[Instr
             chosen = variant(graph.operators[instruction.op], instruction.implementation)
             reads, kept = chosen.reads, []
             for tensor in chosen.writes:
-                if tensor in graph.kept_to_end:
+                if tensor in kept_to_end:
                     if first[tensor] == position:
                         kept.append(tensor)
-                        future[tensor] = _Future.DEAD
-                elif future[tensor] is not _Future.DEAD:
+                        future[tensor] = dead
+                elif future[tensor] is not dead:
                     kept.append(tensor)
-                    future[tensor] = _Future.DEAD
+                    future[tensor] = dead
             instruction = Compute(instruction.op, tuple(kept), instruction.implementation)
         else:
             effects = instruction.effects(graph)
@@ -137,10 +136,9 @@ def _read(
 ) -> None:
     """Record a reader of tensors. The walk goes backwards, so that the first reader of a tensor it
     meets is the last to run, and a Free follows that."""
+    resident, dead = graph.resident, _Future.DEAD
     for tensor in tensors:
-        if tensor in graph.resident:
-            continue
-        if future[tensor] is _Future.DEAD:
+        if future[tensor] is dead and tensor not in resident:
             backwards.append(Free(tensor))
             future[tensor] = _Future.READ
 

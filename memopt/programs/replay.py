@@ -256,13 +256,15 @@ class _Streams(LinkClock):
     def _compute(self, position: int, instruction: Compute) -> float:
         if not 0 <= instruction.op < len(self.graph.operators):
             raise _Invalid("there is no such operator")
-        chosen = variant(self.graph.operators[instruction.op], instruction.implementation)
+        operator = self.graph.operators[instruction.op]
+        chosen = variant(operator, instruction.implementation)
         if chosen.on_host:
             return self._update_on_host(position, instruction, chosen)
+        live, resident, arriving = self.live, self.resident, self.arrival_s
         for tensor in chosen.reads:
-            if tensor not in self.live and tensor not in self.resident:
+            if tensor not in live and tensor not in resident:
                 raise _Invalid(f"{self._name(tensor)} is not on the device")
-            if self.arrival_s:
+            if tensor in arriving:
                 self.arrive(tensor)
         sizes = self.sizes
         self.during_bytes = (
@@ -275,10 +277,10 @@ class _Streams(LinkClock):
                 raise _Invalid(f"the operator does not write {self._name(tensor)}")
             self._appear(tensor)
         if self.moved:
-            changed = changed_by(self.graph, self.graph.operators[instruction.op])
+            changed = changed_by(self.graph, operator)
             self.stale.update(self.moved.intersection(changed))
         start_s = self.now_s
-        if self.graph.operators[instruction.op].collective is None:
+        if operator.collective is None:
             self.now_s += chosen.time_s
         else:
             self._send(position, instruction, chosen)

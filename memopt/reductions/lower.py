@@ -196,10 +196,12 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Compute):
             run = variant(graph.operators[instruction.op], instruction.implementation)
-            if instruction.op not in ran or not missing.isdisjoint(run.writes):
+            new = not missing.isdisjoint(run.writes)
+            if new or instruction.op not in ran:
                 wanted.add(position)
             ran.add(instruction.op)
-            missing.difference_update(run.writes)
+            if new:
+                missing.difference_update(run.writes)
     read_later: set[int] = set()
     kept: list[Instruction] = []
     for position in range(len(instructions) - 1, -1, -1):
