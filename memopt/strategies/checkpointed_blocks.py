@@ -21,7 +21,6 @@ from memopt.models.status import Status
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
-from memopt.programs.plain_peak import peak_bytes as plain_peak_bytes
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.block_checkpoints import (
@@ -115,7 +114,7 @@ class _CheckpointedSteps:
     def _step(self, kept: Sequence[Sequence[int]]) -> tuple[Program, int]:
         held = {op for group in kept for op in group}
         program = with_in_place(self.graph, checkpointed(self.graph, self.blocks, held))
-        return program, plain_peak_bytes(self.graph, program)
+        return program, replay(self.graph, program, self.device).peak_bytes
 
 
 _STEPS = LastOf[_CheckpointedSteps]()

@@ -15,7 +15,6 @@ from memopt.programs.instructions import (
     SwapIn,
     SwapOut,
 )
-from memopt.programs.plain_peak import peak_bytes as plain_peak_bytes
 from memopt.programs.replay import replay
 from memopt.programs.validate import ViolationCode, memory_use, validate
 from tests.random_programs import random_placement, random_program
@@ -45,7 +44,6 @@ def drawn(seed: int) -> tuple[Random, Graph, Program]:
 
 @pytest.mark.parametrize("block", range(20))
 def test_replay_and_validator_agree_on_random_programs(block):
-    plain_ones = 0
     for seed in range(block * 150, block * 150 + 150):
         _, graph, program = drawn(seed)
         timeline = replay(graph, program)
@@ -53,15 +51,12 @@ def test_replay_and_validator_agree_on_random_programs(block):
         assert timeline.step_bytes == tuple(use.during), seed
         assert timeline.host_bytes == tuple(use.host), seed
         assert (timeline.peak_bytes, timeline.host_peak_bytes) == (use.peak, use.host_peak), seed
-        assert plain_peak_bytes(graph, program) == timeline.peak_bytes, seed
-        plain_ones += not program.has_transfers
         assert validate(graph, program, Budget(use.peak, use.host_peak)) is None, seed
         over = validate(graph, program, Budget(timeline.peak_bytes - 1))
         assert (over.code, over.instruction) == (Code.OVER_BUDGET, timeline.peak_instruction), seed
         if use.host_peak:
             over = validate(graph, program, Budget(None, use.host_peak - 1))
             assert over.code is Code.OVER_HOST_BUDGET, seed
-    assert plain_ones > 20
 
 
 @pytest.mark.parametrize("block", range(10))
