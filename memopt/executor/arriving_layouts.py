@@ -49,7 +49,7 @@ class ArrivingLayouts:
     """
 
     def __init__(self, captured: Captured) -> None:
-        self._orders = {}
+        self._orders: dict[int, list[int]] = {}
         for tangent in captured.tangents:
             leaf = getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", None)
             if leaf is not None and _rounds_as_laid_out(tangent):
@@ -70,7 +70,8 @@ class ArrivingLayouts:
         # An output that the loss does not use has none.
         if gradient is None or not is_dense(gradient.shape, gradient.stride()):
             return
-        if _order(gradient) == self._orders.get(position, _order(gradient)):
+        expected = self._orders.get(position)
+        if expected is None or _order(gradient) == expected:
             return
         self._orders, self._left = {}, 0
         warnings.warn(

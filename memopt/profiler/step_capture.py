@@ -30,6 +30,7 @@ from memopt.step.inputs import Call
 from memopt.step.joint_graph import of_the_loss
 from memopt.step.loss import Loss
 from memopt.step.micro_batches import repeated
+from memopt.step.shards import any_shards
 from memopt.step.step_optimizer import Update
 from memopt.step.step_parts import StepModule, StepParts, UpdateSite, update_name
 from memopt.torch_private.tensors import SHARD
@@ -112,7 +113,7 @@ def _reductions(model: nn.Module, captured: Captured) -> tuple[Node, ...]:
     Raises:
         ValueError: the model is not sharded.
     """
-    if not any(hasattr(one, SHARD) for one in model.parameters()):
+    if not any_shards(model.parameters()):
         raise ValueError(
             "reduce_once=True is for models that memopt.shard has spread over ranks: shard it "
             "first, or leave reduce_once out"

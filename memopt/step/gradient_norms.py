@@ -24,9 +24,9 @@ from memopt.step.build import Lowering, held_by
 from memopt.step.captured import Captured
 from memopt.step.graph_extension import Extension
 from memopt.step.norms_over_ranks import finite_over_ranks, norm_over_ranks
+from memopt.step.shards import any_shards
 from memopt.torch_private.modules import grouped_by_dtype
 from memopt.torch_private.operators import aten as _aten
-from memopt.torch_private.tensors import SHARD
 
 
 def with_norms(
@@ -103,7 +103,7 @@ def _unscaled(
         call = extension.call
         made.append(call(_aten.mul.Tensor, gradient, inverse, over=gradient, before=found[-1:]))
     largest = _norm_of(extension, found, math.inf)
-    if _over_ranks(parameters):
+    if any_shards(parameters):
         largest = finite_over_ranks(extension, largest, parameters[0])
     return made, largest
 
@@ -124,7 +124,7 @@ def _clipped(
     norms = [extension.item(one, 0) for one in calls]
     order = [i for group in groups for i in group]
     listed = [norms[i] for i in order]
-    if _over_ranks(parameters):
+    if any_shards(parameters):
         placed = [parameters[i] for i in order]
         parts = [gradients[i] for i in order]
         total = norm_over_ranks(extension, listed, parts, placed, norm_type)
@@ -140,10 +140,6 @@ def _clipped(
         for gradient, one in zip(gradients, calls, strict=True)
     ]
     return made, total
-
-
-def _over_ranks(parameters: Sequence[torch.Tensor]) -> bool:
-    return any(hasattr(one, SHARD) for one in parameters)
 
 
 def _norm_of(extension: Extension, norms: list[Node], norm_type: float) -> Node:

@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 
 from memopt.step.collectives import WAIT
 from memopt.step.joint_graph import described, split_joint
+from memopt.step.shards import any_shards
 from memopt.torch_private.operators import aten as _ATEN
 from memopt.torch_private.operators import collectives
-from memopt.torch_private.tensors import SHARD
 
 BUCKETS = "memopt_buckets"
 """Attribute of a sharded module's class: parameter's name in the module → its bucket."""
@@ -74,7 +74,7 @@ def only_shards(model: nn.Module) -> bool:
     whose gradients are averaged in the graph and placed as they are."""
     for module in model.modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if not hasattr(type(module), BUCKETS) and any(hasattr(one, SHARD) for one in own):
+        if not hasattr(type(module), BUCKETS) and any_shards(own):
             return False
     return True
 

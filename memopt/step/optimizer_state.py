@@ -150,11 +150,12 @@ def state_sizes(
     """Return bytes of each state tensor of a parameter; step counts, on the CPU, do not count."""
     held = optimizer.state.get(parameter)
     if held:
-        # What a parameter without dimensions keeps has none, either, as the count of steps.
-        counts = {k for k, v in held.items() if isinstance(v, torch.Tensor) and not v.dim()}
-        counts &= {"step"} if not parameter.dim() else counts
-        tensors = [v for k, v in held.items() if isinstance(v, torch.Tensor) and k not in counts]
-        return [local_part(v).untyped_storage().nbytes() for v in tensors]
+        tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)}
+        if parameter.dim():
+            state = [v for v in tensors.values() if v.dim()]
+        else:  # its state has no dimensions, either, like the count of steps
+            state = [v for k, v in tensors.items() if v.dim() or k != "step"]
+        return [local_part(v).untyped_storage().nbytes() for v in state]
     kind = type(optimizer)
     if kind not in PER_PARAMETER:
         raise ValueError(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from memopt.torch_private.tensors import SHARD, shard_of, spec_of
+
+
+def any_shards(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of the tensors is a DTensor, of which ranks hold parts."""
+    return any(hasattr(one, SHARD) for one in tensors)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

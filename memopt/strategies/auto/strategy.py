@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from memopt.models.bounds import memory_lower_bound, relative_gap, time_lower_bound
-from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -147,19 +146,19 @@ class Auto(Improver):
         # Over a link of unknown speed every transfer would look free.
         linked = device is not None and device.is_linked
         known = {one.name: one for one in SINGLE_STRATEGIES if one.name not in LEFT_OUT}
-        graph = isinstance(cost_model, Graph)
         if isinstance(cost_model, Graph) and not cost_model.is_forward:
             names = (*GRAPH_MEMBERS, *(MOVING_MEMBERS if linked else ()))
             return *(known[name] for name in names), ORDER
+        apart = (x for name, x in known.items() if name != LEADER)
+        others = [x.name for x in apart if linked or not x.features.offload]
+        if isinstance(cost_model, Graph):
+            return tuple(known[name] for name in others)
         # Of a long chain those that plan at once are asked first, then the leader, then all others;
         # of a short one, which they plan in no time, the leader is last: of as fast plans one of
         # the chain's own schedules is taken.
-        long = isinstance(cost_model, Chain) and len(cost_model) > LONG_CHAIN
+        long = cost_model is not None and len(cost_model) > LONG_CHAIN
         first = GRAPH_MEMBERS[: GRAPH_MEMBERS.index(LEADER) + 1] if long else ()
-        others = [x.name for x in known.values() if linked or not x.features.offload]
-        last = () if graph else (LEADER,)
-        order = dict.fromkeys((*first, *(one for one in others if one != LEADER), *last))
-        return tuple(known[name] for name in order)
+        return tuple(known[name] for name in dict.fromkeys((*first, *others, LEADER)))
 
     def solve_from(
         self,
