@@ -120,7 +120,7 @@ def published_step(graph: Graph, device: Device, recompute: str) -> Program:
     Args:
         graph: of a Llama of this file, sharded by `memopt.shard`.
         device: its link rates.
-        recompute: "full", "selective", or "none": only weights are gathered again.
+        recompute: "full", "selective", "none": only weights are gathered again, or "all": nothing.
     """
     blocks = forward_of_blocks(graph)
     last = list(blocks)[-1]
@@ -135,6 +135,8 @@ def published_step(graph: Graph, device: Device, recompute: str) -> Program:
 
 def _kept(graph: Graph, members: Iterable[int], recompute: str, last: bool) -> set[int]:
     """The forward operators of a block whose results stay for its backward."""
+    if recompute == "all":
+        return set(members)
     kept: set[int] = set()
     products = 0
     for index in members:

@@ -52,7 +52,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "parameters": ("float32", "bfloat16", "float16"),
     "gradients": ("float32", "bfloat16", "float16", "none"),  # none: updated in the backward
     "sharding": ("optimizer", "gradients", "parameters", "other"),  # over dp: ZeRO 1, 2, 3
-    "attention": ("fused", "scores", "flex"),
+    "attention": ("fused", "first flash", "scores", "flex"),  # FlashAttention's first version
     "softmax": ("float32",),  # of scores, where it is not in their own dtype
     "kernels": ("eager", "fused", "compiled", "written"),  # Transformer Engine's; by hand
     "loss": ("plain", "fused", "chunked"),
@@ -65,6 +65,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("lora_layers", "quantized"), _WORD),
     **dict.fromkeys(("sequence_parallel", "uneven_stages", "cuda_graphs"), _FLAG),
     "overlapped_tensor_parallel": _FLAG,
+    "whole_gradients": _FLAG,  # of flat parameters, not reduced before the last micro-batch (FSDP1)
     "state_bytes": (0, 20),  # the optimizer's for each trained parameter, float32 copies included
     "workspace_bytes": (0, 2**30),  # cuBLAS's for each thread, where CUBLAS_WORKSPACE_CONFIG says
     "lora_dropout": (0, 1),

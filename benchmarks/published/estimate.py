@@ -21,16 +21,15 @@ import torch
 from torch import nn
 
 import memopt
-from benchmarks.cluster import GRAND_TETON_2025
 from benchmarks.cluster_llama import published_step
 from benchmarks.published import measurements, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
+from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
 from benchmarks.published.reserved import DTYPES, expandable, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.presets import find_device
 from memopt.pricing.flops import work
 from memopt.pricing.measure import with_costs
 from memopt.pricing.roofline import estimate_costs, work_time_s
@@ -56,17 +55,6 @@ def row_of(name: str) -> Mapping[str, Any]:
     return _by_name()[name]
 
 
-_A100 = find_device("A100")
-DEVICES: dict[str, Device] = {
-    **{name: find_device(name) for name in ("H100", "H200", "GB200")},
-    "A100-80GB": _A100,
-    "A100-40GB": replace(_A100, name="A100-SXM-40GB", memory_bytes_per_s=1555e9),
-    "A100-40GB-PCIe": replace(_A100, name="A100-PCIe-40GB", memory_bytes_per_s=1555e9),
-    "H100-96GB-500W": replace(GRAND_TETON_2025, name="H100-96GB-500W"),
-}
-MEMORY_ONLY = {"A10G": replace(_A100, name="A10G")}
-"""GPUs whose times nobody published: only peaks are estimated."""
-ALL_DEVICES = DEVICES | MEMORY_ONLY
 _MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 _UNKNOWN = {
     "quantized": "weights in 4 bits", "offload": "offloaded tensors", "adapter": "other adapters",
@@ -100,6 +88,11 @@ def why_not(row: Mapping[str, Any]) -> str:
     if row["gpu"] not in ALL_DEVICES:
         return "the GPU's rates"
     return "" if _memory_of(row) or _time_of(row) else "nothing measured that is estimated"
+
+
+def _sharded(row: Mapping[str, Any]) -> bool:
+    """Whether a rank has a part of each parameter between two steps."""
+    return row.get("sharding") in ("gradients", "parameters")
 
 
 def _memory_of(row: Mapping[str, Any]) -> str:
@@ -155,6 +148,8 @@ class _Captured:
 
     profiled: Any
     parameter_bytes: int
+    block_bytes: int
+    """Of the blocks' whole parameters, on all ranks together."""
     trained: int
     device: Device
     loss_s: float = 0.0
@@ -165,7 +160,7 @@ class _Captured:
 def _captured(key: str, name: str, layers: int) -> _Captured:
     row = row_of(name)
     shape, style, first = _shape_of(row), style_of(row), row.get("pp", 1) == 1
-    sequence, sharded = row["sequence"] // row.get("cp", 1), row.get("sharding") == "parameters"
+    sequence, sharded = row["sequence"] // row.get("cp", 1), _sharded(row)
     dtype, sizes = DTYPES[row["parameters"]], Counter[str]()
 
     def build(mesh: Any = None) -> nn.Module:
@@ -174,9 +169,10 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         if mesh is not None:
             sums = torch.float32
             model = memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=sums)
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             sizes["bytes"] += local.nbytes
+            sizes["blocks"] += parameter.nbytes * ("layers." in path)
             sizes["trained"] += local.numel() * parameter.requires_grad
         return model.train()
 
@@ -188,10 +184,10 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         mesh = memopt.Mesh(data=row.get("dp", 1)) if sharded else None
         model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
         kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
-        device = ALL_DEVICES[row["gpu"]]
+        device = device_of(row)
         if not style.apart:
             found = estimate_model(model, (given, targets), device, kernels=kernels)
-            return _Captured(found, sizes["bytes"], sizes["trained"], device)
+            return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device)
         loss = Loss(lambda logits, right: model.loss(logits, right), (targets,))
         found = estimate_model(model, (given,), device, loss=loss, kernels=kernels)
         parts = 8 if style.loss == "chunks" else 1
@@ -199,7 +195,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         logits = [torch.zeros(each, dtype=dtype, requires_grad=True) for _ in range(parts)]
         alone = estimate_model(LossApart(model), (targets, *logits), device)
     loss_s = sum(operator.time_s for operator in alone.graph.operators)
-    return _Captured(found, sizes["bytes"], sizes["trained"], device, loss_s)
+    return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device, loss_s)
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,12 +210,12 @@ def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Device]:
     """Capture a depth, or take the same graph from a row before, and price it for this GPU."""
     shape = {k: v for k, v in _shape_of(row).items() if k != "layers"}
-    ranks = row.get("dp", 1) if row.get("sharding") == "parameters" else 1
+    ranks = row.get("dp", 1) if _sharded(row) else 1
     compiled = row.get("kernels") == "compiled"
     sizes = [row["sequence"], row["batch"], row.get("cp", 1), row.get("pp", 1) == 1, ranks]
     key = repr((shape, style_of(row), sizes, row["parameters"], compiled and row["gpu"]))
     one = _captured(key, _NAMES.setdefault(key, row["name"]), layers)
-    device = ALL_DEVICES[row["gpu"]]
+    device = device_of(row)
     graph: Graph = one.profiled.graph
     if not compiled:
         costs = with_costs(one.profiled.lowering, estimate_costs(one.profiled.lowering, device))
@@ -235,12 +231,15 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     """Return what a depth takes: bytes and seconds of one micro-batch."""
     one, graph, device = _priced(row, layers)
     program = store_all(graph)
-    if row.get("recompute") or row.get("sharding") == "parameters":
-        program = published_step(graph, device, row.get("recompute", "none"))
+    if row.get("recompute") or _sharded(row):
+        kept = "all" if row.get("sharding") == "gradients" else "none"
+        program = published_step(graph, device, row.get("recompute", kept))
     time = replay(graph, program, device)
-    stays = _gradients_stay(row)
-    held = _made_gradients(graph, program) if stays else [0] * len(program)
-    peak = max(all_of - made for all_of, made in zip(time.step_bytes, held, strict=True))
+    made = _made_gradients(graph, program)
+    share, flat = -1.0 * _gradients_stay(row), 0.0
+    if row.get("whole_gradients"):
+        share, flat = one.block_bytes / made[-1], _flat_bytes(row, one, layers)
+    peak = flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
     resident = graph.resident_bytes
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
@@ -257,6 +256,16 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         **_times(graph, program),
         "exposed": _exposed_s(one, program, device),
     }
+
+
+def _flat_bytes(row: Mapping[str, Any], one: _Captured, layers: int) -> float:
+    """Return what FSDP1 holds beside a block's work and all blocks' gradients.
+
+    Its root stays gathered from the forward on (`_post_forward_reshard`); a flat parameter's
+    gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
+    """
+    tables = one.parameter_bytes * row["dp"] - one.block_bytes
+    return float(tables + one.block_bytes / layers)
 
 
 def _exposed_s(one: _Captured, program: Program, device: Device) -> float:
@@ -286,7 +295,8 @@ def _times(graph: Graph, program: Program) -> dict[str, float]:
 
 def _gradients_stay(row: Mapping[str, Any]) -> bool:
     """Whether gradients stay between micro-batches: they are there when a backward begins."""
-    return row["source"] == "megatron" or row.get("micro_batches", 1) > 1
+    many = row["source"] == "megatron" or row.get("micro_batches", 1) > 1
+    return many and not row.get("whole_gradients")
 
 
 def _made_gradients(graph: Graph, program: Program) -> list[int]:
@@ -323,9 +333,10 @@ def estimated(_: Any, name: str) -> list[Row]:
     """Return a row with its estimate."""
     row = row_of(name)
     shape = measurements().models[row["model"]]
-    stages, sharded = row.get("pp", 1), row.get("sharding") == "parameters"
+    stages, sharded = row.get("pp", 1), _sharded(row)
     low, high = (3, 4) if sharded else (1, 2)
-    if row.get("recompute") and not sharded and not _gradients_stay(row):
+    whole = row.get("whole_gradients")
+    if whole or (row.get("recompute") and not sharded and not _gradients_stay(row)):
         low, high = shape["layers"] - 1, shape["layers"]
     a, b = _depth(row, low), _depth(row, high)
 
@@ -373,14 +384,14 @@ def turns(row: Mapping[str, Any]) -> float:
 def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
     """Return the seconds of a step: micro-batches, the pipeline's fill, what tensor parallelism
     and data parallelism send, and the update."""
-    device = ALL_DEVICES[row["gpu"]]
+    device = device_of(row)
     shape, tensor = measurements().models[row["model"]], row.get("tp", 1)
     stages = row.get("pp", 1)
     if tensor > 1:
         size = row["sequence"] * row["batch"] * shape["hidden"] * 2
         sent = Collective(CollectiveKind.ALL_REDUCE, tensor, size)
         batch_s += 4 * shape["layers"] / stages * device.collective_time_s(sent)
-    ranks = row.get("dp", 1) if row.get("sharding") != "parameters" else 1
+    ranks = row.get("dp", 1) if not _sharded(row) else 1
     total = turns(row) * batch_s
     if ranks > 1:
         size = int(trained * DTYPES[row["gradients"]].itemsize)

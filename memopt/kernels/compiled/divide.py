@@ -6,6 +6,10 @@ Operators of one level that are no anchors make a region if they are connected, 
 tensor. No path between two of them leads through an operator outside: an anchor on it would raise
 the level. So regions are convex, and the graph of regions and anchors has no cycles.
 
+A sum counts one more, too, if its region would add more than LONGEST_SUM results, or more than two
+that become a parameter's gradient: a kernel that adds the gradients of eight chunks' losses would
+hold all eight, where one sum after the other holds two.
+
 A region keeps to one phase of the step. A long one is cut in the order of the step, so that no
 kernel holds much memory at once and strategies have something to choose from.
 """
@@ -25,6 +29,9 @@ from memopt.step.build import Lowering
 
 LARGEST = 48
 """Most operators of a region."""
+LONGEST_SUM = 3
+"""Most results that a region adds up: those of query, key and value."""
+_ADD = "aten.add.Tensor"
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,22 @@ def _reads_computed(graph: Graph, op: int) -> bool:
 
 def _levels(graph: Graph, members: set[int], constants: set[int]) -> list[int]:
     level = [0] * len(graph.operators)
+    terms: dict[int, int] = {}
+    summed = set(graph.gradients)
+    for operator in reversed(graph.operators):
+        if operator.target == _ADD and not summed.isdisjoint(operator.writes):
+            summed.update(operator.reads)
     for op, operator in enumerate(graph.operators):
-        for tensor in operator.reads:
-            source = graph.producer.get(tensor)
-            if source is None or source in constants:
-                continue
+        sources = [one for one in _sources(graph, op) if one not in constants]
+        for source in sources:
             crossing = (source in members) != (op in members) or (
                 graph.operators[source].phase is not operator.phase
             )
             level[op] = max(level[op], level[source] + crossing)
+        if op in members and operator.target == _ADD and len(sources) > 1:
+            terms[op] = sum(terms.get(s, 1) if level[s] == level[op] else 1 for s in sources)
+            if terms[op] > (LONGEST_SUM if summed.isdisjoint(operator.writes) else 2):
+                level[op], terms[op] = level[op] + 1, len(sources)
     return level
 
 

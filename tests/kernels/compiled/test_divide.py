@@ -66,3 +66,37 @@ def test_what_reads_the_same_is_one_region(
     model = Branches(functions)
     lowering = build(model, capture(model, Call((torch.randn(4, WIDTH),), {})))
     assert forward_regions(lowering) == expected
+
+
+class Sums(nn.Module):
+    """One weight for several products, or several weights for one input."""
+
+    def __init__(self, times: int, weights: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(weights))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        parts = [one(x + i) for i in range(self.times) for one in self.each]
+        y: Tensor = torch.stack([part.cos().sum() for part in parts]).sum()
+        return y
+
+
+@pytest.mark.parametrize(("times", "weights", "most"), [(8, 1, 2), (1, 3, 3), (1, 8, 3)])
+def test_a_region_holds_few_terms_of_a_sum(times: int, weights: int, most: int) -> None:
+    model = Sums(times, weights)
+    x = torch.randn(4, WIDTH, requires_grad=weights > 1)
+    lowering = build(model, capture(model, Call((x,), {})))
+    graph, held = lowering.graph, []
+    for region in divide(lowering):
+        products = {
+            graph.producer[t]
+            for op in region.operators
+            if graph.operators[op].target == "aten.add.Tensor"
+            for t in graph.operators[op].reads
+            if "mm" in graph.operators[graph.producer[t]].target
+        }
+        held.append(len(products))
+    assert max(held) <= most
+    assert most == 2 or max(held) == most
