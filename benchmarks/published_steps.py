@@ -33,7 +33,7 @@ CAUSES = {
     "raschka-8 raschka-10": "peaks: Inductor keeps what memopt's regions make again",
     "raschka-6": "times: scores are scaled and masked by kernels of their own",
     "torchtitan-4636-2": "times: the peak is at 95% of the GPU's memory, where the allocator frees "
-    "and asks again: a sixth of what recomputing everything reaches",
+    "and asks again: a quarter of the tokens/s of recomputing everything",
     "torchtune-5": "peaks: logits in chunks and their gradients, of which some are gone already",
     "deepspeed-8255-4": "times: the allocator frees and asks again near the GPU's capacity: three "
     "times the seconds of 2,048 tokens for half as many more",

@@ -236,10 +236,9 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         program = published_step(graph, device, row.get("recompute", kept))
     time = replay(graph, program, device)
     made = _made_gradients(graph, program)
-    share, flat = -1.0 * _gradients_stay(row), 0.0
-    if row.get("whole_gradients"):
-        share, flat = one.block_bytes / made[-1], _flat_bytes(row, one, layers)
-    peak = flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
+    whole, flat = bool(row.get("whole_gradients")), _flat_bytes(row, one, layers)
+    share = one.block_bytes / made[-1] if whole else -_gradients_stay(row)
+    peak = whole * flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
     resident = graph.resident_bytes
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
@@ -264,8 +263,7 @@ def _flat_bytes(row: Mapping[str, Any], one: _Captured, layers: int) -> float:
     Its root stays gathered from the forward on (`_post_forward_reshard`); a flat parameter's
     gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
     """
-    tables = one.parameter_bytes * row["dp"] - one.block_bytes
-    return float(tables + one.block_bytes / layers)
+    return one.parameter_bytes * row.get("dp", 1) - one.block_bytes * (1 - 1 / layers)
 
 
 def _exposed_s(one: _Captured, program: Program, device: Device) -> float:
@@ -335,8 +333,8 @@ def estimated(_: Any, name: str) -> list[Row]:
     shape = measurements().models[row["model"]]
     stages, sharded = row.get("pp", 1), _sharded(row)
     low, high = (3, 4) if sharded else (1, 2)
-    whole = row.get("whole_gradients")
-    if whole or (row.get("recompute") and not sharded and not _gradients_stay(row)):
+    deep = row.get("recompute") and not sharded and not _gradients_stay(row)
+    if deep or row.get("whole_gradients"):
         low, high = shape["layers"] - 1, shape["layers"]
     a, b = _depth(row, low), _depth(row, high)
 
@@ -356,6 +354,8 @@ def estimated(_: Any, name: str) -> list[Row]:
     }
     if _gradients_stay(row) and not sharded:
         parts["gradients"] = trained * DTYPES[row["gradients"]].itemsize
+    elif row.get("dp", 1) > 1 and not row.get("sharding"):
+        parts["buckets"] = trained * DTYPES[row["gradients"]].itemsize  # DDP's, a copy
     if _memory_of(row) == "peak_reserved_bytes":
         parts["fragments"] = at("fragments", kept)
     if _memory_of(row) == "peak_reserved_bytes" and sharded:
