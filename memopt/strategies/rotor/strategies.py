@@ -34,6 +34,9 @@ LEAST_STAGES, LEAST_S = 1000, 2e-9
 """Chains of more stages, planned in groups, do without the schedule of least memory, whose length
 is the square of theirs; and those that have not so many seconds for each cube of their stages."""
 
+BOUNDS_S = 2.5e-10
+"""Seconds for each cube of the stages that revolve's least memory takes, of one core of 2024."""
+
 _RECENT = RecentAnswers[PlanSet](capacity=8)
 """Recent plan sets: many budgets of one chain cost one solve."""
 
@@ -220,6 +223,16 @@ class Revolve(TableStrategy):
     name: ClassVar[str] = "revolve"
 
     exact_stages: int = 80
+
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        needed_s = BOUNDS_S * len(chain) ** 3
+        if deadline is not None and needed_s > max(deadline.left_s, 0.1):
+            raise TableTooLargeError(
+                f"{self.name}: a chain of {len(chain)} stages takes some {needed_s:.0f} seconds, of "
+                f"{max(0.0, deadline.left_s):.3g} allowed: raise time_limit_s, or use "
+                'strategy="rotor", which groups stages'
+            )
+        return super().plan_set(chain, deadline)
 
     def plan(self, chain: Chain, slot_bytes: int, exact: bool, limits: SolveLimits) -> PlanSet:
         from memopt.strategies.rotor.tables import persistent_plans

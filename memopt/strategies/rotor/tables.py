@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.models.chain import Chain
+from memopt.models.last_of import LastOf
 from memopt.solvers.compiled import thread_count
 from memopt.solvers.running import Stopped
 from memopt.strategies.rotor.floating_kernels import Column, Level, fill_h, fill_w
@@ -36,6 +37,8 @@ STEP_BYTES = 16
 INDEX_BYTES = 48
 """Bytes of bounds and offsets for each pair of stages."""
 BLOCK = 8
+_BOUNDS = LastOf[tuple[Int64Array, Int64Array]](kept=1)
+"""The least and the greatest memory, in bytes, of the chain asked about last."""
 WHAT = "rotor: table of floating activations"
 NEAR_FLOOR = 15
 """Finer slots (NEAR_SLOTS) are used up to this many tenths of the least memory."""
@@ -63,7 +66,8 @@ def persistent_plans(
     limits.check_bytes(INDEX_BYTES * (len(chain) + 2) ** 2)
     c = ChainArrays.of(chain, slot_bytes)
     n = c.length
-    floor, high = memory_bounds(c, 1, split_saving)
+    # Fewer slots are tried again and again, with the same bytes.
+    floor, high = _BOUNDS.of((chain,), split_saving, lambda: memory_bounds(c, 1, split_saving))
     candidates: list[tuple[int, float, Codes]] = []
     complete = True
     cells = 0

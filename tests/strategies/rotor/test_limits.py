@@ -96,6 +96,11 @@ def test_a_chain_no_table_can_hold_is_a_clear_error():
         RotorOptimal(table_bytes=1000).plan_set(long_chain(30))
 
 
+def test_revolve_says_at_once_that_a_chain_takes_longer_than_it_may():
+    with pytest.raises(MemoryError, match=r"some 16 seconds, of \d.* allowed: raise time_limit_s"):
+        Revolve().solve(long_chain(4000), None, time_limit_s=5.0)
+
+
 @pytest.mark.parametrize("kind", [Rotor, Revolve, RotorOptimal, RotorFree])
 @pytest.mark.parametrize("exact_stages", [0, 100])
 def test_a_time_limit_still_gives_a_schedule(kind, exact_stages):
