@@ -228,8 +228,8 @@ class Revolve(TableStrategy):
         needed_s = BOUNDS_S * len(chain) ** 3
         if deadline is not None and needed_s > max(deadline.left_s, 0.1):
             raise TableTooLargeError(
-                f"{self.name}: a chain of {len(chain)} stages takes some {needed_s:.0f} seconds, of "
-                f"{max(0.0, deadline.left_s):.3g} allowed: raise time_limit_s, or use "
+                f"{self.name}: a chain of {len(chain)} stages takes some {needed_s:.0f} seconds, "
+                f"of {max(0.0, deadline.left_s):.3g} allowed: raise time_limit_s, or use "
                 'strategy="rotor", which groups stages'
             )
         return super().plan_set(chain, deadline)
