@@ -180,6 +180,7 @@ class Parts:
         self._found: dict[str, PartPlanning] = {}
         self._open: dict[str, str] = {}
         self._left: dict[str, str] = {}
+        self._tried = 0
         self.named = names is not None
         for name in names or ():
             self._add(name, whole.model.get_submodule(name))
@@ -228,6 +229,18 @@ class Parts:
             if not part.called and not part.looked_into and not self.named:
                 part.looked_into = True
                 self._add_below(name, part.model)
+
+    def ran(self) -> None:
+        """Warn once if a step found no part to plan and nothing more to try."""
+        tried, self._tried = self._tried, len(self._open) + len(self._found)
+        model = self._whole.model
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        if trains and tried == self._tried and not self.calls.planned:
+            self.calls.fall_back(
+                model,
+                "no part of the model is planned (memopt.running(model).report() says why for each)"
+                ", and the budget is not kept",
+            )
 
     def left(self, name: str, why: str) -> None:
         """Leave a part's call unplanned, with one notice."""
@@ -327,6 +340,7 @@ class InParts(SelfPlanning):
             self.parts.shared.calling(kind, call)
         output = plain_call(self.model, *args, **kwargs)
         self.around.called(kind, call, output, None, _nothing)
+        self.parts.ran()
         return output
 
 

@@ -183,3 +183,17 @@ def test_a_killed_training_resumes(tmp_path: Path) -> None:
 def test_which_module_is_asked_where_it_cannot_be_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which of network, other"):
         fitted(tmp_path, MemoptCallback("min"), Two(), steps=2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_weights_are_averaged(tmp_path: Path) -> None:
+    """The epoch that then updates batch norm's statistics cannot be planned."""
+    ends = []
+    for callback in (None, MemoptCallback("min")):
+        averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+        module = Module(True)
+        fitted(tmp_path, callback, module, -1, others=[averaging], max_epochs=2)
+        assert callback is None or callback.calls.planned == 20
+        ends.append((module.losses, list(module.state_dict().values())))
+    assert ends[0][0] == ends[1][0]
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))

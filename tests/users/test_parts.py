@@ -322,3 +322,23 @@ def test_one_notice_says_what_happens() -> None:
     assert "Its sub-modules are planned instead" in text
     del model
     gc.collect()
+
+
+class Counted(nn.Module):
+    """Nothing in it can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * (1.0 + float(x.mean() > 0))
+
+
+def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
+    model = in_parts(Counted())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(X).sum().backward()
+    assert sum("no part of the model is planned" in str(one.message) for one in said) == 1
