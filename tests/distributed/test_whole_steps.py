@@ -234,9 +234,11 @@ def on_ranks(
     steps: int,
     share: float,
     peaks: int = 1,
+    file: str = "",
 ) -> dict[str, Any]:
     """Steps whose shards and state move, beside those of an engine: FSDP2 without accumulation,
-    the sharded model's own loop with it."""
+    the sharded model's own loop with it. With a file, half of them under the plan that the first
+    rank has saved there."""
     mesh = init_device_mesh("cpu", (2, ranks // 2) if way == "replicas" else (ranks,))
     of_fsdp = way in ("as FSDP2", "reduced once")
     # FSDP2 takes no scalars, and lets ranks have no rows.
@@ -253,8 +255,16 @@ def on_ranks(
     elif way == "reduced once":
         rules |= {"micro_batches": 3, "reduce_once": True}
     made = Pair(memopt.shard(deep(width, depth, last), mesh), twin, rank, share, rules, **MOVED)
+    same = made.run(0, steps)
+    if file:
+        if rank == 0:
+            made.plan.save(file)
+        torch.distributed.barrier()
+        loaded = memopt.load(file)
+        made.step = loaded.train_step(made.model, LOSS, made.optimizer)
+        same = same and made.run(steps, steps)
     return {
-        "same": made.run(0, steps),
+        "same": same,
         "peaks": (min(made.peak() for _ in range(peaks)), made.plan.peak_bytes, made.plan.budget),
         "host": (made.step._homes.swap.account.peak_bytes, made.plan.host_peak_bytes),
         "share": made.bytes / made.plan.budget,
@@ -273,7 +283,8 @@ def check_moved(found: list[dict[str, Any]], share: float, metered: bool = True)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    found = processes.run(on_ranks, 2, tmp_path, "accumulated", 16, 2, 1, 0.9)
+    file = str(tmp_path / "uneven.plan")
+    found = processes.run(on_ranks, 2, tmp_path, "accumulated", 16, 2, 1, 0.9, 1, file)
     # What is metered on a busy machine is gloo's, too.
     check_moved(processes.results(found), 1.1, metered=False)
 
@@ -301,7 +312,7 @@ def failing_on_one(rank: int, ranks: int, way: str, undo: bool) -> tuple[str, st
     """The last rank fails in a step; what each is told there and in the next step, whether all
     is as before, and after how many seconds."""
     group = torch.distributed.new_group(timeout=timedelta(seconds=300))
-    mesh = DeviceMesh.from_group(group, "cpu")  # type: ignore[arg-type]
+    mesh = DeviceMesh.from_group(group, "cpu")
     twin = nn.Sequential(nn.Linear(1, 1))
     made = Pair(memopt.shard(deep(16, 2, pooled), mesh), twin, rank, 0.9, {}, undo, **MOVED)
     made.planned(made.batches(0))
