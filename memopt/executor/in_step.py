@@ -4,18 +4,24 @@ them ends the step on all."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed
 
 from memopt.errors import ExecutionError, RankError
 from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
+from memopt.executor.undo import Changes
 from memopt.models.graph import Graph
 from memopt.models.reader import digest
 from memopt.models.same_graph import graph_difference
 from memopt.programs.serialize import dumps, fingerprint
 from memopt.step.rank_errors import is_of_group, lost
+from memopt.step.rank_groups import all_are_here, note_here
 from memopt.step.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -27,22 +33,31 @@ APPLYING = "a plan is applied"
 
 @dataclass
 class InStep:
-    """The ranks of a planned module.
+    """The ranks of a planned module, or of a whole step.
 
     Attributes:
         ranks: the ranks that run it.
         failed: how a step of this rank failed; "": none did.
+        step: the number of this rank's last call of a whole step, from 1.
+        refused: why this rank did not run that call; "": it did.
+        key: of the step among others, the same on all ranks.
     """
 
     ranks: Ranks
     failed: str = ""
+    step: int = 0
+    refused: str = ""
+    key: str = ""
 
     def check_plan(self, plan: PlanRecord) -> None:
         """Raise RankError on every rank, which says what differs, unless all are to run the same
         program."""
         structure = replace(plan.graph, extra_resident_bytes=0, boundary_bytes=0)
         same = digest([fingerprint(structure), dumps(plan.program).decode()])
-        if len(set(self.ranks.exchanged(same, APPLYING))) == 1:
+        self.ranks.forget_failure()
+        known = self.ranks.exchanged((same, uuid.uuid4().hex), APPLYING)
+        self.key = f"memopt/refused/{known[0][1]}"
+        if len({one for one, _ in known}) == 1:
             return
         instructions = [str(one) for one in plan.program.instructions]
         everyone = self.ranks.exchanged((structure, instructions, plan.peak_bytes), APPLYING)
@@ -76,25 +91,82 @@ class InStep:
 
     def _failing(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
         def runs(*arguments: Any) -> Any:
-            if self.failed:
-                raise ExecutionError(
-                    f"a step failed on this rank ({self.failed}), and the ranks are not in step "
-                    "any more: start them again from the last checkpoint"
-                )
+            self._check()
             try:
                 return run(*arguments)
-            except Exception as error:
-                self.failed = f"{type(error).__name__}: {error}"
-                if not is_of_group(error):
-                    self.ranks.report_failure(f"in {part} of a planned step: {self.failed}")
+            except BaseException as error:
+                told = self._told(error, f"{part} of a planned step")
+                if told is error:
                     raise
-                reported = self.ranks.reported_failure()
-                if reported is None:
-                    raise lost(error, f"{part} of a planned step runs") from error
-                raise RankError(f"{reported}. The step is over on every rank") from error
+                raise told from error
 
         return runs
 
+    @contextmanager
+    def whole_step(self, changes: Changes) -> Iterator[None]:
+        """Enter a whole step: what ends it on this rank, Ctrl-C too, ends it on all ranks.
+
+        Args:
+            changes: of the step.
+
+        Raises:
+            ExecutionError: a step failed on this rank.
+            RankError: this rank refused the call before, and others did not.
+        """
+        self._check()
+        if self.refused and not all_are_here(f"{self.key}/{self.step}", self.ranks.members):
+            self.failed = f"{self.refused}, which other ranks did not refuse"
+            raise RankError(_OVER.format(self.failed))
+        self.step, self.refused = self.step + 1, ""
+        try:
+            yield
+        except BaseException as error:
+            if changes.complete:  # Ctrl-C has waited for the end: the others wait in the next step
+                self.ranks.report_failure(f"ended: {type(error).__name__}", self.step + 1)
+            else:
+                self._told(error, "a planned step")
+            raise
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks, which wait for this one, that it does not run a call."""
+        if self.failed:
+            return
+        self.step += 1
+        self.refused = f"rank {torch.distributed.get_rank()} refused its call: {error}"
+        note_here(f"{self.key}/{self.step}")
+        self.ranks.report_failure(f"refused its call: {error}", self.step)
+
+    def _check(self) -> None:
+        if self.failed:
+            raise ExecutionError(
+                f"a step failed on this rank ({self.failed}), and the ranks are not in step "
+                "any more: start them again from the last checkpoint"
+            )
+
+    def _told(self, error: BaseException, part: str) -> BaseException:
+        """Tell the other ranks of an error; return the one to raise here."""
+        if self.failed:
+            return error
+        told = error
+        if isinstance(error, Exception) and is_of_group(error):
+            reported = self.ranks.reported_failure()
+            if reported is None:
+                told = lost(error, f"{part} runs")
+            elif 0 < reported[0] < self.step:
+                told = RankError(f"{reported[1]}. {_AHEAD}")
+            else:
+                told = RankError(_OVER.format(reported[1]))
+        self.failed = f"{type(told).__name__}: {told}"
+        if told is error:
+            self.ranks.report_failure(f"failed in {part}: {self.failed}", self.step)
+        return told
+
+
+_OVER = "{}. The step is over on every rank"
+_AHEAD = (
+    "This rank had done that step, and is one ahead of it: start all ranks again from the last "
+    "checkpoint"
+)
 
 _Shown = tuple[Graph, list[str], int]
 """A plan's graph, its instructions as text, and its peak in bytes."""

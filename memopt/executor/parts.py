@@ -115,6 +115,7 @@ class PartPlanning(SelfPlanning):
         self._kinds: set[Any] = set()
         super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
         self.count_in(parts.calls)
+        self.plans.lines = parts.lines
 
     def _makes_plans(self, alone: bool) -> PlanMaker:
         return PartMaker(self, self.parts.shared)
@@ -191,6 +192,11 @@ class Parts:
         return self._whole.calls
 
     @property
+    def lines(self) -> list[str]:
+        """A line for each plan that was made, of the model or of a part."""
+        return self._whole.plans.lines
+
+    @property
     def is_open(self) -> bool:
         """Whether the model runs in parts."""
         return self.named or "" in self._open
@@ -199,6 +205,11 @@ class Parts:
     def plans(self) -> tuple[PlanRecord, ...]:
         """The parts' plans that are ready to run."""
         return tuple(plan for part in self._found.values() for plan in part.plans)
+
+    def count_in(self, calls: Calls) -> None:
+        """Count the parts' calls in `calls` from now on."""
+        for part in self._found.values():
+            part.count_in(calls)
 
     def open(self, name: str, module: nn.Module, error: CaptureError) -> None:
         """Run a module that cannot be captured as it is, and try its sub-modules."""
@@ -316,6 +327,11 @@ class InParts(SelfPlanning):
     def report(self) -> str:
         """Write a line for each part of the model: its plan, or why it has none."""
         return self.parts.report()
+
+    def count_in(self, calls: Calls) -> None:
+        """Count the calls in `calls` from now on, those of the parts, too."""
+        super().count_in(calls)
+        self.parts.count_in(calls)
 
     def remove(self) -> None:
         """Undo the wrap."""

@@ -28,7 +28,6 @@ from memopt.step.backend import LARGEST_BLOCK_BYTES
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call, device_of
-from memopt.step.movable import state_bytes
 from memopt.step.profiled import Baseline, ProfiledStep
 from memopt.step.record import example_call, record_of
 from memopt.step.step_optimizer import check_splittable
@@ -159,6 +158,6 @@ def with_step(
         parts=found.parts,
         user_call=user_call,
         host_state_bytes=found.host_state_bytes,
-        movable_state_bytes=state_bytes(graph),
+        movable_state_bytes=found.movable_state_bytes,
     )
     return replace(plan, profiled=profiled)

@@ -107,6 +107,7 @@ class TrainStep:
         self._random = RandomStates(device) if draws(profiled.captured) else None
         self._scaling = LossScaling(self._parts.rules.micro_batches, scaler, device)
         self._updates: StepUpdates | None = None
+        self._in_step: InStep | None = None
         self.gradient_norm: torch.Tensor | None = None
 
     def run_on(self, in_step: InStep, plan: PlanRecord) -> None:
@@ -117,6 +118,7 @@ class TrainStep:
         """
         in_step.check_plan(plan)
         self._program = in_step.installed(self._program)
+        self._in_step = in_step
 
     @property
     def skipped(self) -> bool:
@@ -186,6 +188,23 @@ class TrainStep:
     def _train(self, batches: list[tuple[Call, Any]]) -> list[torch.Tensor]:
         if self._parts.update.run() is not None:
             raise ExecutionError("this plan's train step is running already")
+        try:
+            calls = self._checked(batches)
+        except Exception as error:
+            if self._in_step is not None:
+                self._in_step.refuse(error)
+            raise
+        losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
+        for call in calls:
+            self._parts.once.effects.carry_out(self._parts.module, call, ())
+        return losses
+
+    def _checked(self, batches: list[tuple[Call, Any]]) -> list[Call]:
+        """Return calls of the planned module.
+
+        Raises:
+            GuardError, ExecutionError: a step with them cannot run now.
+        """
         model = self._parts.module.model
         self._parts.module.training = model.training
         self._homes.leave()
@@ -201,10 +220,7 @@ class TrainStep:
         self._parameters = self._known.now()
         for call in calls:
             check_behind(call.leaves, self._parameters.values())
-        losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
-        for call in calls:
-            self._parts.once.effects.carry_out(self._parts.module, call, ())
-        return losses
+        return calls
 
     def _planned_call(self, given: Call, targets: Any) -> Call:
         """Return a call of the model as one of the planned module.
@@ -222,6 +238,10 @@ class TrainStep:
 
     def _run(self, call: Call) -> list[torch.Tensor]:
         changes = Changes(len(self._parts.sites), len(self._parts.mutated))
+        with nullcontext() if self._in_step is None else self._in_step.whole_step(changes):
+            return self._ran(call, changes)
+
+    def _ran(self, call: Call, changes: Changes) -> list[torch.Tensor]:
         host_state, undo = self._host_state, self._undo
         updates = self._updates = StepUpdates(
             self._optimizer, self._parameters, self._homes, host_state, undo, changes

@@ -133,7 +133,7 @@ class Found:
         captured, lowering: the step, as in `Profiled`.
         parts: of a whole step, its capture before the updates were added; None otherwise.
         state: of a whole step, the resident state of its optimizer.
-        host_state_bytes: of a whole step; see `ProfiledStep`.
+        host_state_bytes, movable_state_bytes: of a whole step; see `ProfiledStep`.
     """
 
     captured: Captured
@@ -141,6 +141,7 @@ class Found:
     parts: StepParts | None = None
     state: OptimizerState | None = None
     host_state_bytes: int = 0
+    movable_state_bytes: int = 0
 
 
 @dataclass(eq=False)

@@ -79,6 +79,9 @@ def difference_of_graphs(step: Recapture) -> str | None:
         planned = fingerprint(plan.profiled.lowering.graph)
     if planned == found:
         return None
+    several = plan.record is not None and plan.record.ranks > 1
+    if several and graph_difference(as_captured(plan.graph), graph) is None:
+        return None  # shards are smaller than the largest of any rank, for which the plan has room
     resized = () if plan.record is None else plan.record.resized
     where = graph_difference(as_captured(plan.graph, resized), graph)
     return "" if where is None else f": {where}"

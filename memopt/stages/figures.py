@@ -22,7 +22,7 @@ from memopt.stages.base import Recapture
 from memopt.step.backend import backend_of, estimated_backend
 from memopt.step.build import Lowering
 from memopt.step.movable import state_bytes
-from memopt.step.optimizer_state import OptimizerState, optimizer_state
+from memopt.step.optimizer_state import optimizer_state
 from memopt.step.signature import signature
 from memopt.step.step_parts import update_name
 
@@ -63,6 +63,9 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
 
     Returns:
         The step with this state, and the workspace bytes of each update measured here.
+
+    Raises:
+        PlanFileError: the plan is for another amount of state than the optimizer keeps.
     """
     plan, found = step.plan, step.made
     parts, optimizer = found.parts, step.optimizer
@@ -73,9 +76,21 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
     own_bytes = backend_of(step.device).step_scalars_bytes + plan.record.library_bytes
     own_bytes += found.lowering.graph.extra_resident_bytes
     stays_bytes = plan.graph.extra_resident_bytes - own_bytes
-    hosted_bytes = _hosted_bytes(step, plan.graph, state, stays_bytes)
+    moved_bytes = state_bytes(found.lowering.graph)
+    apart_bytes = state.bytes_total - moved_bytes
+    if plan.record.ranks > 1 and stays_bytes > apart_bytes:
+        stays_bytes = apart_bytes  # the plan's are those of the rank with the largest shards
+    hosted_bytes = apart_bytes - stays_bytes
+    if stays_bytes not in (0, apart_bytes) or hosted_bytes > _update_bytes(plan.graph):
+        raise PlanFileError(
+            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
+            f"{state.name} keeps {format_bytes(state.bytes_total)}. {step.plan_again()}"
+        )
     found = replace(
-        found, state=replace(state, bytes_total=stays_bytes), host_state_bytes=hosted_bytes
+        found,
+        state=replace(state, bytes_total=stays_bytes),
+        host_state_bytes=hosted_bytes,
+        movable_state_bytes=moved_bytes,
     )
     update_bytes: dict[str, int] = {}
     if plan.budget is not None:
@@ -83,22 +98,6 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
         known = [site for site in parts.sites if site.name in costs]
         update_bytes = {update_name(site): costs[site.name][1] for site in known}
     return replace(step, found=found), update_bytes
-
-
-def _hosted_bytes(step: Recapture, graph: Graph, state: OptimizerState, stays_bytes: int) -> int:
-    """Return the bytes of optimizer state that updates bring from the host, where they stay.
-
-    Raises:
-        PlanFileError: the plan is for another amount of state than the optimizer keeps.
-    """
-    apart_bytes = state.bytes_total - state_bytes(graph)
-    hosted_bytes = apart_bytes - stays_bytes
-    if stays_bytes not in (0, apart_bytes) or hosted_bytes > _update_bytes(graph):
-        raise PlanFileError(
-            f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
-            f"{state.name} keeps {format_bytes(state.bytes_total)}. {step.plan_again()}"
-        )
-    return hosted_bytes
 
 
 def _update_bytes(graph: Graph) -> int:

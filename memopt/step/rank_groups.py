@@ -212,6 +212,20 @@ def timeout() -> timedelta:
     return timeout_of(torch.distributed.group.WORLD) or _DEFAULT_TIMEOUT
 
 
+def note_here(key: str) -> None:
+    """Note for other ranks that this one has come to `key`."""
+    default_store().set(f"{key}/{torch.distributed.get_rank()}", "")
+
+
+def all_are_here(key: str, members: tuple[int, ...]) -> bool:
+    """Wait until all members have noted `key`; return whether they have within the timeout."""
+    try:
+        default_store().wait([f"{key}/{rank}" for rank in members], timeout())
+    except RuntimeError:
+        return False
+    return True
+
+
 def _packed(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 

@@ -99,19 +99,30 @@ class Ranks:
         made_there: T = value
         return made_there
 
-    def report_failure(self, doing: str) -> None:
-        """Leave a message for the other ranks: this one has failed while `doing`."""
+    def report_failure(self, what: str, step: int = 0) -> None:
+        """Leave a message for the other ranks: this one "failed ..." or "refused ...".
+
+        Args:
+            what: of this rank.
+            step: the number of the whole step in which it did; 0: of a module's.
+        """
         with suppress(RuntimeError, ValueError):
             rank = torch.distributed.get_rank()
-            default_store().set(_WORD, f"rank {rank} failed {doing}")
+            default_store().set(_WORD, f"{step} rank {rank} {what}")
 
-    def reported_failure(self) -> str | None:
-        """Return the message of a rank that has failed; None: there is none."""
+    def reported_failure(self) -> tuple[int, str] | None:
+        """Return the message of a rank that has failed, with its step; None: there is none."""
         with suppress(RuntimeError, ValueError):
             store = default_store()
             if store.check([_WORD]):
-                return str(store.get(_WORD).decode())
+                step, _, text = str(store.get(_WORD).decode()).partition(" ")
+                return int(step), text
         return None
+
+    def forget_failure(self) -> None:
+        """Drop the message of steps before: ranks call it before they meet."""
+        with suppress(RuntimeError, ValueError):
+            default_store().delete_key(_WORD)
 
     @contextmanager
     def _lost_ranks(self, doing: str) -> Iterator[None]:

@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from memopt.errors import (
 )
 from memopt.executor.in_step import InStep
 from memopt.executor.runtime import Installed
+from memopt.executor.undo import Changes
 from memopt.strategies.store_all import StoreAll
 from tests.distributed import cases, processes
 
@@ -231,39 +231,60 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
 class Word:
     """What ranks leave for one another, without any."""
 
-    text: str | None = None
+    said: tuple[int, str] | None = None
 
-    def report_failure(self, doing: str) -> None:
-        self.text = f"rank 1 failed {doing}"
+    def report_failure(self, what: str, step: int = 0) -> None:
+        self.said = step, f"rank 1 {what}"
 
-    def reported_failure(self) -> str | None:
-        return self.text
+    def reported_failure(self) -> tuple[int, str] | None:
+        return self.said
+
+
+def failing(error: BaseException) -> Installed:
+    """A program both halves of which fail."""
+
+    def run(*_: object) -> None:
+        raise error
+
+    return Installed(run, run, (), ())
+
+
+LOST = RuntimeError("[gloo/transport] Connection closed by peer")
 
 
 def test_a_failure_in_a_step_is_told_and_no_other_step_runs() -> None:
     word: Any = Word()
     here, there = InStep(word), InStep(word)
-
-    def failing(error: Exception) -> Callable[..., Any]:
-        def run(*_: object) -> None:
-            raise error
-
-        return run
-
-    def program(error: Exception) -> Installed:
-        return Installed(failing(error), failing(error), (), ())
-
-    lost = program(RuntimeError("[gloo/transport] Connection closed by peer"))
     with pytest.raises(RankError, match="another rank is gone, or did not answer"):
-        InStep(word).installed(lost).forward([])
-    broken = here.installed(program(MemoryError("no memory")))
-    with pytest.raises(MemoryError, match="no memory"):
-        broken.backward([], [], [])
-    with pytest.raises(ExecutionError, match="the ranks are not in step any more"):
-        broken.forward([])
-    told = r"rank 1 failed in the backward of a planned step: MemoryError: no memory\. The step is"
-    with pytest.raises(RankError, match=told):
-        there.installed(lost).backward([], [], [])
+        InStep(word).installed(failing(LOST)).forward([])
+    for error in (MemoryError("no memory"), KeyboardInterrupt("no memory")):
+        here = InStep(word)
+        broken = here.installed(failing(error))
+        with pytest.raises(type(error), match="no memory"):
+            broken.backward([], [], [])
+        with pytest.raises(ExecutionError, match="the ranks are not in step any more"):
+            broken.forward([])
+        told = f"rank 1 failed in the backward of a planned step: {type(error).__name__}: no memory"
+        there = InStep(word)
+        for _ in range(2):  # the second time as the reason for not running
+            with pytest.raises((RankError, ExecutionError), match=told):
+                there.installed(failing(LOST)).backward([], [], [])
+
+
+def test_a_rank_that_has_done_a_step_that_failed_elsewhere_is_told_so() -> None:
+    word: Any = Word()
+    here, there = InStep(word), InStep(word)
+    with pytest.raises(ValueError, match="late"), here.whole_step(Changes(1, 0)):
+        raise ValueError("late")
+    with there.whole_step(Changes(1, 0)):
+        pass
+    told = "rank 1 failed in a planned step: ValueError: late. This rank had done that step"
+    with pytest.raises(RankError, match=told), there.whole_step(Changes(1, 0)):
+        there.installed(failing(LOST)).forward([])
+    # Ctrl-C that has waited for the end of a step leaves a rank that may go on.
+    with pytest.raises(KeyboardInterrupt), InStep(word).whole_step(Changes(1, 0, complete=True)):
+        raise KeyboardInterrupt
+    assert word.said == (2, "rank 1 ended: KeyboardInterrupt")
 
 
 def mid_step(rank: int, ranks: int, how: str) -> tuple[str, bool, float]:

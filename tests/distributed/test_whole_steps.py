@@ -6,13 +6,15 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -232,9 +234,11 @@ def on_ranks(
     steps: int,
     share: float,
     peaks: int = 1,
+    file: str = "",
 ) -> dict[str, Any]:
     """Steps whose shards and state move, beside those of an engine: FSDP2 without accumulation,
-    the sharded model's own loop with it."""
+    the sharded model's own loop with it. With a file, half of them under the plan that the first
+    rank has saved there."""
     mesh = init_device_mesh("cpu", (2, ranks // 2) if way == "replicas" else (ranks,))
     of_fsdp = way in ("as FSDP2", "reduced once")
     # FSDP2 takes no scalars, and lets ranks have no rows.
@@ -251,8 +255,16 @@ def on_ranks(
     elif way == "reduced once":
         rules |= {"micro_batches": 3, "reduce_once": True}
     made = Pair(memopt.shard(deep(width, depth, last), mesh), twin, rank, share, rules, **MOVED)
+    same = made.run(0, steps)
+    if file:
+        if rank == 0:
+            made.plan.save(file)
+        torch.distributed.barrier()
+        loaded = memopt.load(file)
+        made.step = loaded.train_step(made.model, LOSS, made.optimizer)
+        same = same and made.run(steps, steps)
     return {
-        "same": made.run(0, steps),
+        "same": same,
         "peaks": (min(made.peak() for _ in range(peaks)), made.plan.peak_bytes, made.plan.budget),
         "host": (made.step._homes.swap.account.peak_bytes, made.plan.host_peak_bytes),
         "share": made.bytes / made.plan.budget,
@@ -271,7 +283,8 @@ def check_moved(found: list[dict[str, Any]], share: float, metered: bool = True)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    found = processes.run(on_ranks, 2, tmp_path, "accumulated", 16, 2, 1, 0.9)
+    file = str(tmp_path / "uneven.plan")
+    found = processes.run(on_ranks, 2, tmp_path, "accumulated", 16, 2, 1, 0.9, 1, file)
     # What is metered on a busy machine is gloo's, too.
     check_moved(processes.results(found), 1.1, metered=False)
 
@@ -289,3 +302,67 @@ def test_four_times_the_budget_of_four_ranks(way: str, tmp_path: Path) -> None:
     """Twenty steps of a model of which a rank's part, with its state, is four times its budget."""
     found = processes.run(on_ranks, 4, tmp_path, way, 32, 36, 20, 0.25, 3, timeout_s=900)
     check_moved(processes.results(found), 4.0)
+
+
+FAULTS = {"fault": Fault, "memory": torch.OutOfMemoryError, "ctrl-c": KeyboardInterrupt}
+LATE_S = 5.0
+
+
+def failing_on_one(rank: int, ranks: int, way: str, undo: bool) -> tuple[str, str, bool, float]:
+    """The last rank fails in a step; what each is told there and in the next step, whether all
+    is as before, and after how many seconds."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=300))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    twin = nn.Sequential(nn.Linear(1, 1))
+    made = Pair(memopt.shard(deep(16, 2, pooled), mesh), twin, rank, 0.9, {}, undo, **MOVED)
+    made.planned(made.batches(0))
+    before = [cases.local(one).clone() for one in tensors(made.model, made.optimizer)]
+    torch.distributed.barrier()
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_S), group)
+    fails, batches = rank == ranks - 1, made.batches(1)
+    if fails and way == "another batch":
+        batches = [(x[:2], y[:2]) for x, y in batches]
+    at: Any = FaultAt(120, FAULTS[way]) if fails and way in FAULTS else contextlib.nullcontext()
+    if fails and way == "at the end":
+        at = mock.patch("memopt.executor.train_step.pass_on", side_effect=Fault("late"))
+    words, begin = [], time.monotonic()
+    for number in (1, 2):
+        try:
+            with at if number == 1 else contextlib.nullcontext():
+                made.planned(batches if number == 1 else made.batches(2))
+            words.append("")
+        except BaseException as error:  # noqa: BLE001 (told to the test)
+            words.append(f"{type(error).__name__}: {error}")
+        if number == 1:
+            seconds = time.monotonic() - begin
+            now = [cases.local(one).clone() for one in tensors(made.model, made.optimizer)]
+    return words[0], words[1], cases.same(before, now), seconds
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and optimizer state."""
+    states = [optimizer.state[p] for p in model.parameters()]
+    return [*model.parameters(), *(one for state in states for one in state.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", [*FAULTS, "another batch", "at the end"])
+def test_one_rank_fails(way: str, ranks: int, tmp_path: Path) -> None:
+    work = processes.run(failing_on_one, ranks, tmp_path, way, True, timeout_s=30)
+    *others, own = processes.results(work)
+    assert own[2]  # as before
+    if way == "at the end":
+        assert "not in step any more" in own[1]
+        for first, second, _, _ in others:
+            assert (first, "This rank had done that step" in second) == ("", True), second
+        return
+    for first, second, unchanged, seconds in others:
+        kind = FAULTS[way].__name__ if way in FAULTS else "refused its call"
+        assert first.startswith(f"RankError: rank {ranks - 1} "), first
+        assert kind in first
+        assert "The step is over on every rank" in first
+        assert first.removesuffix(".") in second
+        assert unchanged
+        assert seconds < 2 * LATE_S
+    assert "not in step any more" in own[1] or "other ranks did not refuse" in own[1]
