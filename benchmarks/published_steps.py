@@ -32,7 +32,14 @@ CAUSES = {
     "logits; which is not found",
     "raschka-8 raschka-10": "peaks: Inductor keeps what memopt's regions make again",
     "raschka-6": "times: scores are scaled and masked by kernels of their own",
-    "torchtitan-4636-2": "times: the peak is at 95% of the GPU's memory, where the allocator frees "
+    "litgpt-33 litgpt-34 litgpt-35": "peaks: FSDP1 holds some two blocks more than is counted of "
+    "its flat parameters",
+    "llm-foundry-21 llm-foundry-73 llm-foundry-133": "times: 30B on eight GPUs alone, whose states "
+    "take three quarters of the memory; what slows it is not found",
+    "llm-foundry-195 llm-foundry-196 llm-foundry-197 llm-foundry-198 llm-foundry-207 "
+    "llm-foundry-208 llm-foundry-209": "times: the narrowest models on the slowest memory: what "
+    "their products expose is overestimated",
+    "torchtitan-4636-2": "times: the peak is at 96% of the GPU's memory, where the allocator frees "
     "and asks again: a quarter of the tokens/s of recomputing everything",
     "torchtune-5": "peaks: logits in chunks and their gradients, of which some are gone already",
     "deepspeed-8255-4": "times: the allocator frees and asks again near the GPU's capacity: three "
