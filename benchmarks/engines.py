@@ -1,15 +1,13 @@
 """Training under torch's engines on two or four processes: each beside itself with memopt.wrap.
 
 Every cell trains a small model for five steps of AdamW, with clipping and two micro-batches a step,
-twice: under the engine alone, and with planned calls at Rotor's smallest budget. Its
-verdict is whether losses, norms and this rank's parameters agree bit for bit on every rank, and how
-many calls ran under plans. Gloo processes of one thread each, on this machine.
+twice: under the engine alone, and with planned calls at Rotor's smallest budget. Its verdict is
+whether losses, norms and parameters agree bit for bit on every rank. Gloo processes of one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,8 +42,11 @@ from benchmarks.engine_models import (
     SpreadExperts,
     tensor_parallel,
 )
+from benchmarks.engine_trainers import TRAINERS, started
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
+from memopt.pricing.memory import MemoryUse, metered
+from memopt.step.backend import backend_of
 from tests.distributed.cases import fsdp2_on_cpu
 from tests.distributed.gloo import in_one_thread
 
@@ -90,20 +91,12 @@ def _unrebuilt(model: Any) -> Any:
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
-def _started(ranks: int) -> None:
-    """Tell launchers, by torchrun's variables, of the group that is there."""
-    told = dict.fromkeys(("RANK", "LOCAL_RANK"), torch.distributed.get_rank())
-    told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks) | {"MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
-
-
 def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
-    """Prepare by accelerate, which takes FSDP2 on accelerators alone: here it is told to."""
+    """Prepare by accelerate, which is told to take FSDP2 on a CPU."""
     import accelerate
     from accelerate.state import AcceleratorState
 
-    _started(ranks)
+    started(ranks)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     if not fsdp:
@@ -120,7 +113,7 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     import lightning  # isort: skip
     from lightning.fabric.strategies import ModelParallelStrategy  # isort: skip
 
-    _started(ranks)
+    started(ranks)
     strategy: Any = "ddp"
     if fsdp:
         strategy = ModelParallelStrategy(
@@ -165,31 +158,43 @@ _WITHOUT_EXPERTS = ("tensor and sequence parallel",)
 _OF_EXPERTS = ("expert parallel, DDP",)
 
 
-def trained(model: Any, data: int) -> tuple[list[float], list[Tensor]]:
-    """Train; return losses and norms, and this rank's parts of the parameters."""
+Ran = tuple[list[float], list[Tensor], int | None]
+"""Losses and norms; this rank's parts of the parameters; the bytes that the last micro-batch took
+above its beginning, None: not metered."""
+
+
+def trained(model: Any, data: int) -> Ran:
+    """Train on data of a seed."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     torch.manual_seed(100 + data)
     found = []
-    for _ in range(STEPS):
+    use = MemoryUse()
+    for step in range(STEPS):
         for number in range(MICRO_BATCHES):
             last = number == MICRO_BATCHES - 1
+            meter: Any = contextlib.nullcontext(use)
+            if last and step == STEPS - 1:
+                meter = metered(torch.device("cpu"))
             quiet: Any = contextlib.nullcontext()
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(last)
             elif hasattr(model, "no_sync") and not last:
                 quiet = model.no_sync()
-            with quiet:
-                tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
+            tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
+            with quiet, meter as use:
                 loss = _loss(model(tokens), tokens)
                 loss.backward()
             found.append(loss.item())
+            del loss
         norms = [
             torch.linalg.vector_norm(one.grad) for one in model.parameters() if one.grad is not None
         ]
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
         found.append(_stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return found, [one.detach() for one in own]
+    # Its whole parameters are resident for a plan, and fully_shard gathers them in the micro-batch.
+    gathered = model.parameters() if hasattr(model, "unshard") else ()
+    return found, [one.detach() for one in own], use.peak_bytes - sum(p.nbytes for p in gathered)
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ def _stepped(optimizer: torch.optim.Optimizer, norm: Tensor) -> float:
 
 def pipelined(
     model: Decoder, ranks: int, wrap: Wrap, schedule: Any, own: tuple[int, ...], stages: int
-) -> tuple[list[float], list[Tensor]]:
+) -> Ran:
     """Train under a pipeline's schedule.
 
     Args:
@@ -242,7 +247,7 @@ def pipelined(
         norm = torch.stack([one.square().sum() for one in gradients]).sum()
         torch.distributed.all_reduce(norm)
         found += [one.item() for one in losses] + [_stepped(optimizer, norm.sqrt())]
-    return found, [one.detach() for one in parameters]
+    return found, [one.detach() for one in parameters], None
 
 
 SCHEDULES: dict[str, tuple[Any, int, bool]] = {
@@ -251,11 +256,9 @@ SCHEDULES: dict[str, tuple[Any, int, bool]] = {
     "pipeline, zero bubble": (ScheduleInterleavedZeroBubble, 2, False),
     "pipeline, ZBV": (ScheduleZBVZeroBubble, 2, True),
 }
-"""Schedule → (its class, stages of a rank, whether a rank's second stage is counted from the end).
-The model has four layers: on two ranks."""
+"""Schedule → (its class, stages of a rank, whether a rank's second is counted from the end)."""
 
-
-ALL = (*ENGINES, *SCHEDULES)
+ALL = (*ENGINES, *TRAINERS, *SCHEDULES)
 _ON_FOUR = (
     "DDP",
     "DDP, find_unused_parameters",
@@ -267,8 +270,7 @@ _ON_FOUR = (
     "FSDP2 by blocks, replicas",
     "pipeline, 1F1B",
 )
-"""Engines that are run on four ranks: those whose meshes have two dimensions there, and of the
-others one of a kind. (Two heads have keys, and there are four layers.)"""
+"""Engines that are run on four ranks: with meshes of two dimensions, and one of each other kind."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,7 @@ class Cell:
     Attributes:
         failed: what differs, or the refusal; "": nothing.
         planned, calls: calls that ran under plans, and all.
+        over_bytes: of the last micro-batch's peak above its budget; None: several plans share it.
         ranks: of the group.
     """
 
@@ -286,19 +289,26 @@ class Cell:
     failed: str = ""
     planned: int = 0
     calls: int = 0
+    over_bytes: int | None = None
     ranks: int = 2
 
 
 def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
     """Train both ways on one rank."""
     wrapped: list[Any] = []
+    counted: list[memopt.executor.calls.Calls] = []
 
     def wrap(module: Any) -> Any:
         wrapped.append(memopt.wrap(module, "min", STRATEGY, progress=False))
         return module
 
-    def run(plan: Wrap) -> tuple[list[float], list[Tensor]]:
+    def run(plan: Wrap) -> Ran:
         model = Decoder(SUBJECTS[name])
+        if engine in TRAINERS:
+            how, fsdp = TRAINERS[engine]
+            *found, calls = how(model, ranks, plan is wrap, fsdp)
+            counted[:] = [calls]
+            return found[0], found[1], None
         if engine in ENGINES:
             data = 0 if engine in _ONE_BATCH else rank
             return trained(ENGINES[engine](model, ranks, plan), data)
@@ -312,11 +322,18 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
         before, after = run(lambda module: module), run(wrap)
     except (memopt.errors.MemoptError, RuntimeError, ValueError) as error:
         return replace(made, failed=f"{type(error).__name__}: {error}".partition("\n")[0])
-    counts = [memopt.running(one).calls for one in wrapped]
+    counts = counted or [memopt.running(one).calls for one in wrapped]
     planned = sum(one.planned for one in counts)
     calls = planned + sum(one.original + one.replanned for one in counts)
     same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
-    return replace(made, failed="" if same else "differs", planned=planned, calls=calls)
+    made = replace(made, failed="" if same else "differs", planned=planned, calls=calls)
+    plans = [plan for one in wrapped for plan in memopt.running(one).plans]
+    if after[2] is None or len(wrapped) != 1 or not plans:
+        return made
+    assert plans[-1].budget is not None
+    # Scalars that a step makes are metered, and resident for a plan.
+    resident_bytes = plans[-1].resident_bytes - backend_of("cpu").step_scalars_bytes
+    return replace(made, over_bytes=resident_bytes + after[2] - plans[-1].budget)
 
 
 def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
@@ -358,7 +375,9 @@ def _on(ranks: int, rows: list[Cell]) -> str:
     def verdict(row: Cell | None) -> str:
         if row is None:
             return "–"
-        return row.failed or f"same bits, {row.planned} of {row.calls} calls planned"
+        over = row.over_bytes or 0
+        peak = f", peak {abs(over):,} B {'above' if over > 0 else 'below'} budget" if over else ""
+        return row.failed or f"same bits, {row.planned} of {row.calls} calls planned{peak}"
 
     lines = [
         " | ".join([engine, *(verdict(by_place.get((engine, name))) for name in names)])

@@ -370,7 +370,7 @@ _WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
     ("{} for the loss between forward and backward", lambda one: one.boundary_bytes),
     ("{} that the loop keeps of its loss", lambda one: one.kept_bytes),
     ("{} of optimizer state", lambda one: one.state_bytes),
-    ("{} of DistributedDataParallel's buckets", lambda one: one.bucket_bytes),
+    ("{} of what the engine around it keeps", lambda one: one.bucket_bytes),
     ("{} of the last step's outputs during the forward", lambda one: one.forward_bytes),
 )
 

@@ -208,7 +208,7 @@ class SelfPlanning:
             with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
                 return self.calls.evaluated(plain_call(model, *args, **kwargs))
-        self.around.has_engine = has_engine(model)
+        self.around.before_engine(has_engine(model))
         return with_engine_around(model, self._training_call, args, kwargs)
 
     def _training_call(self, *args: Any, **kwargs: Any) -> Any:

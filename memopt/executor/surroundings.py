@@ -76,6 +76,19 @@ def _bucket_bytes(model: nn.Module) -> int:
     return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
 
 
+def _gathering(model: nn.Module) -> Charges:
+    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards, and until
+    the forward returns the buffer in which they were gathered."""
+    kept_bytes = gathered_bytes = 0
+    for one in model.parameters():
+        part = local_part(one)
+        if part is not one:
+            block_bytes = backend_of(one.device).block_bytes
+            kept_bytes += in_blocks(part.nbytes, block_bytes)
+            gathered_bytes += in_blocks(one.nbytes, block_bytes)
+    return Charges(bucket_bytes=kept_bytes, forward_bytes=gathered_bytes)
+
+
 def _gone(memory: _Memory) -> dict[int, int]:
     """Return the bytes of the storages that are gone, by address."""
     return {at: size for at, (storage, size) in memory.items() if storage.expired()}  # type: ignore[no-untyped-call]
@@ -134,7 +147,8 @@ class Surroundings:
         self._met: dict[Any, _Met] = {}
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
-        self._watched, self._bucket_bytes = _Watched(), 0
+        self._watched, self._engine = _Watched(), NO_CHARGES
+        self._gathering = NO_CHARGES
         self.has_engine = False
         if with_state:
             _OPTIMIZERS.tell(self)
@@ -148,17 +162,25 @@ class Surroundings:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
-        return replace(met, state_bytes=state_bytes, bucket_bytes=self._bucket_bytes)
+        return replace(met, state_bytes=state_bytes).plus(self._engine)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
-        return Charges(bucket_bytes=self._bucket_bytes)
+        return self._engine
+
+    def before_engine(self, has_engine: bool) -> None:
+        """Look at the model before an engine's hooks on it have run, if it has some."""
+        self.has_engine, model = has_engine, self._model()
+        if has_engine and model is not None and hasattr(model, "unshard"):
+            # After a forward alone its parameters are whole still.
+            self._gathering = _gathering(model) or self._gathering
 
     def calling(self, kind: Any) -> None:
         """Begin a call of a kind."""
         self.stop()
         model = self._model()
-        self._bucket_bytes = _bucket_bytes(model) if model is not None else 0
+        buckets = Charges(bucket_bytes=_bucket_bytes(model) if model is not None else 0)
+        self._engine = buckets.plus(self._gathering)
         held_bytes = self.held_bytes()
         if held_bytes > LARGEST_NUMBER_BYTES:
             self._largest(kind, Charges(forward_bytes=held_bytes))

@@ -18,7 +18,8 @@ class Charges:
         state_bytes: the optimizer's state: resident.
         forward_bytes: held until the forward returns: the last step's outputs.
         held_bytes: held until the backward begins: gradients that are dropped then.
-        bucket_bytes: the buckets in which DistributedDataParallel reduces gradients: resident.
+        bucket_bytes: the buckets in which DistributedDataParallel reduces gradients, the shards
+            that `fully_shard` keeps beside gathered parameters: resident.
     """
 
     boundary_bytes: int = 0

@@ -76,7 +76,7 @@ def charged(profiled: Profiled | None, charges: Charges) -> Profiled | None:
             ("optimizer state", charges.state_bytes),
             ("the last step's outputs, while the forward runs", charges.forward_bytes),
             ("gradients that are dropped before the backward", charges.held_bytes),
-            ("DistributedDataParallel's buckets", charges.bucket_bytes),
+            ("buckets (DistributedDataParallel) or shards (fully_shard)", charges.bucket_bytes),
         )
         if size_bytes
     )

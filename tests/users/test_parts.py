@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError
+from memopt.executor.calls import Calls
 from memopt.executor.parts import MOST_KINDS
 from memopt.executor.self_planning import planning_of
 from memopt.pricing.memory import metered
@@ -239,6 +240,10 @@ def test_the_parts_that_are_named_and_those_that_are_wrapped_already() -> None:
     losses, _ = training(model, 4)
     assert all(map(torch.equal, losses, expected))
     assert model.calls.planned == 4
+    assert len(model.memopt.plans.lines) == 1  # what callbacks log
+    model.memopt.count_in(counted := Calls())
+    model(X).sum().backward()
+    assert counted.planned == 1
     assert model.memopt.report().count("planned: ") == 1
     for parts, text in (
         ("nowhere", "got 'nowhere'"),
