@@ -17,10 +17,9 @@ class Candidates:
         self.indices = np.flatnonzero(problem.movable)
         sizes = problem.sizes[self.indices].astype(np.float64)
         ends = np.cumsum(problem.durations_s)
-        operations = np.arange(2 * problem.stages)
-        # Away from the end of F_j to the start of B_j.
+        # Away from the end of F_j to the start of B_j: during the operations first ≤ k < last.
         first, last = self.indices + 1, 2 * problem.stages - 1 - self.indices
-        self.absent = (operations >= first[:, None]) & (operations < last[:, None])
+        self.first, self.last = first, last
         transfers = sizes / problem.to_host_bytes_per_s + sizes / problem.from_host_bytes_per_s
         absence = (ends[last] - problem.durations_s[last]) - ends[self.indices]
         doa = absence - transfers - 2 * problem.latency_s
@@ -31,8 +30,13 @@ class Candidates:
         """Integrate the excess over the budget over each absence, byte seconds."""
         # An operation that takes no time counts a little, so that its excess is not overlooked.
         weight = self.problem.durations_s + 1e-9 * (self.problem.compute_time_s + 1e-9)
-        excess: Seconds = self.absent @ (np.maximum(need, 0) * weight)
-        return excess
+        return self._during(np.maximum(need, 0) * weight)
+
+    def _during(self, values: Seconds) -> Seconds:
+        """Return the sum of what each operation has, over each absence."""
+        before = np.concatenate(([0.0], np.cumsum(values)))
+        found: Seconds = before[self.last] - before[self.first]
+        return found
 
     def select(self, weights: Seconds) -> tuple[int, ...]:
         """Select indices by decreasing score until every operation fits."""
@@ -43,10 +47,10 @@ class Candidates:
         while (need > 0).any():
             score = base + weights[3] * _scaled(self._weighted(need))
             # An activation that helps no operation which still lacks room is not moved.
-            helps = left & (self.absent & (need > 0)).any(axis=1)
+            helps = left & (self._during((need > 0).astype(np.float64)) > 0)
             pick = int(np.argmax(np.where(helps, score, -np.inf)))
             left[pick] = False
-            need -= np.where(self.absent[pick], self.problem.sizes[self.indices[pick]], 0)
+            need[self.first[pick] : self.last[pick]] -= self.problem.sizes[self.indices[pick]]
             chosen.append(int(self.indices[pick]))
         return tuple(sorted(chosen))
 
