@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +18,6 @@ from tests.distributed import cases
 STEPS, MICRO_BATCHES, ROWS = 5, 2, 2
 Trained = tuple[list[float], list[Tensor], Any]
 """What was logged, this rank's parts of the parameters, and the counts of planned calls."""
-
-
-def started(ranks: int) -> None:
-    """Tell launchers, by torchrun's variables, of the group that is there."""
-    told = dict.fromkeys(("RANK", "LOCAL_RANK"), torch.distributed.get_rank())
-    told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks) | {"MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
 
 
 def _texts(ranks: int) -> Tensor:
@@ -57,38 +48,19 @@ def by_hugging_face(decoder: nn.Module, ranks: int, planned: bool, fsdp: bool) -
     """Train by Hugging Face's Trainer, under DistributedDataParallel or FSDP2."""
     from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
-    import transformers  # isort: skip
     from accelerate.state import AcceleratorState  # isort: skip
 
     from memopt.integrations.hugging_face import MemoptCallback  # isort: skip
 
-    started(ranks)
+    cases.launched(ranks)
     AcceleratorState._reset_state(reset_partial_state=True)
     model, callback = WithLoss(decoder), MemoptCallback("min", "rotor")
+    steps = {"max_steps": STEPS, "per_device_train_batch_size": ROWS}
+    steps["gradient_accumulation_steps"] = MICRO_BATCHES
+    chosen = [callback] if planned else []
     with tempfile.TemporaryDirectory() as folder:
-        settings = transformers.TrainingArguments(
-            folder,
-            use_cpu=True,
-            max_steps=STEPS,
-            per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=MICRO_BATCHES,
-            max_grad_norm=0.5,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            fsdp=fsdp,
-        )
-        texts = [{"input_ids": row, "labels": row} for row in _texts(ranks)]
-        chosen: Any = [callback] if planned else []
-        trainer = transformers.Trainer(model, settings, train_dataset=texts, callbacks=chosen)  # type: ignore[arg-type]
-        if fsdp:
-            cases.fsdp2_on_cpu("Block")
-            trainer.is_fsdp_enabled = True
-        trainer.train()
-    log = [one for one in trainer.state.log_history if "loss" in one]
-    found = [value for one in log for value in (one["loss"], one["grad_norm"])]
-    return found, cases.own(model), callback.calls
+        found = cases.by_trainer(model, _texts(ranks), folder, chosen, "Block", fsdp=fsdp, **steps)
+    return *found, callback.calls
 
 
 def by_lightning(decoder: nn.Module, ranks: int, planned: bool, fsdp: bool) -> Trained:
@@ -122,7 +94,7 @@ def by_lightning(decoder: nn.Module, ranks: int, planned: bool, fsdp: bool) -> T
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-2)
 
-    started(ranks)
+    cases.launched(ranks)
     module, callback = Module(), MemoptCallback("min", "rotor")
     strategy = ModelParallelStrategy(ranks, 1) if fsdp else "ddp"
     with tempfile.TemporaryDirectory() as folder:

@@ -42,12 +42,12 @@ from benchmarks.engine_models import (
     SpreadExperts,
     tensor_parallel,
 )
-from benchmarks.engine_trainers import TRAINERS, started
+from benchmarks.engine_trainers import TRAINERS
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
 from memopt.pricing.memory import MemoryUse, metered
 from memopt.step.backend import backend_of
-from tests.distributed.cases import fsdp2_on_cpu
+from tests.distributed.cases import fsdp2_on_cpu, launched
 from tests.distributed.gloo import in_one_thread
 
 STEPS, MICRO_BATCHES = 5, 2
@@ -96,7 +96,7 @@ def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     import accelerate
     from accelerate.state import AcceleratorState
 
-    started(ranks)
+    launched(ranks)
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     if not fsdp:
@@ -113,7 +113,7 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     import lightning  # isort: skip
     from lightning.fabric.strategies import ModelParallelStrategy  # isort: skip
 
-    started(ranks)
+    launched(ranks)
     strategy: Any = "ddp"
     if fsdp:
         strategy = ModelParallelStrategy(

@@ -25,7 +25,7 @@ from benchmarks.cluster_llama import published_step
 from benchmarks.published import measurements, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
-from benchmarks.published.reserved import DTYPES, expandable, streams_bytes
+from benchmarks.published.reserved import DTYPES, expandable, flat_bytes, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -211,11 +211,10 @@ def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Devi
     """Capture a depth, or take the same graph from a row before, and price it for this GPU."""
     shape = {k: v for k, v in _shape_of(row).items() if k != "layers"}
     ranks = row.get("dp", 1) if _sharded(row) else 1
-    compiled = row.get("kernels") == "compiled"
+    compiled, device = row.get("kernels") == "compiled", device_of(row)
     sizes = [row["sequence"], row["batch"], row.get("cp", 1), row.get("pp", 1) == 1, ranks]
-    key = repr((shape, style_of(row), sizes, row["parameters"], compiled and row["gpu"]))
+    key = repr((shape, style_of(row), sizes, row["parameters"], compiled and device))
     one = _captured(key, _NAMES.setdefault(key, row["name"]), layers)
-    device = device_of(row)
     graph: Graph = one.profiled.graph
     if not compiled:
         costs = with_costs(one.profiled.lowering, estimate_costs(one.profiled.lowering, device))
@@ -236,9 +235,11 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         program = published_step(graph, device, row.get("recompute", kept))
     time = replay(graph, program, device)
     made = _made_gradients(graph, program)
-    whole, flat = bool(row.get("whole_gradients")), _flat_bytes(row, one, layers)
-    share = one.block_bytes / made[-1] if whole else -_gradients_stay(row)
-    peak = whole * flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
+    share, flat = -1.0 * _gradients_stay(row), 0.0
+    if row.get("whole_gradients"):
+        share = one.block_bytes / made[-1]
+        flat = flat_bytes(row, one.parameter_bytes, one.block_bytes, layers)
+    peak = flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
     resident = graph.resident_bytes
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
@@ -255,15 +256,6 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         **_times(graph, program),
         "exposed": _exposed_s(one, program, device),
     }
-
-
-def _flat_bytes(row: Mapping[str, Any], one: _Captured, layers: int) -> float:
-    """Return what FSDP1 holds beside a block's work and all blocks' gradients.
-
-    Its root stays gathered from the forward on (`_post_forward_reshard`); a flat parameter's
-    gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
-    """
-    return one.parameter_bytes * row.get("dp", 1) - one.block_bytes * (1 - 1 / layers)
 
 
 def _exposed_s(one: _Captured, program: Program, device: Device) -> float:

@@ -1,4 +1,4 @@
-"""What torch's allocator reserves beside a step's own tensors, as a published row was run."""
+"""What FSDP and torch's allocator hold beside a step's own tensors, as a published row was run."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: 
     gathered = 2 * ranks * (tables + 2 * layer)
     reduced = DTYPES[row["gradients"]].itemsize * (tables + depth * layer)
     return gathered + ranks * tables + reduced
+
+
+def flat_bytes(row: Mapping[str, Any], parameters: int, blocks: int, layers: int) -> float:
+    """Return what FSDP1 holds beside a block's work and all blocks' gradients.
+
+    Its root stays gathered from the forward on (`_post_forward_reshard`); a flat parameter's
+    gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
+
+    Args:
+        row: a published row.
+        parameters: bytes of one rank's.
+        blocks: bytes of the blocks' whole parameters.
+        layers: the number of blocks.
+    """
+    return float(parameters * row.get("dp", 1) - blocks * (1 - 1 / layers))

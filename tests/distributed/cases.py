@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -125,3 +127,49 @@ def fsdp2_on_cpu(block: str) -> None:
     )
     kind = accelerate.utils.DistributedType.FSDP
     AcceleratorState._shared_state.update(distributed_type=kind, fsdp_plugin=plugin)
+
+
+def launched(ranks: int) -> None:
+    """Tell launchers, by torchrun's variables, of the group that is there."""
+    told = dict.fromkeys(("RANK", "LOCAL_RANK"), torch.distributed.get_rank())
+    told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ranks) | {"MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
+
+
+def by_trainer(
+    model: nn.Module, texts: Tensor, folder: str, callbacks: list[Any], block: str, **options: Any
+) -> tuple[list[float], list[Tensor]]:
+    """Train by Hugging Face's Trainer; return the logged losses and norms, and parameters.
+
+    Args:
+        model: takes `input_ids` and `labels`.
+        texts: of all steps of all ranks.
+        folder: of the trainer's own files.
+        callbacks: of the trainer.
+        block: the class by which FSDP2 shards, if `fsdp=True` is among the options.
+        options: of `TrainingArguments`: steps, batches.
+    """
+    import transformers
+
+    settings = transformers.TrainingArguments(
+        folder,
+        use_cpu=True,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    rows: Any = [{"input_ids": row, "labels": row} for row in texts]
+    trained: Any = model
+    trainer = transformers.Trainer(trained, settings, train_dataset=rows, callbacks=callbacks)
+    if settings.fsdp:
+        fsdp2_on_cpu(block)
+        trainer.is_fsdp_enabled = True
+    trainer.train()
+    assert settings.world_size == torch.distributed.get_world_size()
+    log = [one for one in trainer.state.log_history if "loss" in one]
+    found = [value for one in log for value in (one["loss"], one["grad_norm"])]
+    return found, own(model)

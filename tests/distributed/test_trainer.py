@@ -3,13 +3,11 @@ model that FSDP2 shards by blocks."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed import cases, processes
 
@@ -21,50 +19,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def examples(ranks: int) -> list[dict[str, Tensor]]:
-    """Texts for all steps of all ranks."""
-    torch.manual_seed(3)
-    rows = torch.randint(0, cases.VOCABULARY, (STEPS * BATCH * MICRO_BATCHES * ranks, TOKENS))
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def trained(
-    rank: int, ranks: int, folder: str, callback: Any, **options: Any
-) -> tuple[list[float], list[Tensor]]:
+def trained(ranks: int, folder: str, callback: Any, **options: Any) -> Any:
     """Train; the logged losses and norms, and the parameters."""
-    import transformers
-
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(value) for name, value in where.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    model = cases.gpt2()
-    settings = transformers.TrainingArguments(
-        folder,
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=MICRO_BATCHES,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = transformers.Trainer(
-        model,
-        settings,
-        train_dataset=examples(ranks),
-        callbacks=[] if callback is None else [callback],
-    )
-    if settings.fsdp:
-        cases.fsdp2_on_cpu("GPT2Block")
-        trainer.is_fsdp_enabled = True
-    trainer.train()
-    assert settings.world_size == ranks
-    log = [one for one in trainer.state.log_history if "loss" in one]
-    found = [value for one in log for value in (one["loss"], one["grad_norm"])]
-    return found, cases.own(model)
+    cases.launched(ranks)
+    torch.manual_seed(3)
+    rows = STEPS * BATCH * MICRO_BATCHES * ranks
+    texts = torch.randint(0, cases.VOCABULARY, (rows, TOKENS))
+    options |= {"max_steps": STEPS, "per_device_train_batch_size": BATCH}
+    options |= {"gradient_accumulation_steps": MICRO_BATCHES}
+    callbacks = [] if callback is None else [callback]
+    return cases.by_trainer(cases.gpt2(), texts, folder, callbacks, "GPT2Block", **options)
 
 
 def by_fsdp(rank: int, ranks: int, folder: str) -> tuple[bool, int, int, int]:
@@ -78,7 +42,7 @@ def by_fsdp(rank: int, ranks: int, folder: str) -> tuple[bool, int, int, int]:
     callback, found = MemoptCallback("min", strategy="rotor"), []
     for one in (None, callback):
         AcceleratorState._reset_state(reset_partial_state=True)
-        found.append(trained(rank, ranks, folder, one, fsdp=True))
+        found.append(trained(ranks, folder, one, fsdp=True))
     (expected, own), (logged, parameters) = found
     same = logged == expected and len(logged) == 2 * STEPS and cases.same(parameters, own)
     calls = callback.calls
@@ -101,10 +65,10 @@ def both(rank: int, ranks: int, folder: str) -> list[dict[str, Any]]:
 
     from memopt.integrations.hugging_face import MemoptCallback  # isort: skip
 
-    expected, own = trained(rank, ranks, folder, None)
+    expected, own = trained(ranks, folder, None)
     found = []
     for callback in (MemoptCallback(), MemoptCallback("min")):
-        logged, parameters = trained(rank, ranks, folder, callback)
+        logged, parameters = trained(ranks, folder, callback)
         found.append(
             {
                 "same": logged == expected and cases.same(parameters, own),
