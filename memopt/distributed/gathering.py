@@ -77,9 +77,7 @@ class Sharding:
             if parameter is None or not running.reads_whole():
                 return parameter
             local = parameter.to_local()
-            if rows is None:
-                return _Replicated.apply(local, route)  # type: ignore[no-untyped-call]
-            return _Gathered.apply(local, rows, dim, route)  # type: ignore[no-untyped-call]
+            return _read_whole(local, rows, dim, *route)
 
         return read
 
@@ -90,8 +88,7 @@ class Sharding:
 
 
 class _Route(NamedTuple):
-    """The ranks over which a parameter is gathered and its gradient averaged, as constants that
-    Dynamo traces.
+    """The ranks over which a parameter is gathered and its gradient averaged, as constants.
 
     Attributes:
         ranks, group: how many ranks share one copy of the parameters; their group's name.
@@ -105,6 +102,15 @@ class _Route(NamedTuple):
     replica_group: str
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _read_whole(local: Tensor, rows: int | None, dim: int, *route: Any) -> Any:
+    """Read a parameter whole, from one rank's part, by a route's parts. Dynamo takes the call as it
+    is; it needs longer to look into a custom function than for all else of a linear layer."""
+    if rows is None:
+        return _Replicated.apply(local, _Route(*route))  # type: ignore[no-untyped-call]
+    return _Gathered.apply(local, rows, dim, _Route(*route))  # type: ignore[no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):

@@ -215,7 +215,8 @@ class _KeptOrder:
 
     def most(self, limit_bytes: int, fewest: int) -> int | None:
         """Return the most groups found to fit, by secants: memory is nearly affine in the bytes of
-        the results that are kept. That leaves 1/500 of the limit. None: not even the fewest fit."""
+        the results that are kept. That leaves 1/500 of the limit, or less than the next group takes
+        by a secant over 1/20 of it. None: not even the fewest fit."""
         held, tried = self._held, self._tried
         most_tried = max((n for n, (_, peak) in tried.items() if peak <= limit_bytes), default=-1)
         if most_tried < fewest and self.step(fewest)[1] > limit_bytes:
@@ -232,6 +233,9 @@ class _KeptOrder:
                 grown, by = tried[above][1] - peak, held[above] - held[least]
             # Every third step halves: no order needs more than its logarithm.
             room = (limit_bytes - peak) * by // grown if grown > 0 and by else limit_bytes - peak
+            near = above is not None and by <= limit_bytes // 20
+            if near and room < held[least + 1] - held[least]:
+                return least
             guess = bisect_right(held, held[least] + room) - 1 if turn % 3 else (least + most) // 2
             self.step(min(max(guess, least + 1), most))
         raise AssertionError
