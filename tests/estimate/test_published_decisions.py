@@ -12,7 +12,7 @@ from memopt.models.budget import parse_budget
 from memopt.models.device import Device
 from tests.network.test_checkpointed_blocks import GRAPH
 
-ROW = Row("deepspeed-8255-8", 2**30, 2**31, "offload-graph", 7.0, 2**30, 2**20)
+ROW = Row("deepspeed-8255-8", 2**30, 2**31, "offload-graph", 7.0, 2**30, 2**20, 6.5)
 
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=lambda one: one.row)
@@ -20,6 +20,7 @@ def test_no_slower_than_theirs_in_the_same_memory(decision: Decision) -> None:
     (row,) = decisions.decided(None, decision)
     assert decisions._failures([row], None) == []
     assert row.peak_bytes <= row.budget_bytes
+    assert row.least_s <= row.step_s
     if decision.moved == "0":
         assert (row.what, row.moved_bytes) == ("as it is", 0)
     else:
@@ -50,5 +51,5 @@ def test_the_table_has_both_decisions_and_says_who_is_slower() -> None:
     ]
     (line,) = decisions._blocks([ROW], None)["decisions"].splitlines()[2:]
     assert line.startswith("| qwen3-14b, 4 x 3328 on 8 H200 | 1.0 | 8.67 | 11.7 GB | 7.38 | 2.0 |")
-    assert line.endswith("| offload-graph | 0.0 | 1.0 | 7.00 |")
+    assert line.endswith("| offload-graph | 0.0 | 1.0 | 7.00 | 6.50 |")
     assert decisions.theirs_s("torchtitan-4636-4") == pytest.approx(4096 / 1484)
