@@ -5,7 +5,9 @@ captured on fake tensors and priced for the device; an update is priced by the b
 and writes, on the device or, at the host's rate, on the host. `joint` plans it with
 `movable="all"`, with updates on the host and without, once as a step that ends with everything on
 the host and once as one that is repeated (`steady_state=True`). The bound is `link_bound_s`, which
-holds for every program of the step; without updates on the host it is in closed form.
+holds for every program of the step; without updates on the host it is in closed form. Steps on
+several GPUs, whose parameters and state are sharded, are the ladder's (`memopt fits --ranks`), with
+float32 parameters, too.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from torch.fx import Node
 
 from benchmarks.runner import Benchmark, Line
 from benchmarks.shapes import llama
+from memopt.api.ladder import ladder
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Implementation, Operator, Phase
+from memopt.models.options import StepOptions
 from memopt.models.presets import GH200, H100
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.moved import carried_over
-from memopt.programs.replay import Direction, replay
+from memopt.programs.replay import replay
 from memopt.programs.validate import validate
+from memopt.report.ladder import busy_shares
 from memopt.step.host_updates import ON_HOST, with_choices
 from memopt.step.loss import Loss
 from memopt.step.movable import movable_graph
@@ -39,9 +44,10 @@ from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 STATE_BYTES = 8
 """Of AdamW's two float32 moments, for each element."""
-BATCHES = {"8b": 8, "70b": 4}
-"""Shape of Llama 3 → sequences of 2,048 tokens."""
+BATCHES = {"8b": 8, "70b": 4, "405b": 2}
+"""Shape of Llama 3 → sequences of 2,048 tokens, of each GPU."""
 LENGTH = 2048
+ALONE, SHARDED = ("8b", "70b"), {"70b": 8, "405b": 64}
 
 
 def whole_step(profiled: Profiled, device: Device) -> Graph:
@@ -96,11 +102,40 @@ def _on_host(graph: Graph, device: Device) -> dict[str, Implementation]:
     return found
 
 
-def _planned(given: Any, name: str, device: Device) -> list[Line]:
+def _model(given: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     with torch.device("meta"):
         model = llama(f"llama-3-{name}", layers=given.layers).to(torch.bfloat16)
         tokens = torch.zeros(BATCHES[name], LENGTH, dtype=torch.long)
-    inputs = {"input_ids": tokens, "labels": tokens}
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _sharded(given: Any, name: str, device: Device, ranks: int) -> list[Line]:
+    (model, inputs), began = _model(given, name), (time.perf_counter(), time.process_time())
+    step, how = StepOptions(loss_fn=lambda output: output.loss), {"only": "asked", "ranks": ranks}
+    found = ladder(
+        model, inputs, device=device, optimizer="adamw-fp32", step=step, progress=False, **how
+    )
+    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    rung = found.best_as_asked()
+    assert rung is not None
+    assert rung.plan is not None
+    shares = ", ".join(f"{what} {share:.0%}" for what, share in rung.busy.items())
+    graph = rung.plan.graph
+    return [
+        Line(
+            f"{name} on {ranks} | {device.name} | {ranks * BATCHES[name] * LENGTH:,} | "
+            f"{format_bytes(graph.movable_bytes)} | **{rung.step_time_s:.2f}** | "
+            f"{rung.samples_per_s:,.0f} | | | | {time_lower_bound(graph):.2f} | "
+            f"**{max(rung.busy, key=lambda what: rung.busy[what])}** ({shares}) | "
+            f"{format_bytes(rung.host_bytes)} | - | {rung.name} | {wall_s:.0f} / {cpu_s:.0f}"
+        )
+    ]
+
+
+def _planned(given: Any, name: str, device: Device, ranks: int = 1) -> list[Line]:
+    if ranks > 1:
+        return _sharded(given, name, device, ranks)
+    model, inputs = _model(given, name)
     profiled = estimate_model(model, inputs, device, loss=Loss(lambda output: output.loss))
     graph = whole_step(profiled, device)
     steps = (replace(graph, repeated=repeated) for repeated in (False, True))
@@ -122,19 +157,10 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> Line:
     violation = validate(graph, found.program, Budget(budget))
     assert violation is None, violation
     timeline = replay(graph, found.program, device)
-    busy = dict.fromkeys(Direction, 0.0)
-    for one in timeline.transfers:
-        busy[one.direction] += one.end_s - one.start_s
-    computing_s = timeline.time_s - timeline.total_stall_s
-    binds = {
-        "compute": computing_s,
-        "link from host": busy[Direction.FROM_HOST],
-        "link to host": busy[Direction.TO_HOST],
-        "host": sum(one.end_s - one.start_s for one in timeline.host_updates),
-    }
+    binds = busy_shares(graph, found.program, device)
     bound_s = link_bound_s(graph, budget, device)
     closed_s = link_bound_s(without_host_updates(graph), budget, device)
-    shares = ", ".join(f"{what} {busy_s / timeline.time_s:.0%}" for what, busy_s in binds.items())
+    shares = ", ".join(f"{what} {share:.0%}" for what, share in binds.items())
     left = carried_over(graph, found.program)
     stays = format_bytes(sum(graph.tensors[t].size_bytes for t in left)) if left else "-"
     return Line(
@@ -149,7 +175,8 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> Line:
 
 
 BENCHMARK = Benchmark(
-    cases={f"{name} {device.name}": (name, device) for name in BATCHES for device in (H100, GH200)},
+    cases={f"{name} {device.name}": (name, device) for name in ALONE for device in (H100, GH200)}
+    | {f"{name} on {ranks} {H100.name}": (name, H100, ranks) for name, ranks in SHARDED.items()},
     measure=_planned,
     head="shape | device | tokens | parameters and state | step s | tokens/s | bound s | "
     "link bound s, updates on the device | step / bound | compute s | busiest | host memory | "

@@ -33,6 +33,7 @@ from memopt.report.ladder import (
     TILED,
     Ladder,
     Rung,
+    busy_shares,
     memory_parts,
     offload_pays,
     trained_otherwise,
@@ -187,8 +188,7 @@ class _LadderMaker:
         if (first := self._graph(ways[0])) is None:
             raise MemoptError("nothing was estimated")
         whole, held_bytes, step = first
-        held_bytes += whole.extra_resident_bytes
-        whole = replace(whole, extra_resident_bytes=held_bytes)
+        whole = replace(whole, extra_resident_bytes=held_bytes + whole.extra_resident_bytes)
         rungs.sort(key=lambda r: (not r.fits, -r.rate_of_one, r.needed_bytes or 0))
         return Ladder(
             device=asked.device,
@@ -321,7 +321,7 @@ class _LadderMaker:
     def _moved(self, way: _Way, step: VariantStep) -> Iterator[Rung]:
         """Yield the rung with parameters and state on the host, where no other plan of it fits."""
         device, what = self._asked.device, FROZEN if way.variant.rank else MOVED
-        if not device.is_linked or way.variant.quantized or way.variant.ranks > 1:
+        if not device.is_linked or way.variant.quantized:
             return
         try:
             graph = self._variants.movable(way.variant, way.optimizer)
@@ -359,8 +359,7 @@ class _LadderMaker:
         whole_s: float | None = None,
     ) -> Rung:
         figures, device = step.with_optimizer(way.optimizer), self._asked.device
-        update_s = figures.update_s(device)
-        time_s = plan.step_time_s + update_s if whole_s is None else whole_s
+        time_s = plan.step_time_s + figures.update_s(device) if whole_s is None else whole_s
         samples = tokens_of(self._inputs) or examples_of(self._inputs)
         return Rung(
             changes=_said(way, how or _WAYS[strategy]),
@@ -372,6 +371,8 @@ class _LadderMaker:
             samples_per_s=samples * way.variant.ranks / time_s,
             ranks=way.variant.ranks,
             trained=figures.trained,
+            host_bytes=plan.host_peak_bytes,
+            busy=busy_shares(plan.graph, plan.program, device) if plan.host_peak_bytes else {},
             plan=plan,
         )
 

@@ -47,14 +47,15 @@ def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | 
 def _within(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
     resident = fixed_graph(graph)
     room = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
+    limits = [graph.resident_bytes + int(share * room) for share in _SHARES] if room > 0 else []
     enough: list[int] = []
-    for share in _SHARES if room > 0 else ():
+    while limits:
+        limit = limits.pop(0)
         try:
-            within = graph.resident_bytes + int(share * room)
-            base = solve(resident, within, resolve("rotor"), device=device)
+            base = solve(resident, limit, resolve("rotor"), device=device)
         except InfeasibleBudgetError as error:
-            if error.smallest_budget_bytes is not None:
-                enough.append(error.smallest_budget_bytes - graph.movable_bytes)
+            least = error.smallest_budget_bytes or 0
+            limits = [least] if least > limit else []
             continue
         moving = MovedBase(graph, with_in_place(graph, base.program), device)
         if moving.floor_bytes > budget_bytes:

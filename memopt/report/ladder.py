@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.plan_record import PlanRecord
 from memopt.programs.allocator_requests import reserved_by
+from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.fixed_bytes import fixed_bytes
@@ -39,6 +40,8 @@ class Rung:
         samples_per_s: tokens or examples per second, of all devices.
         ranks: devices.
         trained: parameters that are trained, of one device.
+        host_bytes: of the host, for each device: its peak.
+        busy: stream, such as "compute" or "from host" → share of the step that it works.
         plan: the plan; of the model's graph, not for a model with weights.
     """
 
@@ -51,6 +54,8 @@ class Rung:
     samples_per_s: float | None = None
     ranks: int = 1
     trained: int = 0
+    host_bytes: int = 0
+    busy: Mapping[str, float] = field(default_factory=dict)
     plan: PlanRecord | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -64,6 +69,15 @@ class Rung:
         return SAME.issuperset(self.changes)
 
     @property
+    def binds(self) -> str:
+        """What a step that moves tensors waits for, and what it takes of the host; "" of others."""
+        if not self.host_bytes:
+            return ""
+        shares = sorted(self.busy.items(), key=lambda one: -one[1])
+        said = ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
+        return f"{self.name}: busy are {said}; {format_bytes(self.host_bytes)} of host memory each."
+
+    @property
     def rate_of_one(self) -> float:
         """Tokens or examples per second of one device; 0: unknown."""
         return (self.samples_per_s or 0.0) / self.ranks
@@ -72,6 +86,16 @@ class Rung:
         needs = or_dash(self.needed_bytes, format_bytes)
         step = "" if self.step_time_s is None else f", {format_seconds(self.step_time_s)} a step"
         return f"{self.name}: {'fits' if self.fits else 'does not fit'}, {needs}{step}"
+
+
+def busy_shares(graph: Graph, program: Program, device: Device) -> dict[str, float]:
+    """Return stream → share of a step that it works: "compute", and each direction of transfers,
+    the network and the host where they are used."""
+    timeline = replay(graph, program, device)
+    busy = {"compute": timeline.time_s - timeline.total_stall_s}
+    for one in (*timeline.transfers, *timeline.collectives, *timeline.host_updates):
+        busy[one.direction.value] = busy.get(one.direction, 0.0) + one.end_s - one.start_s
+    return {stream: busy_s / timeline.time_s for stream, busy_s in busy.items()}
 
 
 @dataclass(frozen=True)
@@ -199,7 +223,8 @@ class Ladder:
         sizes = [(what, format_bytes(size)) for what, size in self.parts]
         table: list[tuple[str, ...]] = [("ladder", "fits", "needs", "step", self.unit, "cost")]
         table += [self._cells(rung, best) for rung in self.rungs]
-        return "\n".join([head, answer, "", *aligned(sizes), "", *aligned(table), *self.notes])
+        notes = [*filter(None, (rung.binds for rung in self.rungs)), *self.notes]
+        return "\n".join([head, answer, "", *aligned(sizes), "", *aligned(table), *notes])
 
     def _cells(self, rung: Rung, best: Rung | None) -> tuple[str, ...]:
         cost = "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models import optimizer_names
 from memopt.models.budget import Budget
 from memopt.models.device import Device
+from memopt.models.network import Network
 from memopt.models.options import StepOptions
 from memopt.profiler.adapters import Adapted, adapted
 from memopt.profiler.estimate import estimate_model
@@ -68,7 +70,7 @@ def made(budget: int | None = None, width: int = WIDTH, **how: Any) -> Ladder:
     ids = torch.zeros(4, 32, dtype=torch.long)
     step = StepOptions(loss_fn=lambda loss: loss)
     given = {"device": DEVICE, "budget": budget, "step": step, "progress": False, "rank": 4}
-    return ladder(model, ids, **given, **how)
+    return ladder(model, ids, **(given | how))
 
 
 def check(found: Ladder) -> None:
@@ -121,17 +123,24 @@ def test_the_whole_ladder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "share", "name"),
-    [(4, 0.8, "moved frozen weights"), (0, 0.6, "moved parameters and state")],
+    ("lora", "share", "name", "ranks"),
+    [
+        (4, 0.8, "moved frozen weights", 1),
+        (0, 0.6, "moved parameters and state", 1),
+        (0, 0.75, "moved parameters and state", 2),
+    ],
+    ids=["frozen weights", "all", "shards"],
 )
 def test_what_does_not_fit_even_without_activations_moves(
-    lora: int, share: float, name: str
+    lora: int, share: float, name: str, ranks: int
 ) -> None:
     heard: list[Rung] = []
-    roomy = made(only="asked", lora=lora, width=256)
+    device = replace(DEVICE, network=Network(1e10, 1e11, 8)) if ranks > 1 else DEVICE
+    given: Any = {"device": device, "ranks": ranks, "width": 256, "only": "asked", "lora": lora}
+    roomy = made(**given)
     budget = int(share * roomy.peak_bytes)
     assert budget < roomy.rungs[0].plan.resident_bytes  # type: ignore[union-attr]
-    found = made(budget, width=256, only="asked", lora=lora, heard=heard.append)
+    found = made(budget, heard=heard.append, **given)
     check(found)
     best = found.best_as_asked()
     assert best is not None
@@ -139,6 +148,11 @@ def test_what_does_not_fit_even_without_activations_moves(
     assert best.step_time_s > roomy.rungs[0].step_time_s  # type: ignore[operator]
     assert best.plan is not None
     assert best.plan.program.has_transfers
+    assert best.host_bytes == best.plan.host_peak_bytes > 0
+    used = {"compute", "from host", *["to host"] * (not lora), *["network"] * (ranks > 1)}
+    assert best.busy.keys() == used
+    assert all(0 < share <= 1 for share in best.busy.values())
+    assert f"\n{name}: busy are " in str(found)
 
 
 def test_tiles_of_tokens_are_for_long_sequences_that_nothing_else_fits() -> None:
