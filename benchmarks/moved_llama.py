@@ -125,7 +125,7 @@ def _sharded(given: Any, name: str, device: Device, ranks: int) -> list[Line]:
         Line(
             f"{name} on {ranks} | {device.name} | {ranks * BATCHES[name] * LENGTH:,} | "
             f"{format_bytes(graph.movable_bytes)} | **{rung.step_time_s:.2f}** | "
-            f"{rung.samples_per_s:,.0f} | | | | {time_lower_bound(graph):.2f} | "
+            f"{rung.samples_per_s:,.0f} | - | - | - | {time_lower_bound(graph):.2f} | "
             f"**{max(rung.busy, key=lambda what: rung.busy[what])}** ({shares}) | "
             f"{format_bytes(rung.host_bytes)} | - | {rung.name} | {wall_s:.0f} / {cpu_s:.0f}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from memopt.capture.known_attributes import known_attributes
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.real_values import real_values_uncopied
+from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
     check_not_drawn_in_numpy,
     check_settings,
@@ -43,6 +45,7 @@ from memopt.step.side_effects import (
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
 from memopt.torch_private.dynamo import capture_errors, failing_modules_heard, graph_of
+from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
 
@@ -147,14 +150,29 @@ def dynamo_capture(
     the graph omits."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
+    blocks = forwards_of_blocks(model) if has_regions() else frozenset()
+    if blocks:
+        with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is
+            return _captured(model, args, kwargs, traced_once(blocks, alike))
+    return _captured(model, args, kwargs, nullcontext(Reused()))
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    once: AbstractContextManager[Reused],
+) -> tuple[Any, TraceGuards]:
     with (
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),
         known_attributes(),
-        guards_heard() as heard,
+        once as reused,
+        guards_heard(reused) as heard,
         real_values_uncopied(),
     ):
         module = graph_of(model, args, kwargs)
+    write_out(module)
     return module, heard()
 
 

@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 from memopt.step.changes import Change, changes_heard, expression_of
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
+from memopt.torch_private.regions import Reused
 from memopt.torch_private.table import SUPPORTED
 
 
@@ -62,8 +63,11 @@ class TraceGuards:
 
 
 @contextlib.contextmanager
-def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
+def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGuards]]:
     """Record the guards of traces made inside; yields a function that returns those of the last.
+
+    Args:
+        reused: regions that are not traced; what holds of the region that was holds of them.
 
     Torch also compiles the guards, only to see whether they contradict shapes that are declared to
     vary, and drops them. That takes long, and happens here only if a shape varies.
@@ -79,7 +83,7 @@ def guards_heard() -> Iterator[Callable[[], TraceGuards]]:
         result = captured(*args, **kwargs)
         varies = _has_varying_shapes(result.backend_input)
         try:
-            heard = _heard(result.graph_capture_output, *changed())
+            heard = _heard(result.graph_capture_output, reused or Reused(), *changed())
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
@@ -105,7 +109,9 @@ def _has_varying_shapes(traced: Any) -> bool:
     return bool(getattr(shape_env, "var_to_range", True))
 
 
-def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) -> TraceGuards:
+def _heard(
+    output: Any, reused: Reused, changes: tuple[Change, ...], undone: tuple[str, ...]
+) -> TraceGuards:
     graph = output.output_graph
     guards = [
         DynamoGuard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
@@ -113,6 +119,7 @@ def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) ->
     guards += [
         DynamoGuard("DICT_KEYS_MATCH", expression_of(source)) for source in graph.guard_on_key_order
     ]
+    guards += _of_reused(guards, reused)
     # A place is guarded once for each time that it was read.
     distinct = {(one.kind, one.name, repr(one.detail)): one for one in guards}.values()
     places = (*(one.name for one in distinct), *(one.source for one in changes))
@@ -121,6 +128,22 @@ def _heard(output: Any, changes: tuple[Change, ...], undone: tuple[str, ...]) ->
     helpers = guard_helpers()
     code = frozenset(output.traced_code)
     return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
+
+
+def _of_reused(guards: list[DynamoGuard], reused: Reused) -> Iterator[DynamoGuard]:
+    """Yield the guards of regions that were not traced: those of the region that was, of what is
+    not of its class alone, for the arguments that these have instead."""
+    within: dict[str, list[DynamoGuard]] = {}
+    for replaced in reused.replaced:
+        for old, new in ((expression_of(a), expression_of(b)) for a, b in replaced.items()):
+            if old not in within:
+                own = f"type({old})"
+                within[old] = [one for one in guards if old in one.name and own not in one.name]
+            for one in within[old]:
+                detail = one.detail
+                if isinstance(detail, str):
+                    detail = detail.replace(old, new)
+                yield DynamoGuard(one.kind, one.name.replace(old, new), detail)
 
 
 def _detail(create: Any) -> Any:

@@ -60,7 +60,7 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     }
     for name in wanted:
         private(f"torch._dynamo.config.{name}")
-    attribute_name(f"{_EXPORT}.ModuleToTrace._export_root")  # the expressions name it
+    export_root()  # the expressions name it
     config: Any = importlib.import_module("torch._dynamo.config")
     with (
         config.patch(wanted),
@@ -76,6 +76,11 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         finally:
             _in_capture = False
             _forget_compiled()
+
+
+def export_root() -> str:
+    """Return the attribute by which a traced frame has the model."""
+    return attribute_name(f"{_EXPORT}.ModuleToTrace._export_root")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,174 @@
+"""Equal blocks are traced once: the graph and what it relies on are as if each had been traced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.capture import trace
+from memopt.capture.as_eager.corrections import tracing_as_eager
+from memopt.capture.lean_trace import lean_trace
+from memopt.capture.regions import forwards_of_blocks
+from memopt.step.inputs import Call
+from memopt.torch_private.regions import has_regions
+
+pytestmark = pytest.mark.skipif(not has_regions(), reason="this torch reuses no regions")
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.rate, self.scale = number, 0.1, 0.5
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor], turns: Tensor | None = None) -> Tensor:
+        y = self.up(self.norm(x)) * self.scale
+        y = nn.functional.dropout(torch.relu(y), self.rate, self.training)
+        return x + self.down(y) + more["bias"]
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int = 7) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number) for number in range(depth))
+        self.bias = nn.Parameter(torch.randn(8))
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with self.around() if block.number == 3 else nullcontext():
+                x = block(x, more={"bias": self.bias})
+        return x.square().mean()
+
+
+def _frozen(model: Deep) -> None:
+    model.blocks[3].requires_grad_(False)
+
+
+def _other_rate(model: Deep) -> None:
+    model.blocks[3].rate = 0.3
+
+
+def _hooked(model: Deep) -> None:
+    model.blocks[3].up.register_forward_hook(lambda _m, _args, output: output * 2)
+
+
+def _other_forward(model: Deep) -> None:
+    block: Any = model.blocks[3]
+    block.forward = lambda x, more: x * 2 + more["bias"]
+
+
+def _other_width(model: Deep) -> None:
+    model.blocks[3].up, model.blocks[3].down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+
+def _tied(model: Deep) -> None:
+    model.blocks[3].up.weight = model.blocks[2].up.weight
+
+
+def _in_eval(model: Deep) -> None:
+    model.blocks[3].eval()
+
+
+def _without_gradients(model: Deep) -> None:
+    model.around = torch.no_grad
+
+
+def _in_half_precision(model: Deep) -> None:
+    model.around = lambda: torch.autocast("cpu", torch.bfloat16)
+
+
+def _checkpointed(model: Deep) -> None:
+    block: Any = model.blocks[3]
+    plain = block.forward
+    block.forward = lambda x, more: checkpoint(plain, x, more, use_reentrant=False)
+
+
+OTHERS = (
+    lambda _model: None,
+    _frozen,
+    _other_rate,
+    _hooked,
+    _other_forward,
+    _other_width,
+    _tied,
+    _in_eval,
+    _checkpointed,
+    _without_gradients,
+    _in_half_precision,
+)
+
+
+def _traced(model: nn.Module, x: Tensor, once: bool) -> tuple[Any, set[str], int]:
+    """Return the operators of a trace with all that is known of them, what it relies on, and how
+    many regions it had."""
+    regions: list[int] = []
+
+    def written_out(module: Any) -> None:
+        target = torch.ops.higher_order.invoke_subgraph
+        regions.append(len(module.graph.find_nodes(op="call_function", target=target)))
+        write_out(module)
+
+    write_out = trace.write_out
+    chosen = forwards_of_blocks if once else lambda _model: frozenset()
+    with (
+        mock.patch.object(trace, "forwards_of_blocks", chosen),
+        mock.patch.object(trace, "write_out", written_out),
+        tracing_as_eager(torch.device("cpu")),
+        lean_trace(),
+    ):
+        module, dependencies = trace.trace_of(model, Call((x,), {}))
+    places: dict[Node, Any] = {}
+    operators: list[Any] = []
+    for node in module.graph.nodes:
+        places[node] = str(node.target) if node.op == "get_attr" else len(operators)
+        if node.op != "get_attr":
+            value = node.meta.get("example_value")
+            known = torch.fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+            layout = (
+                (value.shape, value.stride(), value.dtype, value.requires_grad)
+                if isinstance(value, Tensor)
+                else None
+            )
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            operators.append((node.op, str(node.target), known, layout, stack))
+    looks = {re.sub(r"global_\d+", "global", str(one.look)) for one in dependencies.items}
+    return operators, looks, regions[-1]
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_trace_is_as_if_every_block_had_been_traced(change: Callable[[Deep], None]) -> None:
+    model = Deep()
+    change(model)
+    x = torch.randn(4, 8)
+    whole, known, none = _traced(model, x, once=False)
+    found, told, regions = _traced(model, x, once=True)
+    assert found == whole
+    assert known <= told
+    assert (none, regions > 0) == (0, True)
+
+
+def test_a_block_that_changes_later_is_noticed() -> None:
+    model, x = Deep(), torch.randn(4, 8)
+    planned = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    planned(x).backward()
+    model.blocks[5].scale = 2.0
+    with pytest.raises(memopt.MemoptError, match=r"blocks.*5.*scale"):
+        planned(x)
+
+
+def test_only_lists_of_blocks_are_regions() -> None:
+    assert forwards_of_blocks(Deep()) == {Block.forward.__code__}
+    few = nn.ModuleList(Deep().blocks[:3])
+    assert not forwards_of_blocks(few)
+    assert not forwards_of_blocks(nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)]))
