@@ -29,7 +29,7 @@ from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
 from memopt.step.ranks import members_of, several_are_there
-from memopt.step.shards import local_part
+from memopt.step.shards import local_part, padded_bytes
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around, reducing_later
 
@@ -78,15 +78,15 @@ def _bucket_bytes(model: nn.Module) -> int:
 
 
 def _gathering(model: nn.Module) -> Charges:
-    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards, and until
-    the forward returns the buffer in which they were gathered."""
+    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards and what
+    pads them to one size, and until the forward returns the buffer in which they were gathered."""
     kept_bytes = gathered_bytes = 0
     for one in model.parameters():
-        part = local_part(one)
-        if part is not one:
+        if local_part(one) is not one:
             block_bytes = backend_of(one.device).block_bytes
-            kept_bytes += in_blocks(part.nbytes, block_bytes)
-            gathered_bytes += in_blocks(one.nbytes, block_bytes)
+            part_bytes, whole_bytes = padded_bytes(one)
+            kept_bytes += in_blocks(part_bytes, block_bytes) + whole_bytes - one.nbytes
+            gathered_bytes += in_blocks(whole_bytes, block_bytes)
     return Charges(bucket_bytes=kept_bytes, forward_bytes=gathered_bytes)
 
 
