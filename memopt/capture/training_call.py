@@ -67,7 +67,10 @@ def call_notes(model: nn.Module, call: Call) -> tuple[str, ...]:
     if not model.training and any(type(m).__name__.startswith("Dropout") for m in model.modules()):
         notes.append("Planned in eval mode, without dropout; to train, call model.train() first.")
     if call.kwargs.get("use_cache") is False and _keeps_keys(model):
-        notes.append("Planned with use_cache=False: a training step returns no keys and values.")
+        notes.append(
+            "Planned with use_cache=False: a training step returns no keys and values. A step that "
+            "fills a cache may differ from it in last bits."
+        )
     return tuple(notes)
 
 

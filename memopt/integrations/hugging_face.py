@@ -51,6 +51,11 @@ class MemoptCallback(TrainerCallback):
         """Plan from the first step on. Gradient checkpointing is off until training ends."""
         model = kwargs["model"]
         self._checkpointing_on = _checkpointing_off(model)
+        if getattr(args, "torch_compile", False):
+            _LOG.warning(
+                "torch_compile compiles nothing while memopt plans the steps: they run "
+                "with eager's kernels and have eager's bits"
+            )
         options = dict(self._options)
         optimizer = kwargs.get("optimizer")
         options.setdefault("optimizer", _known(getattr(optimizer, "optimizer", optimizer), model))

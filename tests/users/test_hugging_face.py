@@ -182,6 +182,14 @@ def test_a_model_trains_again_after_an_interrupted_training() -> None:
         callback.on_train_begin(settings, None, None, model=model)
 
 
+def test_torch_compile_is_said_to_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, settings = bert(), transformers.TrainingArguments(use_cpu=True, torch_compile=True)
+    callback = MemoptCallback("min")
+    callback.on_train_begin(settings, None, None, model=model)
+    callback.on_train_end(settings, None, None, model=model)
+    assert "torch_compile compiles nothing" in caplog.text
+
+
 def test_an_optimizer_whose_state_is_not_known_before_its_step_is_met(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
