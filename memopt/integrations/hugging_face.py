@@ -53,8 +53,8 @@ class MemoptCallback(TrainerCallback):
         self._checkpointing_on = _checkpointing_off(model)
         if getattr(args, "torch_compile", False):
             _LOG.warning(
-                "torch_compile compiles nothing while memopt plans the steps: they run "
-                "with eager's kernels and have eager's bits"
+                "torch_compile compiles nothing while memopt plans the steps; "
+                'MemoptCallback(..., kernels="compiled") plans compiled kernels'
             )
         options = dict(self._options)
         optimizer = kwargs.get("optimizer")
