@@ -55,7 +55,7 @@ class Rung:
     ranks: int = 1
     trained: int = 0
     host_bytes: int = 0
-    busy: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict, hash=False)
     plan: PlanRecord | None = field(default=None, repr=False, compare=False)
 
     @property

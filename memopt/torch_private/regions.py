@@ -63,80 +63,98 @@ def traced_once(functions: Set[CodeType], alike: Callable[[Any, Any], bool]) -> 
         alike: whether an argument that is read from somewhere and the one before it are alike,
             beside what Dynamo compares: it skips some guards, such as those on hooks.
     """
-    reused, inside = Reused(), False
-    states: list[tuple[Any, Any]] = []
-    call, region, body, stamped, inputs, reusable, fingerprint, _ = map(private, _PATCHED)
-    operator, tag_of, made = map(private, _USED)
+    regions = _Regions(functions, alike)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ONE_TRACE_AT_A_TIME)
+        for name, value in zip(_PATCHED, regions.patches(), strict=True):
+            stack.enter_context(patched(name, value))
+        yield regions.reused
 
-    def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if inside or variable.get_function().__code__ not in functions:
-            return call(variable, tx, args, kwargs)
-        entered = operator.make(torch._higher_order_ops.invoke_subgraph)
+
+class _Regions:
+    """What Dynamo's functions do otherwise while regions are traced once."""
+
+    def __init__(self, functions: Set[CodeType], alike: Callable[[Any, Any], bool]) -> None:
+        self.reused, self._functions, self._alike = Reused(), functions, alike
+        self._inside, self._states = False, list[tuple[Any, Any]]()
+        self._plain = dict(zip(_PATCHED, map(private, _PATCHED), strict=True))
+        self._operator, self._tag_of, self._fingerprint = map(private, _USED)
+
+    def patches(self) -> tuple[Callable[..., Any], ...]:
+        """Return what stands for each of the patched functions."""
+
+        def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            return self._called(variable, tx, args, kwargs)
+
+        def region(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            with _exporting(tx, False):  # Dynamo reuses nothing while it exports
+                return self._plain[_REGION](variable, tx, args, kwargs)
+
+        def body(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            self._inside = True
+            try:
+                with _exporting(tx, True):
+                    return self._plain[_BODY](variable, tx, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        def stamped(tx: Any, *args: Any) -> Any:
+            with _exporting(tx, True):
+                return self._plain[_STAMPED](tx, *args)
+
+        def same(*_: Any) -> bool:
+            return False  # equal operators on other dtypes are another graph
+
+        inputs, reusable, flat = self._inputs, self._reusable, self._flat
+        return called, region, body, stamped, inputs, reusable, flat, same
+
+    def _called(self, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside or variable.get_function().__code__ not in self._functions:
+            return self._plain[_CALL](variable, tx, args, kwargs)
+        entered = self._operator.make(torch._higher_order_ops.invoke_subgraph)
         return entered.call_function(tx, [variable, *args], kwargs)
 
-    def of_region(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        tx.output.export = False  # Dynamo reuses nothing while it exports
-        try:
-            return region(variable, tx, args, kwargs)
-        finally:
-            tx.output.export = True
-
-    def of_body(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        tx.output.export = inside = True
-        try:
-            return body(variable, tx, *args, **kwargs)
-        finally:
-            tx.output.export = inside = False
-
-    def with_sources(tx: Any, given: Any, flat: Any) -> Any:
+    def _inputs(self, tx: Any, given: Any, flat: Any) -> Any:
         # While exporting, parameters are attributes of the graph, not its inputs.
         for proxy in given[2:]:
             meta, target = proxy.node.meta, proxy.node.target
             if proxy.node.op == "get_attr" and meta.get("grapharg") is None:
                 source = tx.output.param_name_to_source.get(target)
                 meta["grapharg"] = SimpleNamespace(source=source, example=None)
-        found = inputs(tx, given, flat)
-        states.append((found, _state()))
+        found = self._plain[_INPUTS](tx, given, flat)
+        self._states.append((found, _state()))
         return found
 
-    def heard(tx: Any, condition: Any, given: Any, entry: Any) -> bool:
-        made_in = [state for one, state in states if one is entry.subgraph_input_mapping]
-        if made_in != [_state()] or not reusable(tx, condition, given, entry):
+    def _reusable(self, tx: Any, condition: Any, given: Any, entry: Any) -> bool:
+        made_in = [state for one, state in self._states if one is entry.subgraph_input_mapping]
+        plain = self._plain[_REUSABLE]
+        if made_in != [_state()] or not plain(tx, condition, given, entry):
             return False
         pairs = zip(entry.arg_sources, given.arg_sources, strict=True)
         replaced = {a: b for a, b in pairs if a and b and a != b}
         value = tx.output.resolve_source_value
-        if not all(alike(value(a), value(b)) for a, b in replaced.items()):
+        if not all(self._alike(value(a), value(b)) for a, b in replaced.items()):
             return False
-        reused.replaced.append(replaced)
+        self.reused.replaced.append(replaced)
         return True
 
-    def stamped_out(tx: Any, *args: Any) -> Any:
-        tx.output.export = True
-        try:
-            return stamped(tx, *args)
-        finally:
-            tx.output.export = False
-
-    def same(*_: Any) -> bool:
-        return False  # equal operators on other dtypes are another graph
-
-    def flattened(tx: Any, args: Any, kwargs: Any) -> Any:
+    def _flat(self, tx: Any, args: Any, kwargs: Any) -> Any:
         leaves: list[Any] = []
         shape = _shape([list(args), kwargs], leaves)
-        tags = [tag_of(leaf) for leaf in leaves]
+        tags = [self._tag_of(leaf) for leaf in leaves]
         if None in tags:
-            return fingerprint(tx, args, kwargs)
+            return self._plain[_FLAT](tx, args, kwargs)
         sources = [getattr(leaf, "source", None) for leaf in leaves]
-        return made(list(zip(tags, leaves, strict=True)), sources, False, shape)
+        return self._fingerprint(list(zip(tags, leaves, strict=True)), sources, False, shape)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ONE_TRACE_AT_A_TIME)
-        patches = (called, of_region, of_body, stamped_out, with_sources, heard, flattened, same)
-        for name, value in zip(_PATCHED, patches, strict=True):
-            stack.enter_context(patched(name, value))
-        yield reused
+
+@contextlib.contextmanager
+def _exporting(tx: Any, whether: bool) -> Iterator[None]:
+    before, tx.output.export = tx.output.export, whether
+    try:
+        yield
+    finally:
+        tx.output.export = before
 
 
 def _state() -> tuple[Any, ...]:
