@@ -35,6 +35,10 @@ _USED = tuple(
 _CONTAINERS = tuple(
     f"torch._dynamo.variables.{name}Variable" for name in ("List", "Tuple", "ConstDict")
 )
+_TRIED = ("2.13.",)
+"""Versions of torch whose regions were compared with traces of every block."""
+_COMPARED = ("TENSOR", "SYMNODE", "CONSTANT")
+"""Kinds of arguments that Dynamo compares as they are."""
 
 
 @dataclass
@@ -49,8 +53,9 @@ class Reused:
 
 
 def has_regions() -> bool:
-    """Whether this torch reuses equal regions."""
-    return all(map(known, (*_PATCHED, *_USED, *_CONTAINERS)))
+    """Whether this torch reuses equal regions in a way that was tried; else all are traced."""
+    tried = torch.__version__.startswith(_TRIED)
+    return tried and all(map(known, (*_PATCHED, *_USED, *_CONTAINERS)))
 
 
 @contextlib.contextmanager
@@ -130,6 +135,9 @@ class _Regions:
         plain = self._plain[_REUSABLE]
         if made_in != [_state()] or not plain(tx, condition, given, entry):
             return False
+        read = (tag.name in _COMPARED or leaf.source is not None for tag, leaf in given.flat_vts)
+        if not all(read):
+            return False  # a module that the forward makes: nothing is known of it
         pairs = zip(entry.arg_sources, given.arg_sources, strict=True)
         replaced = {a: b for a, b in pairs if a and b and a != b}
         value = tx.output.resolve_source_value

@@ -167,6 +167,33 @@ def test_a_block_that_changes_later_is_noticed() -> None:
         planned(x)
 
 
+class Made(Deep):
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            x = _Scaled(1.0 + number)(self.blocks[number](x, more={"bias": self.bias}))
+        return x.square().mean()
+
+
+class _Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Identity() for _ in range(4))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_module_that_the_forward_makes_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Made(), torch.randn(4, 8)
+    codes = frozenset({Block.forward.__code__, _Scaled.forward.__code__})
+    whole, _, _ = _traced(model, x, once=False)
+    monkeypatch.setitem(globals(), "forwards_of_blocks", lambda _model: codes)
+    found, _, regions = _traced(model, x, once=True)
+    assert found == whole
+    assert regions > 0
+
+
 def test_only_lists_of_blocks_are_regions() -> None:
     assert forwards_of_blocks(Deep()) == {Block.forward.__code__}
     few = nn.ModuleList(Deep().blocks[:3])
