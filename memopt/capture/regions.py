@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -68,6 +69,8 @@ def alike(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(
             alike(a, b) or (free and type(a) is type(b) is int) for free, a, b in pairs
         )
+    if isinstance(one, partial):
+        return alike((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(alike, one, other))
     return isinstance(one, _PLAIN) and one == other
