@@ -159,8 +159,8 @@ _OF_EXPERTS = ("expert parallel, DDP",)
 
 
 Ran = tuple[list[float], list[Tensor], int | None]
-"""Losses and norms; this rank's parts of the parameters; the bytes that the last micro-batch of a
-step took above its beginning, None: not metered."""
+"""Losses and norms; this rank's parts of the parameters; the bytes that the last micro-batch took
+above its beginning, None: not metered."""
 
 
 def trained(model: Any, data: int) -> Ran:
@@ -168,14 +168,12 @@ def trained(model: Any, data: int) -> Ran:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     torch.manual_seed(100 + data)
     found = []
-    uses = []
+    use = MemoryUse()
     for step in range(STEPS):
         for number in range(MICRO_BATCHES):
             last = number == MICRO_BATCHES - 1
-            meter: Any = contextlib.nullcontext(MemoryUse())
-            # gloo's thread may free late, unseen: the least of three.
-            is_metered = last and step >= STEPS - 3
-            if is_metered:
+            meter: Any = contextlib.nullcontext(use)
+            if last and step == STEPS - 1:
                 meter = metered(torch.device("cpu"))
             quiet: Any = contextlib.nullcontext()
             if hasattr(model, "set_requires_gradient_sync"):
@@ -186,7 +184,6 @@ def trained(model: Any, data: int) -> Ran:
             with quiet, meter as use:
                 loss = _loss(model(tokens), tokens)
                 loss.backward()
-            uses += [use] if is_metered else []
             found.append(loss.item())
             del loss
         norms = [
@@ -197,8 +194,7 @@ def trained(model: Any, data: int) -> Ran:
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     # Its whole parameters are resident for a plan, and fully_shard gathers them in the micro-batch.
     gathered = model.parameters() if hasattr(model, "unshard") else ()
-    peak_bytes = min(use.peak_bytes for use in uses)
-    return found, [one.detach() for one in own], peak_bytes - sum(p.nbytes for p in gathered)
+    return found, [one.detach() for one in own], use.peak_bytes - sum(p.nbytes for p in gathered)
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -363,11 +359,7 @@ def _measured(_given: Any, name: str, ranks: int) -> list[Cell]:
         torch.multiprocessing.start_processes(_rank, how, nprocs=ranks, start_method="spawn")
         paths = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         found = [torch.load(path, weights_only=False) for path in paths]
-    # The rank that differs, or the one with the highest peak.
-    return [
-        max(same, key=lambda one: (one.failed, one.over_bytes or 0))
-        for same in zip(*found, strict=True)
-    ]
+    return [max(same, key=lambda one: one.failed) for same in zip(*found, strict=True)]
 
 
 def _blocks(rows: list[Cell], _given: Any) -> str:
