@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from memopt.torch_private.dynamo import export_root
 
-_LEAST = 4
+_LEAST = 8
 """Fewer blocks of a class are traced one by one."""
 _MODULES = 4
 """Blocks of fewer modules are no work to trace."""

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self, depth: int = 7) -> None:
+    def __init__(self, depth: int = 9) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(number) for number in range(depth))
         self.bias = nn.Parameter(torch.randn(8))
