@@ -25,7 +25,7 @@ from memopt.models.periods import Period, longest_period
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.aot import called_alike
 
-_LEAST = 8
+LEAST = 8
 """Fewer equal blocks are all traced."""
 KEPT = 6
 CUT = 2
@@ -67,7 +67,7 @@ def equal_blocks(traced: GraphModule) -> EqualBlocks | None:
     what is made in a block that would be left out.
     """
     nodes = list(traced.graph.nodes)
-    if len(nodes) < 2 * _LEAST:
+    if len(nodes) < 2 * LEAST:
         return None
     position = {node: place for place, node in enumerate(nodes)}
     keys = [_key(traced, node) for node in nodes]
@@ -77,7 +77,7 @@ def equal_blocks(traced: GraphModule) -> EqualBlocks | None:
         step = second - first
         return all(b in (a, a + step) for a, b in zip(read[first], read[second], strict=True))
 
-    run = longest_period(keys, equal, _LEAST)
+    run = longest_period(keys, equal, LEAST)
     if run is None:
         return None
     offsets = [o for o in range(run.length) if nodes[run.start + o].op == "get_attr"]

@@ -1,17 +1,16 @@
 """Traces a model's equal blocks once: Dynamo's trace of a block serves those like it.
 
-Which blocks are alike is Dynamo's answer (`memopt.torch_private.regions`): every guard of the first
-one's trace holds for the other, its arguments have the same layouts, and nothing that the trace
-read was changed in between. Where it cannot tell, it traces the block. Afterwards the graph is
-written out, each operator with the module stack of its own block, and what was relied on of the
-first block is relied on of each.
+Which blocks are alike is Dynamo's answer (`memopt.torch_private.regions`): the guards of the first
+one's trace hold for the other, its arguments have the same layouts, and nothing that the trace read
+was changed in between. It skips some guards, so `alike` compares the blocks, too. Where either
+cannot tell, the block is traced. Afterwards the graph is written out, each operator with the module
+stack of its own block, and what was relied on of the first block is relied on of each.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,10 +20,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from memopt.capture.equal_blocks import LEAST
 from memopt.torch_private.dynamo import export_root
 
-_LEAST = 8
-"""Fewer blocks of a class are traced one by one."""
 _MODULES = 4
 """Blocks of fewer modules are no work to trace."""
 
@@ -47,7 +45,7 @@ def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
     chosen: list[type] = []
     for kind, count in found.most_common():
         apart = all(kind not in inner[one] and one not in inner[kind] for one in chosen)
-        if count >= _LEAST and apart:
+        if count >= LEAST and apart:
             chosen.append(kind)
     return frozenset(vars(kind)["forward"].__code__ for kind in chosen)
 
@@ -92,9 +90,10 @@ def write_out(module: GraphModule) -> None:
         ValueError: a region has graphs of its own.
     """
     graph, first = module.graph, dict[str, Node]()
-    regions = list(_regions(module))
+    target = torch.ops.higher_order.invoke_subgraph
+    regions = list(graph.find_nodes(op="call_function", target=target))
     for node in regions:
-        held = str(node.args[0].target)  # type: ignore[union-attr]
+        held = str(node.args[0].target)
         body: GraphModule = getattr(module, held)
         if any(isinstance(one, GraphModule) for one in body.children()):
             raise ValueError("a region has graphs of its own")
@@ -120,33 +119,31 @@ def write_out(module: GraphModule) -> None:
         module.recompile()
 
 
-def _regions(module: GraphModule) -> Iterator[Node]:
-    yield from module.graph.find_nodes(
-        op="call_function", target=torch.ops.higher_order.invoke_subgraph
-    )
-
-
 class _Stacks:
     """The module stacks of a region's operators, which were traced in the first such region."""
 
     def __init__(self, first: Node, here: Node) -> None:
-        self._old, self._here = (dict(one.meta.get(_STACK, {})) for one in (first, here))
-        self._paths = [list(one.values())[-1:] for one in (self._old, self._here)]
+        self._here = here.meta.get(_STACK, {})
+        self._old, self._new = (_block(one.meta.get(_STACK, {})) for one in (first, here))
 
     def correct(self, node: Node) -> None:
         """Give an operator, that was copied, the stack that it has here."""
-        found = dict(node.meta.get(_STACK, {}))
-        if not found:
+        if _STACK not in node.meta:
             return
-        ((old, _),), ((new, _),) = self._paths
         own: dict[str, Any] = {}
-        for key, (path, kind) in found.items():
+        for key, (path, kind) in node.meta[_STACK].items():
             cleaned = path.replace(f".{export_root()}", "")
-            if cleaned == old:
+            if cleaned == self._old:
                 own = {}  # the block: what comes after is inside it
             else:
-                own[key] = cleaned.replace(old, new, 1), kind
+                own[key] = cleaned.replace(self._old, self._new, 1), kind
         node.meta[_STACK] = {**self._here, **own}
+
+
+def _block(stack: dict[str, Any]) -> str:
+    """Return the path of the innermost module of a stack."""
+    path, _ = list(stack.values())[-1]
+    return str(path)
 
 
 _STACK = "nn_module_stack"
