@@ -300,9 +300,13 @@ class _WholeJoint:
         """Return what is known of an operator in another block, whose results have memory of their
         own."""
         meta, own = self._with_stacks(node, shift), dict[int, Any]()
-        meta["val"] = pytree.tree_map_only(
-            torch.Tensor, lambda value: self._value(value, node, shift, own), node.meta.get("val")
-        )
+        known = meta.get("val")
+        if isinstance(known, torch.Tensor):  # of nearly all; a pytree takes as long as the rest
+            meta["val"] = self._value(known, node, shift, own)
+        else:
+            meta["val"] = pytree.tree_map_only(
+                torch.Tensor, lambda value: self._value(value, node, shift, own), known
+            )
         return meta
 
     def _with_stacks(self, node: Node, shift: int) -> dict[str, Any]:

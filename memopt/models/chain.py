@@ -56,7 +56,7 @@ class Stage:
             if getattr(self, default) is None:
                 object.__setattr__(self, default, self.output_bytes)
         sizes = ("output_bytes", "saved_bytes", "gradient_bytes", "parameter_gradient_bytes")
-        check_figures(self, owner, sizes, ("forward_time_s", "backward_time_s"))
+        check_figures(self, "Stage", sizes, ("forward_time_s", "backward_time_s"))
         for name in (
             "forward_overhead_bytes",
             "forward_no_save_overhead_bytes",

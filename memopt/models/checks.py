@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 MOST_BYTES = 2**53
 """Limit of all sizes of a cost model together: 8 PiB, up to which floats are exact."""
@@ -47,10 +48,10 @@ def check_rate(owner: str, name: str, value: float) -> None:
 
 
 def check_figures(
-    record: object, owner: str, sizes: Iterable[str] = (), times: Iterable[str] = ()
+    record: Any, kind: str, sizes: Iterable[str] = (), times: Iterable[str] = ()
 ) -> None:
     """Check a frozen record's sizes and times, and convert them to Python's own numbers, whose sums
-    are exact: those of NumPy wrap around.
+    are exact: those of NumPy wrap around. Messages name its kind and, if it has one, its name.
 
     Raises:
         ValueError: see `check_bytes` and `check_seconds`.
@@ -59,16 +60,21 @@ def check_figures(
         value = getattr(record, name)
         if type(value) is int and value >= 0:
             continue  # nearly all of them; models have a hundred thousand
-        check_bytes(owner, **{name: value})
+        check_bytes(_owner(record, kind), **{name: value})
         if type(value) is not int:
             object.__setattr__(record, name, int(value))
     for name in times:
         value = getattr(record, name)
         if type(value) in (int, float) and 0 <= value < math.inf:
             continue
-        check_seconds(owner, **{name: value})
+        check_seconds(_owner(record, kind), **{name: value})
         if type(value) not in (int, float):
             object.__setattr__(record, name, float(value))
+
+
+def _owner(record: Any, kind: str) -> str:
+    name = getattr(record, "name", "")
+    return f"{kind} {name!r}" if name else kind
 
 
 def check_sums(owner: str, sizes: Iterable[int], times: Iterable[float]) -> None:

@@ -63,7 +63,7 @@ class Tensor:
     kind: TensorKind = TensorKind.ACTIVATION
 
     def __post_init__(self) -> None:
-        check_figures(self, f"Tensor {self.name!r}", ("size_bytes",))
+        check_figures(self, "Tensor", ("size_bytes",))
 
     @property
     def resident(self) -> bool:
@@ -104,7 +104,7 @@ class Implementation:
     def __post_init__(self) -> None:
         if self.on_host and (self.reads != () or self.writes):
             raise ValueError(f"Implementation {self.name!r}: on the host it reads=(), writes none")
-        check_figures(self, f"Implementation {self.name!r}", ("workspace_bytes",), ("time_s",))
+        check_figures(self, "Implementation", ("workspace_bytes",), ("time_s",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,14 @@ class Operator:
     """As `Implementation.on_host`: the default implementation runs on the device."""
 
     def __post_init__(self) -> None:
-        owner = f"Operator {self.name!r}"
         if self.collective and (self.implementations or self.in_place or self.random):
             raise ValueError(
-                f"{owner}: a collective runs one way, over nothing and without random numbers"
+                f"Operator {self.name!r}: a collective runs one way, over nothing and without "
+                "random numbers"
             )
-        check_figures(self, owner, ("workspace_bytes",), ("time_s",))
+        check_figures(self, "Operator", ("workspace_bytes",), ("time_s",))
         if len(set(self.writes)) != len(self.writes):
-            raise ValueError(f"{owner}: writes lists a tensor twice")
+            raise ValueError(f"Operator {self.name!r}: writes lists a tensor twice")
 
     @property
     def changes_in_place(self) -> bool:

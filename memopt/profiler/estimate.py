@@ -25,6 +25,7 @@ from memopt.capture.training_call import training_call
 from memopt.kernels.compiled.choice import check_kernels
 from memopt.kernels.compiled.fuse import planned_regions
 from memopt.models.device import Device
+from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
 from memopt.models.progress import Progress
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES, LossUse, OutputTree, cut_output
@@ -53,6 +54,7 @@ from memopt.user_code.aside import aside
 
 
 @aside
+@full_collections_deferred()
 def estimate_model(
     model: nn.Module,
     inputs: Any,

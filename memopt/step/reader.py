@@ -199,8 +199,12 @@ _SETTINGS = (
 )
 
 
-def _words(expression: str) -> list[str]:
-    return re.findall(r"\w+", expression)
+_ALIAS = "global_"
+_MODEL = re.compile(r"\bmodel\b")
+_GLOBAL = re.compile(r"\bG\['([^']+)'\]")
+# Dynamo copies the dictionaries of classes before it reads them.
+_COPIED = re.compile(r"\bdict\(((?:[^()]|\([^()]*\))*\.__dict__)\)")
+_NAMED = re.compile(r"\.__dict__\['(\w+)'\]")
 
 
 def read(expression: str, model: nn.Module, names: dict[str, Any]) -> Any:
@@ -218,7 +222,7 @@ class TraceReader:
 
     def __init__(self, model: nn.Module, guards: TraceGuards) -> None:
         self._model, self._guards = model, guards
-        self._aliases = {name: f"global_{i}" for i, name in enumerate(guards.scope)}
+        self._aliases = {name: f"{_ALIAS}{i}" for i, name in enumerate(guards.scope)}
         self.names: dict[str, Any] = {**guards.names, "torch": torch, "described": described}
         self.names |= {self._aliases[name]: value for name, value in guards.scope.items()}
         self._registered = {id(one) for one in (*model.parameters(), *model.buffers())}
@@ -274,7 +278,7 @@ class TraceReader:
             template = "tuple({x}.values())"
         detail = repr(guard.detail)
         if guard.kind == "DUPLICATE_INPUT":
-            if "model" not in _words(source) or _ELSEWHERE.search(guard.detail):
+            if not _MODEL.search(source) or _ELSEWHERE.search(guard.detail):
                 return None
             detail = self._expression(guard.detail)
         elif "{a}" in template and not isinstance(guard.detail, (str, int)):
@@ -296,7 +300,7 @@ class TraceReader:
         if type(planned) in (list, set, dict):
             planned = type(planned)(planned)
         shown = self._shown(source)
-        shared = "model" not in _words(look) or guard.name.startswith(self._changed)
+        shared = not _MODEL.search(look) or guard.name.startswith(self._changed)
         if guard.kind == "DUPLICATE_INPUT":
             shown += f" and {self._shown(detail)}"
         return Dependency(shown, source, look, planned, identity, shared)
@@ -346,19 +350,19 @@ class TraceReader:
 
     def _expression(self, name: str) -> str:
         text = name.replace(ROOT, "model")
-        text = re.sub(r"\bG\['([^']+)'\]", lambda m: self._aliases.get(m[1], "absent"), text)
-        # Dynamo copies the dictionaries of classes before it reads them.
-        return re.sub(r"\bdict\(((?:[^()]|\([^()]*\))*\.__dict__)\)", r"\1", text)
+        if "G['" in text:
+            text = _GLOBAL.sub(lambda m: self._aliases.get(m[1], "absent"), text)
+        return _COPIED.sub(r"\1", text) if "dict(" in text else text
 
     def _shown(self, source: str) -> str:
-        cell = _CELL.match(source)
+        cell = _CELL.match(source) if "cell_contents" in source else None
         if cell is not None and cell[1].count("(") == cell[1].count(")"):
             name = self._read(cell[1]).__code__.co_freevars[int(cell[2])]
             return f"{self._shown(cell[1])}'s {name}{source[cell.end() :]}"
         text = _REGISTERED.sub(r".\1", source)
-        text = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", text)
-        for alias in self._aliases.values():
+        text = _NAMED.sub(r".\1", text) if ".__dict__" in text else text
+        for alias in self._aliases.values() if _ALIAS in text else ():
             value = self.names[alias]
             if alias in text and isinstance(value, types.ModuleType):
                 text = re.sub(rf"\b{alias}\b", value.__name__, text)
-        return re.sub(r"\bmodel\b", self._root, text, count=1).lstrip(".")
+        return _MODEL.sub(self._root, text, count=1).lstrip(".")

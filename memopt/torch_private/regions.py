@@ -23,7 +23,8 @@ _INPUTS = f"{_SUBGRAPHS}.build_subgraph_input_mapping"
 _REUSABLE = f"{_SUBGRAPHS}.is_reusable"
 _FLAT = f"{_SUBGRAPHS}.build_fingerprint_with_pytree"
 _SAME = "torch._dynamo.variables.higher_order_ops.are_same_graph_modules"
-_PATCHED = (_CALL, _REGION, _BODY, _STAMPED, _INPUTS, _REUSABLE, _FLAT, _SAME)
+_CLONE = "torch._guards.ChainedSource.clone"
+_PATCHED = (_CALL, _REGION, _BODY, _STAMPED, _INPUTS, _REUSABLE, _FLAT, _SAME, _CLONE)
 _USED = tuple(
     f"torch._dynamo.variables.{name}"
     for name in (
@@ -82,6 +83,8 @@ class _Regions:
     def __init__(self, functions: Set[CodeType], alike: Callable[[Any, Any], bool]) -> None:
         self.reused, self._functions, self._alike = Reused(), functions, alike
         self._inside, self._states = False, list[tuple[Any, Any]]()
+        self._transform: Any = None
+        self._clones: dict[Any, Any] = {}
         self._plain = dict(zip(_PATCHED, map(private, _PATCHED), strict=True))
         self._operator, self._tag_of, self._fingerprint = map(private, _USED)
 
@@ -110,8 +113,11 @@ class _Regions:
         def same(*_: Any) -> bool:
             return False  # equal operators on other dtypes are another graph
 
+        def clone(source: Any, transform: Any = None) -> Any:
+            return self._cloned(source, transform)
+
         inputs, reusable, flat = self._inputs, self._reusable, self._flat
-        return called, region, body, stamped, inputs, reusable, flat, same
+        return called, region, body, stamped, inputs, reusable, flat, same, clone
 
     def _called(self, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self._inside or variable.get_function().__code__ not in self._functions:
@@ -145,6 +151,14 @@ class _Regions:
             return False
         self.reused.replaced.append(replaced)
         return True
+
+    def _cloned(self, source: Any, transform: Any) -> Any:
+        # A block's sources have most of their ways in common: each is changed once.
+        if transform is not self._transform:
+            self._transform, self._clones = transform, {}
+        if source not in self._clones:
+            self._clones[source] = self._plain[_CLONE](source, transform)
+        return self._clones[source]
 
     def _flat(self, tx: Any, args: Any, kwargs: Any) -> Any:
         leaves: list[Any] = []

@@ -284,6 +284,7 @@ INDUCTOR = (
     *rows("compile regions", "torch._inductor.inductor_prims", "force_stride_order"),
     *rows("compile regions", "torch._inductor.config", "fx_graph_cache", "reorder_for_peak_memory"),
     *rows("compile regions", "torch._guards", "tracing", "TracingContext"),
+    *rows("trace equal blocks once", "torch._guards.ChainedSource", "clone"),
     *rows("trace equal blocks once", "torch.fx.Graph", "_codegen", of=specimens.empty_graph),
     *rows("compile regions", "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     *rows("compile regions", "torch.fx.experimental.proxy_tensor", "make_fx"),
