@@ -69,6 +69,8 @@ class Portfolio:
     at_once: list[MemberOutcome] = field(default_factory=list)
     """Outcomes of members that were asked when the time was up and there was no plan."""
     interrupted: bool = False
+    too_late: bool = False
+    """Whether a member was not asked since it could not have begun in the time left."""
 
     def __post_init__(self) -> None:
         self.began_s = time.monotonic()
@@ -136,6 +138,7 @@ class Portfolio:
             left_s = deadline.left_s - (0.0 if leads else self.check_s)
             slow = leads or not member.quick
             if self.best is not None and left_s < (self.leader_s if slow else 0.0):
+                self.too_late = True
                 continue
             share_s = max(0.0, left_s)
             share_s *= self._share(members[index:], share_s)
@@ -180,7 +183,7 @@ class Portfolio:
             return f"the limit of {self.limit_s:.3g} s"
         if time.monotonic() >= self.end_s(quick=False):
             return f"more time would not come back in {STEPS} steps"
-        return "all were asked"
+        return "too little time is left for others" if self.too_late else "all were asked"
 
 
 def _part(progress: Progress | None, index: int, count: int, name: str) -> Progress | None:

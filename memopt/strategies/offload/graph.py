@@ -47,6 +47,8 @@ from memopt.strategies.shared.timing import TIMINGS
 
 PROVED = 1e-12
 """Gap at which a plan is optimal, since float sums depend on their order."""
+OFFERS = 3.0
+"""What another program and the last checks take, as a multiple of a program's replay."""
 SHARES = (0.8, 0.5, 0.25)
 """Shares of the room for activations, where parameters move, too."""
 
@@ -198,6 +200,8 @@ class _Candidates:
     best: tuple[Program, Timeline, str] | None = None
     start: tuple[Absence, ...] | None = None
     start_s: float = math.inf
+    offer_s: float = 0.0
+    """The most seconds in which a program was written and replayed."""
     least_host_bytes: int = 0
 
     @cached_property
@@ -212,8 +216,8 @@ class _Candidates:
 
     @property
     def late(self) -> bool:
-        """Tell whether the time limit has passed and there is a plan to return."""
-        return self.best is not None and not self.deadline.left_s
+        """Tell whether there is a plan to return, and no time for another and its checks."""
+        return self.best is not None and self.deadline.left_s <= OFFERS * self.offer_s
 
     def tell(self, fraction: float, what: str) -> None:
         """Report progress; an error that the listener raises ends the search."""
@@ -244,7 +248,9 @@ class _Candidates:
             if not self._has_room(made.host_bytes):
                 continue
             if self.best is None or made.time_s < self.best[1].time_s:
+                begin_s = time.monotonic()
                 self.offer(made.program(), "gaps")
+                self.offer_s = max(self.offer_s, time.monotonic() - begin_s)
             least_s = min(least_s, made.time_s)
             if made.time_s < self.start_s:
                 self.start, self.start_s = made.used, made.time_s
