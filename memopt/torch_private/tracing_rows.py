@@ -116,6 +116,12 @@ DYNAMO = (
         versions=("2.13", "2.14"),
     ),
     *rows("trace equal blocks once", f"{_VARIABLES}.UserFunctionVariable", "call_function"),
+    *rows(
+        "trace equal blocks once",
+        "torch._guards.ChainedSource",
+        "clone",
+        versions=("2.13", "2.14"),
+    ),
     *rows("trace equal blocks once", _VARIABLES, "TupleVariable"),
     *rows(
         "trace equal blocks once",
@@ -284,7 +290,6 @@ INDUCTOR = (
     *rows("compile regions", "torch._inductor.inductor_prims", "force_stride_order"),
     *rows("compile regions", "torch._inductor.config", "fx_graph_cache", "reorder_for_peak_memory"),
     *rows("compile regions", "torch._guards", "tracing", "TracingContext"),
-    *rows("trace equal blocks once", "torch._guards.ChainedSource", "clone"),
     *rows("trace equal blocks once", "torch.fx.Graph", "_codegen", of=specimens.empty_graph),
     *rows("compile regions", "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     *rows("compile regions", "torch.fx.experimental.proxy_tensor", "make_fx"),
