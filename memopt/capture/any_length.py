@@ -18,6 +18,7 @@ from memopt.capture.as_eager.corrections import deriving_as_eager, tracing_as_ea
 from memopt.capture.as_eager.layouts import computing_device
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.trace import trace_of
+from memopt.capture.training_call import training_call
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.torch_private import aot, pytree
@@ -44,6 +45,7 @@ def any_length(
         where: position among the call's arguments → its dimensions of that length.
     """
     varying = call.with_tensors_at(where, lambda at, one: of_varying_length(one, where[at]))
+    varying = training_call(model, varying)
     try:
         position, dims = next(iter(where.items()))
         return _symbols(model, varying, call.leaves[position].shape[dims[0]])

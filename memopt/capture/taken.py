@@ -46,6 +46,11 @@ def check_leaves(call: Call) -> None:
             )
 
 
+def is_taken(leaf: Any) -> bool:
+    """Return whether `check_leaves` takes a flat argument."""
+    return isinstance(leaf, _TAKEN) and not _takes_part(type(leaf))
+
+
 def _takes_part(kind: type) -> bool:
     """Return whether a tensor class has a `__torch_function__` that a user has written."""
     for one in kind.__mro__:

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from memopt.capture.any_length import any_length
+from memopt.capture.training_call import as_planned
 from memopt.errors import MemoptError
 from memopt.executor.module import PlannedModule, program_of, when_arrived
 from memopt.executor.plan_maker import Made
 from memopt.executor.recaptured import with_alternatives
 from memopt.executor.runtime import Installed
 from memopt.executor.sized_code import SizedCode
-from memopt.step.inputs import Call
+from memopt.step.inputs import Call, align
 from memopt.torch_private.aot import of_any_size
 from memopt.torch_private.symbols import Symbols
 
@@ -319,7 +320,8 @@ class Lengths:
 def _with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
     """Return a module for another call, of other sizes, in the same capture."""
     own, (model, captured, runtime, _) = planned.__dict__, planned.__dict__["_memopt"]
-    guard = own["_memopt_guard"].of_sizes(call)
+    whole = align(model, captured.call, call.args, as_planned(captured.call, call.kwargs))
+    guard = own["_memopt_guard"].of_sizes(whole)
     more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
     made = PlannedModule(model, captured, runtime, program, *more)
     when_arrived(made, own["_memopt_arrived"])

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from memopt.capture.taken import is_taken
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
 from memopt.executor.measured_parts import PlannedPart
@@ -30,6 +31,7 @@ from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.step.inputs import Call
+from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, plain_call
 
 if TYPE_CHECKING:
@@ -348,6 +350,13 @@ class InParts(SelfPlanning):
                 self.parts.open("", self.model, error)
         return self._run_in_parts(args, kwargs)
 
+    def _kind(self, call: Call) -> Any:
+        if self.parts.is_open and not all(map(is_taken, call.leaves)):
+            # What its parts do not get may be anything.
+            args, kwargs = pytree.tree_map(_or_its_class, (call.args, call.kwargs))
+            call = replace(call, args=args, kwargs=kwargs)
+        return super()._kind(call)
+
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
@@ -358,6 +367,11 @@ class InParts(SelfPlanning):
         self.around.called(kind, call, output, None, _nothing)
         self.parts.ran()
         return output
+
+
+def _or_its_class(leaf: Any) -> Any:
+    """Return an argument that memopt takes, else the name of its class."""
+    return leaf if is_taken(leaf) else type(leaf).__qualname__
 
 
 def _nothing() -> None:

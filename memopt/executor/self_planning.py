@@ -117,7 +117,7 @@ class SelfPlanning:
                 "twice (memopt.unwrap(model) undoes it)"
             )
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
-        self._on_mismatch = on_mismatch
+        self._on_mismatch, self._to_part = on_mismatch, None if self._in_parts else model
         self._rounds_by_mask = rounds_by_mask(model)
         self.plans = ReadyPlans(most_plans)
         # Kinds whose outputs had no gradient so far.
@@ -267,7 +267,8 @@ class SelfPlanning:
 
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
-        check_leaves(call)
+        with naming_parts(self._to_part):
+            check_leaves(call)
         # What accumulates has a plan with room for gradients from its first micro-batch on.
         trained, holding = [], reducing_later()
         for parameter in self.model.parameters():
@@ -365,7 +366,7 @@ class SelfPlanning:
         instead_of: Made | None = None,
         beside: Charges = NO_CHARGES,
     ) -> Made:
-        naming = naming_parts(None if self._in_parts else self.model)
+        naming = naming_parts(self._to_part)
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
             made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)

@@ -51,9 +51,12 @@ PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]
     torch.optim.AdamW: lambda group: 2 + int(group["amsgrad"]),
     torch.optim.RMSprop: lambda group: 1 + int(bool(group["momentum"])) + int(group["centered"]),
     torch.optim.Adagrad: lambda _group: 1,
+    torch.optim.NAdam: lambda _group: 2,
+    torch.optim.Adamax: lambda _group: 2,
+    torch.optim.Adadelta: lambda _group: 2,
 }
 """Optimizers that treat every parameter on its own → how many tensors of its size they keep for it,
-by its group's options."""
+by its group's options. RAdam is not one: its later updates take more memory than its first."""
 
 
 def optimizer_state(

@@ -53,8 +53,21 @@ def test_blocks_and_tied_parameters() -> None:
         lambda p: torch.optim.AdamW(p),
         lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
         lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.Adamax(p),
+        lambda p: torch.optim.Adadelta(p),
     ],
-    ids=["sgd", "momentum", "amsgrad", "adamw", "rmsprop", "adagrad"],
+    ids=[
+        "sgd",
+        "momentum",
+        "amsgrad",
+        "adamw",
+        "rmsprop",
+        "adagrad",
+        "nadam",
+        "adamax",
+        "adadelta",
+    ],
 )
 def test_instances_before_and_after_a_step(make) -> None:
     held = [p for p in parameters(torch.float32) if p.requires_grad]
@@ -78,7 +91,7 @@ def test_unknown_optimizers_are_told_the_known_ones() -> None:
         optimizer_state("lion", parameters())
     held = parameters()
     with pytest.raises(ValueError, match="run one step before planning"):
-        optimizer_state(torch.optim.Adamax(held), held)
+        optimizer_state(torch.optim.Rprop(held), held)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])

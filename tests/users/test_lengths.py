@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.executor.runtime import Runtime
+from memopt.executor.self_planning import SelfPlanning
 from memopt.executor.sized_code import polynomial_through
 from tests.users.metering import StepMeter
 
@@ -100,6 +105,77 @@ def test_random_lengths_have_few_plans_and_eagers_bits_within_the_budget(
     assert model.calls.original == 0
     assert len(made) <= 8
     assert {plan.budget for plan in model.plans} == {budget}
+
+
+def gpt2() -> nn.Module:
+    """As it is made by default: it returns keys and values unless it is called to train."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+
+
+def with_labels(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def timed_choices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Take the seconds between each call of a wrapped model and its plan's first operator."""
+    seconds: list[float] = []
+    called, run = SelfPlanning._training_call, Runtime.run
+
+    def begun(asking: SelfPlanning, *args: Any, **kwargs: Any) -> Any:
+        seconds.append(-time.perf_counter())
+        return called(asking, *args, **kwargs)
+
+    def running(runtime: Runtime, *args: Any) -> Any:
+        seconds[-1] += time.perf_counter()
+        return run(runtime, *args)
+
+    monkeypatch.setattr(SelfPlanning, "_training_call", begun)
+    monkeypatch.setattr(Runtime, "run", running)
+    return seconds
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_of_random_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, meter, seconds = gpt2(), StepMeter(monkeypatch), timed_choices(monkeypatch)
+    plain, draw = copy.deepcopy(model), random.Random(0)
+    longest = dict.fromkeys(("input_ids", "labels"), torch.zeros(2, 512, dtype=torch.int64))
+    whole = memopt.plan(gpt2(), longest, strategy="store-all", progress=False)
+    memopt.wrap(model, int(0.6 * whole.peak_bytes), progress=False)
+    for step in range(1000):
+        tokens = torch.randint(0, 200, (2, draw.randint(16, 512)))
+        meter.begin()
+        found = stepped(model, with_labels, tokens, step)
+        assert meter.end(model.plans[-1]) <= 0, step
+        expected = stepped(plain, with_labels, tokens, step)
+        assert all(map(torch.equal, found, expected)), step
+    assert (model.calls.planned, model.calls.original) == (1000, 0)
+    assert len(model.plans.lines) <= 8
+    print(f"a plan is chosen in {1e3 * statistics.median(seconds):.2f} ms (median)")
+
+
+class Keeps(nn.Module):
+    """Returns what no graph can hold unless it is called with `use_cache=False`, as planned calls
+    are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.config = nn.Embedding(WORDS, WIDTH), transformers.GPT2Config()
+
+    def forward(self, tokens: torch.Tensor, use_cache: bool = True) -> Any:
+        loss = self.words(tokens).square().sum()
+        return (loss, transformers.DynamicCache()) if use_cache else (loss,)
+
+
+def test_a_model_that_keeps_keys_shares_plans() -> None:
+    model = Keeps().train()
+    memopt.wrap(model, None, "store-all", progress=False)
+    for length in (10, 12, 14, 11, 9):
+        model(torch.zeros(2, length, dtype=torch.int64))[0].backward()
+    assert len(model.plans.lines) < 5  # type: ignore[arg-type, union-attr]
+    assert model.calls.planned == 5  # type: ignore[union-attr]
 
 
 class Padded(Reader):

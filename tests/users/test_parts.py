@@ -318,6 +318,24 @@ def test_a_refusal_names_the_parts_to_plan() -> None:
     assert "parts=" not in str(raised.value)
 
 
+def test_a_model_that_is_called_with_what_no_plan_takes() -> None:
+    class Asked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = layers()
+
+        def forward(self, x: torch.Tensor, then: Callable[..., torch.Tensor]) -> torch.Tensor:
+            return then(self.inside(x))
+
+    whole = memopt.wrap(Asked(), progress=False)
+    with pytest.raises(CaptureError, match=r'a builtin_function.*parts="auto".*\(inside\)'):
+        whole(X, torch.sum)
+    model = memopt.wrap(Asked(), "min", parts="auto", progress=False)
+    for _ in range(3):
+        model(X, torch.sum).backward()
+    assert model.calls.planned == 3  # type: ignore[union-attr]
+
+
 def test_one_notice_says_what_happens() -> None:
     model = in_parts(Blocks())
     with warnings.catch_warnings(record=True) as told:
