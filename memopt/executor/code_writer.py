@@ -19,7 +19,7 @@ from memopt.executor.views import is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.step.backend import is_on_host
-from memopt.step.collectives import WAIT, is_wait, waited
+from memopt.step.collectives import WAIT, is_wait, let_go, waited
 
 
 class Writer(ExpressionWriter):
@@ -47,8 +47,16 @@ class Writer(ExpressionWriter):
             return text
         for other in self.sending.beside(node):
             self.settle(other)
-        self.landed(self.sending.waited(node))
-        return self.waiting(text)
+        used = self.sending.waited(node)
+        self.landed(used)
+        return self.waiting(self.last_wait(text, used[0]) if used else text)
+
+    def last_wait(self, text: str, result: int) -> str:
+        """Return the text of a wait, which also waits until gloo has let go of the collective's
+        tensors if no other result of it is pending."""
+        if self.sending.pending(result):
+            return text
+        return f"{self.named('let_go', let_go)}({text})"
 
     def waiting(self, text: str) -> str:
         """Return the text of a wait for a collective, recorded if the step is."""
@@ -56,9 +64,13 @@ class Writer(ExpressionWriter):
 
     def settle(self, tensor: int) -> None:
         """Emit waits for the collectives that use a tensor, before its memory is given up."""
-        for result, used in self.sending.take(tensor):
+        taken = self.sending.take(tensor)
+        for position, (result, used) in enumerate(taken):
             base = self.lowering.bases[result].name
-            self.emit(self.waiting(f"{self.named(str(WAIT), WAIT)}({base})"), above=True)
+            text = f"{self.named(str(WAIT), WAIT)}({base})"
+            if not self.sending.same(result, (later for later, _ in taken[position + 1 :])):
+                text = self.last_wait(text, result)
+            self.emit(self.waiting(text), above=True)
             self.landed(used)
 
     def landed(self, tensors: Iterable[int]) -> None:

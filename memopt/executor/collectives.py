@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.fx import Node
 
 from memopt.step.build import Lowering
@@ -42,6 +44,14 @@ class UnderWay:
         if result not in self._reads:
             return []
         return [t for t in self._reads if t != result and self._of[t] == self._of[result]]
+
+    def same(self, result: int, others: Iterable[int]) -> bool:
+        """Return whether one of `others` is a result of the same collective."""
+        return any(self._of[other] == self._of[result] for other in others)
+
+    def pending(self, result: int) -> bool:
+        """Return whether a result of the same collective has not been waited for."""
+        return self.same(result, self._reads)
 
     def take(self, tensor: int) -> list[tuple[int, tuple[int, ...]]]:
         """Remove the pending results of collectives that use a tensor; return each with all tensors

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
-from memopt.executor.surroundings import Surroundings, bytes_of
+from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.programs.charged import backward_bytes, needed_bytes
@@ -171,6 +171,8 @@ class PlanMaker:
         self._model, self._planner, self._around, self.alone = model, planner, around, alone
         self._instead, self._family = instead, family
         self._again: dict[Any, int] = {}
+        self._kinds: dict[Any, int] = {}
+        self._calls = 0  # since the last plan was made
         self._told: set[str] = set()
 
     def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
@@ -180,8 +182,10 @@ class PlanMaker:
         Raises:
             InfeasibleBudgetError: the step alone is beyond the budget.
         """
-        certain = self._around.certain()
-        charges = self._around.charges(kind).plus(beside)
+        self._kinds.setdefault(kind, len(self._kinds))
+        self._calls = 0
+        certain = self._largest(self._around.certain())
+        charges = self._largest(self._around.charges(kind).plus(beside))
         try:
             made = self._asked(holding, call, charges)
         except InfeasibleBudgetError as error:
@@ -228,6 +232,11 @@ class PlanMaker:
         if made.once:
             return False
         charges = self._around.charges(kind)
+        if not self.alone:
+            self._calls += 1
+            if not is_metered(self._calls):
+                return True
+            charges = self._largest(charges, self._kinds[kind])
         if charges.largest(made.enough) == made.enough:
             return True
         if self._over_bytes(made, charges) <= 0:
@@ -237,6 +246,16 @@ class PlanMaker:
             return True
         self._again[kind] = self._again.get(kind, 0) + 1
         return False
+
+    def _largest(self, own: Charges, kind: int = 0) -> Charges:
+        """Return the largest of each charge that any rank has; none where ranks run calls of
+        different kinds, of which they would not make a plan together."""
+        ranks = None if self.alone else ranks_of(self._model)
+        if ranks is None:
+            return own
+        told = ranks.exchanged((kind, own), "what is met around a step is charged")
+        alike = all(one == kind for one, _ in told)
+        return reduce(Charges.largest, (one for _, one in told)) if alike else NO_CHARGES
 
     def met(self, kind: Any, made: Made) -> None:
         """Warn, once, if the memory met around a plan's step has exceeded the budget."""
@@ -298,10 +317,10 @@ class PlanMaker:
     def _planned(self, call: Call, asked: Asked) -> Made:
         module, plan = self._planner(self._model, call, asked, self._instead, self._family)
         if self.alone and ranks_of(self._model) is not None:
-            # Its graph has shown that other ranks run it, too: what is met around it is not theirs.
+            # Its graph has shown that other ranks run it, too.
             self.alone = False
-            self._around.remove()
-        made = Made(module, plan, asked.charges, asked.charges)
+        charges = self._largest(asked.charges)
+        made = Made(module, plan, charges, charges)
         if self.alone:
             # The other charges are in the plan's graph.
             outside = replace(

@@ -122,11 +122,9 @@ class SelfPlanning:
         self.plans = ReadyPlans(most_plans)
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
-        # Ranks that plan together would have to meet the same memory.
-        alone = ranks_of(model) is None
-        self.around = Surroundings(model, with_state and alone)
+        self.around = Surroundings(model, with_state)
         self._planner = planner
-        self._maker = self._makes_plans(alone)
+        self._maker = self._makes_plans(alone=ranks_of(model) is None)
         self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
@@ -241,8 +239,7 @@ class SelfPlanning:
 
     def _metered_on(self, call: Call) -> torch.device | None:
         """Return the device on which a call's loss is to be metered; None: it is charged."""
-        known = not self._maker.alone or self._planner.charges_loss(call)
-        return None if known else device_of(self.model, call)
+        return None if self._planner.charges_loss(call) else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
         """Count a call of the unplanned model, since there was nothing to train, and return its

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -27,8 +28,8 @@ from memopt.pricing.memory import LossMeter, MemoryUse
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
-from memopt.step.ranks import several_are_there
-from memopt.step.shards import local_part
+from memopt.step.ranks import members_of, several_are_there
+from memopt.step.shards import local_part, padded_bytes
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around, reducing_later
 
@@ -77,15 +78,15 @@ def _bucket_bytes(model: nn.Module) -> int:
 
 
 def _gathering(model: nn.Module) -> Charges:
-    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards, and until
-    the forward returns the buffer in which they were gathered."""
+    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards and what
+    pads them to one size, and until the forward returns the buffer in which they were gathered."""
     kept_bytes = gathered_bytes = 0
     for one in model.parameters():
-        part = local_part(one)
-        if part is not one:
+        if local_part(one) is not one:
             block_bytes = backend_of(one.device).block_bytes
-            kept_bytes += in_blocks(part.nbytes, block_bytes)
-            gathered_bytes += in_blocks(one.nbytes, block_bytes)
+            part_bytes, whole_bytes = padded_bytes(one)
+            kept_bytes += in_blocks(part_bytes, block_bytes) + whole_bytes - one.nbytes
+            gathered_bytes += in_blocks(whole_bytes, block_bytes)
     return Charges(bucket_bytes=kept_bytes, forward_bytes=gathered_bytes)
 
 
@@ -234,10 +235,14 @@ class Surroundings:
     def _waits_for_all(self, device: torch.device) -> bool:
         """Return whether a profile of a CPU can be open until the backward is over. What ranks send
         to one another by themselves (a pipeline's stages) may arrive later, when torch would write
-        to the memory of the profile that has ended. Engines wait for what they send."""
+        to the memory of the profile that has ended. Engines wait for what they send, and so do
+        plans that all ranks run together."""
         if not backend_of(device).on_host or not several_are_there():
             return True
-        return self.has_engine or data_parallel_around() is not None
+        model = self._model()
+        members = () if model is None else members_of(model)
+        together = len(members) == torch.distributed.get_world_size()
+        return together or self.has_engine or data_parallel_around() is not None
 
     def arrived(self, tangents: list[Any]) -> None:
         """Note that the backward of a planned call begins with the gradients of its outputs."""

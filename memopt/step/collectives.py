@@ -6,6 +6,7 @@ that it is a view, no operator: a collective's result is always read through its
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from memopt.models.collective import Collective, CollectiveKind
 from memopt.torch_private import pytree
 from memopt.torch_private.access import private
 from memopt.torch_private.operators import OpOverload, collectives, schema_of
+from memopt.torch_private.tensors import held_once
 
 _KINDS = {
     "all_gather_into_tensor": CollectiveKind.ALL_GATHER,
@@ -27,6 +29,8 @@ _KINDS = {
 _NAMESPACE = "_c10d_functional"
 WAIT = collectives().wait_tensor.default
 """Operator that waits for the collective that writes a tensor, and returns the tensor."""
+LETS_GO_S = 0.2
+"""How long gloo's thread has to let go of a collective's tensors."""
 _OTHER_END = frozenset({CollectiveKind.ALL_GATHER})
 """Kinds whose result is the whole; for the others the argument is the whole."""
 
@@ -44,7 +48,22 @@ def is_collective(target: Any) -> bool:
 
 def waited(result: Any) -> Any:
     """Wait for a collective, and return its result, one tensor or several."""
-    return pytree.tree_map_only(torch.Tensor, WAIT, result)
+    result = pytree.tree_map_only(torch.Tensor, WAIT, result)
+    return pytree.tree_map_only(torch.Tensor, let_go, result)
+
+
+def let_go(result: torch.Tensor) -> torch.Tensor:
+    """Return a result of a collective of which all results were waited for, once gloo holds none.
+
+    Its thread lets go of what a collective reads and writes after the wait has returned, on a busy
+    machine much later, and what the step gives up meanwhile would stay. Not longer than
+    `LETS_GO_S`.
+    """
+    if result.device.type == "cpu" and not held_once(result):
+        until_s = time.monotonic() + LETS_GO_S
+        while not held_once(result) and time.monotonic() < until_s:
+            time.sleep(0)
+    return result
 
 
 def collective_of(node: Node) -> Collective | None:

@@ -53,3 +53,22 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         setattr(tensor, SHARD, data)
     else:
         tensor.data = data
+
+
+def padded_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of each rank's part of a DTensor, and of all parts, as `fully_shard` pads
+    them to one size where a dimension does not divide evenly."""
+    part_bytes, whole_bytes = local_part(tensor).nbytes, tensor.nbytes
+    spec = spec_of(tensor)
+    split = [
+        (n, one.dim)
+        for n, one in zip(spec.mesh.shape, spec.placements, strict=True)
+        if one.is_shard()
+    ]
+    if len(split) == 1 and tensor.numel():
+        ((ranks, dim),) = split
+        rows = tensor.shape[dim]
+        most = -(-rows // ranks)
+        part_bytes = tensor.nbytes // rows * most
+        whole_bytes = ranks * part_bytes
+    return part_bytes, whole_bytes

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import memopt
 from benchmarks.engine_models import SUBJECTS, Decoder
 from benchmarks.engine_trainers import TRAINERS
-from benchmarks.engines import ENGINES, cells, trained
+from benchmarks.engines import ENGINES, Cell, cells, trained
 from memopt.errors import CaptureError, InfeasibleBudgetError
+from memopt.models.charges import Charges
 from memopt.programs.serialize import dumps
 from tests.distributed import cases, processes
 
@@ -242,10 +243,31 @@ def test_parts_that_communicate_have_one_plan_on_all_ranks(tmp_path: Path) -> No
     assert found[0][2] == found[1][2]
 
 
-def test_an_engine_of_each_kind(tmp_path: Path) -> None:
+def of_each_kind(rank: int, ranks: int) -> tuple[list[Cell], Charges, int, bytes]:
+    """Cells of the matrix; what `fully_shard` keeps of five rows of eight numbers and a bias; and
+    the last plan of a model whose loss needs more on the second rank: its peak, and its program."""
     # DistributedDataParallel and `memopt.shard` have tests of their own.
     engines = ["FSDP2 whole, then wrap", "tensor parallel"]
-    for one in processes.results(processes.run(cells, 2, tmp_path, "gpt", engines)):
+    model = memopt.shard(cases.mlp(), init_device_mesh("cpu", (ranks,)))
+    memopt.wrap(model, "min", "rotor", progress=False)
+    for _ in range(3):
+        output = model(torch.randn(8, 16))
+        (output.sum() * torch.ones((1 + rank) * 2**16)).mean().backward()
+    plan = model.memopt.plans[-1]
+    uneven = fully_shard(nn.Linear(8, 5), mesh=init_device_mesh("cpu", (ranks,)))
+    memopt.wrap(uneven, "min", "rotor", progress=False)(torch.randn(2, 8)).sum().backward()
+    charged = memopt.running(uneven).around.certain()
+    return cells(rank, ranks, "gpt", engines), charged, plan.peak_bytes, dumps(plan.program)
+
+
+def test_an_engine_of_each_kind(tmp_path: Path) -> None:
+    found = processes.results(processes.run(of_each_kind, 2, tmp_path))
+    # The second rank's loss is charged on both: 2**17 numbers, their product, and its gradient.
+    assert found[0][1:] == found[1][1:]
+    assert found[0][2] > 2 * 4 * 2**17
+    # Parts of three rows, one of which pads the whole.
+    assert found[0][1] == Charges(bucket_bytes=4 * (27 + 9), forward_bytes=4 * 54)
+    for one, *_ in found:
         assert [cell.failed for cell in one] == ["", ""]
         assert all(cell.planned == cell.calls > 0 for cell in one)
         # What fully_shard keeps is charged (84 KiB); gloo may let go of some KiB late.

@@ -26,9 +26,9 @@ BLOCKS = {
 }
 
 
-SOME_AGAIN = {"gpt2": 0.45, "resnet50": 0.7}
+SOME_AGAIN = {"gpt2": 0.45, "resnet50": 0.8}
 """Shares of the baseline within which only some weights are gathered again. Within more, plans of
-GPT-2 keep all of them, and run cheaper operators again."""
+GPT-2 keep all of them, and run cheaper operators again. The optimizer's state is charged as met."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def trained(rank: int, ranks: int, name: str, steps: int, budgets: list[Any]) ->
         same_losses = cases.train(planned, planned, rank, steps) == losses
         (plan,) = planned.memopt.plans
         inputs = cases.batch(planned)
-        measured = least_measured(plan, planned, inputs)
+        measured = most_measured(plan, planned, inputs)
         found["plans"].append(
             {
                 "same": same_losses and cases.same(cases.own(planned), cases.own(engine)),
@@ -75,13 +75,9 @@ def trained(rank: int, ranks: int, name: str, steps: int, budgets: list[Any]) ->
     return found
 
 
-def least_measured(plan: Any, planned: Any, inputs: Any) -> int:
-    """The peak of the fewest bytes in eight steps; all ranks take eight.
-
-    gloo makes a reduce-scatter on copies of its own, which its thread frees after the wait has
-    returned: in a step in five or so, on a busy machine, so late that they are there at the peak.
-    """
-    return min(plan.check(planned, inputs).measured_peak_bytes for _ in range(8))
+def most_measured(plan: Any, planned: Any, inputs: Any) -> int:
+    """The highest peak of eight steps: gloo's thread holds nothing that a step has given up."""
+    return max(plan.check(planned, inputs).measured_peak_bytes for _ in range(8))
 
 
 def regathered(plan: Any) -> tuple[int, int, int]:

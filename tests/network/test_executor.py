@@ -94,7 +94,7 @@ def test_memory_is_given_back_when_the_collective_is_over() -> None:
     blocking, later = map(_flat, (blocking, later))
     wait = f"_c10d_functional_wait_tensor_default({name})"
     # A thread of a group on CPU may hold it a moment longer.
-    assert f"{wait}\nreleased({given})\ndel {given}" in blocking
+    assert f"let_go({wait})\nreleased({given})\ndel {given}" in blocking
     start = later.index(f"{name} = ")
     assert "slice_backward_1 = " in later[start : later.index(wait)]
     assert (
