@@ -111,7 +111,7 @@ def _time_of(row: Mapping[str, Any]) -> float:
     return tokens(row) / row["tokens_per_s"] if "tokens_per_s" in row else 0.0
 
 
-_WITH_LOSS = ("llm.c", "deepspeed", "torchtitan-1690", "torchtitan-4636")
+_WITH_LOSS = ("llm.c", "deepspeed", "torchtitan-1690", "torchtitan-4636", "torchtitan-h200")
 """Sources that compile the loss, too: models that take labels, and torchtitan since 2025. Before,
 and in torchtune, layers are compiled one by one."""
 
