@@ -41,6 +41,19 @@ CAUSES = {
     "llm-foundry-195 llm-foundry-196 llm-foundry-197 llm-foundry-198 llm-foundry-207 "
     "llm-foundry-208 llm-foundry-209": "times: the narrowest models on the slowest memory: what "
     "their products expose is overestimated",
+    "torchtitan-2024-11": "peaks: 4 GiB more than with asynchronous collectives: what they gather "
+    "is on NCCL's stream",
+    "torchtitan-2024-13 torchtitan-2024-14 torchtitan-2024-15 torchtitan-2024-16 "
+    "torchtitan-2024-17 torchtitan-2024-18": "peaks: 12 GiB lack, 19 with micro-batches of four "
+    "sequences or a context of eight ranks; which is not found (1F1B is as far above interleaved "
+    "stages as estimated)",
+    "torchtitan-2024-7": "times: attention's rate is that of a GPU with 700 W",
+    "torchtitan-2024-8 torchtitan-2024-9 torchtitan-2024-10 torchtitan-2024-16 torchtitan-2024-17 "
+    "torchtitan-2024-18": "times: as if the causal mask's work were not balanced between a "
+    "context's ranks, which torch does unless told: of those with an estimate all are then "
+    "within 20%",
+    "torchtitan-async-tp-5 torchtitan-async-tp-6 torchtitan-async-tp-11 torchtitan-async-tp-12": ""
+    "times: scales of rows, whose products and casts are slow here (torchtitan's issue 1207)",
     "torchtitan-4636-2": "times: the peak is at 96% of the GPU's memory, where the allocator frees "
     "and asks again: a quarter of the tokens/s of recomputing everything",
     "torchtune-5": "peaks: logits in chunks and their gradients, of which some are gone already",

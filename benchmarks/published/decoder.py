@@ -16,6 +16,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
+@torch.library.custom_op("published::moved_rows", mutates_args=())
+def moved_rows(x: Tensor, ranks: int, gather: bool) -> Tensor:
+    """Copy as a gather or a scatter of a sequence's rows does, which no kernel is fused with."""
+    return x.repeat(1, ranks, 1) if gather else x[:, : x.shape[1] // ranks].clone()
+
+
+@moved_rows.register_fake
+def _(x: Tensor, ranks: int, gather: bool) -> Tensor:
+    rows = x.shape[1] * ranks if gather else x.shape[1] // ranks
+    return x.new_empty(x.shape[0], rows, x.shape[2])
+
+
+def _keep_ranks(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.ranks, ctx.gather = inputs
+
+
+def _moved_back(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+    return moved_rows(slope, ctx.ranks, not ctx.gather), None, None
+
+
+moved_rows.register_autograd(_moved_back, setup_context=_keep_ranks)
+
+
 @dataclass(frozen=True)
 class Style:
     """How a layer is computed.
@@ -25,7 +48,10 @@ class Style:
         scores: attention as product, softmax and dropout of S x S scores.
         wide_softmax: that softmax is one of float32.
         apart: the model returns its logits, for a loss that is not compiled with it.
-        loss: "float": cross entropy of logits in float32; "own": of logits in their dtype;
+        spread: rows of a sequence are spread over the ranks of `tensor` between products.
+        alone: layers are compiled one by one: no kernel is of two.
+        loss: "none": layers alone, without a head; "float": cross entropy of logits in float32;
+            "parallel": of a rank's share of those; "own": of logits in their dtype;
             "in place": Megatron's, which overwrites float32 logits; "chunks": of eight parts.
         packed: query, key and value are views of one result, which the value keeps alive. Adapters
             of some of the three are widened by an index_copy, whose backward keeps what it copies.
@@ -45,6 +71,16 @@ class Style:
     wide_softmax: bool = False
     apart: bool = False
     held: bool = False
+    spread: bool = False
+    alone: bool = False
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks."""
+        return moved_rows(x, self.tensor, True) if self.spread else x
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """Return the rows of one rank."""
+        return moved_rows(x, self.tensor, False) if self.spread else x
 
 
 class Norm(nn.Module):
@@ -136,7 +172,7 @@ class Layer(nn.Module):
         self.down = Linear(inner, width, bias, "mlp", style)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        y = self.before(x)
+        y = self.style.gathered(self.before(x))
         if self.style.packed:
             sizes = [count * self.head for count in (self.heads, self.groups, self.groups)]
             parts = self.query(y).split(sizes, -1)
@@ -149,11 +185,14 @@ class Layer(nn.Module):
             q, k = self._turned(q, turns), self._turned(k, turns)
         if self.groups < self.heads and (self.style.eager or self.style.scores):
             k, v = (one.repeat_interleave(self.heads // self.groups, 1) for one in (k, v))
-        mixed = self._dropped(self.out(self._attention(q, k, v).transpose(1, 2).flatten(2)))
+        mixed = self.out(self._attention(q, k, v).transpose(1, 2).flatten(2))
+        mixed = self._dropped(self.style.scattered(mixed))
         if self.shape.get("parallel_residual"):
             return x + mixed + self._fed(y if self.between is None else self.between(x))
         x = x + mixed
-        return x + self._dropped(self._fed(y if self.between is None else self.between(x)))
+        y = self.style.gathered(y if self.between is None else self.between(x))
+        x = x + self._dropped(self.style.scattered(self._fed(y)))
+        return moved_rows(x, 1, False) if self.style.alone else x
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rate = self.shape.get("attention_dropout", self.shape.get("dropout", 0.0))
@@ -225,11 +264,13 @@ class Decoder(nn.Module):
             if table is not None:
                 table.requires_grad_(not style.rank)
         self.layers = nn.ModuleList(Layer(shape, style) for _ in range(layers))
-        self.norm = Norm(width, shape.get("norm", "layer"), shape.get("bias", False), style.eager)
+        kind, bias = shape.get("norm", "layer"), shape.get("bias", False)
+        whole = style.loss != "none"
+        self.norm = Norm(width, kind, bias, style.eager) if whole else None
         for name, parameter in self.named_parameters():
             if style.rank and any(w in name for w in ("norm", "before", "between", "of_heads")):
                 parameter.requires_grad_(False)
-        self.head = head
+        self.head = head if whole else None
         rotated = shape.get("head_width", width // shape["heads"])
         self.register_buffer("turns", torch.zeros(sequence, rotated))
 
@@ -239,10 +280,12 @@ class Decoder(nn.Module):
             x = self.words(given)
             if self.places is not None:
                 x = x + self.places.weight
-            x = functional.dropout(x, self.shape.get("dropout", 0.0))
+            x = self.style.scattered(functional.dropout(x, self.shape.get("dropout", 0.0)))
         for layer in self.layers:
             x = layer(x, self.turns)
-        parts = self.norm(x).chunk(8 if self.style.loss == "chunks" else 1, 1)
+        if self.norm is None or self.head is None:
+            return x.sum()
+        parts = self.style.gathered(self.norm(x)).chunk(8 if self.style.loss == "chunks" else 1, 1)
         logits = [self.head(part).flatten(0, 1) for part in parts]
         if targets is None:
             return logits
@@ -260,7 +303,29 @@ class Decoder(nn.Module):
             found: Tensor = _InPlace.apply(logits, targets.flatten())
             return found
         logits = logits if self.style.loss == "own" else logits.float()
+        if self.style.loss == "parallel":
+            shared: Tensor = _Parallel.apply(logits, targets.flatten())
+            return shared
         return functional.cross_entropy(logits, targets.flatten())
+
+
+class _Parallel(torch.autograd.Function):
+    """Takes the memory of torch's loss of logits that ranks share, in the steps of
+    torch/distributed/tensor/parallel/loss.py. Its value is no loss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        logs = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(logs, targets)
+        return -logs.gather(-1, targets.unsqueeze(-1)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logs, targets = ctx.saved_tensors
+        hit = torch.zeros_like(logs).scatter_(-1, targets.unsqueeze(-1), -1.0)
+        # The result reads `logs`: torch's frame holds them to its end.
+        return torch.addcmul(hit + logs.exp(), logs, slope), None
 
 
 class LossApart(nn.Module):

@@ -22,7 +22,7 @@ from torch import nn
 
 import memopt
 from benchmarks.cluster_llama import published_step
-from benchmarks.published import measurements, tokens
+from benchmarks.published import measurements, meshes, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
 from benchmarks.published.reserved import DTYPES, expandable, flat_bytes, streams_bytes
@@ -30,9 +30,8 @@ from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.pricing.flops import work
 from memopt.pricing.measure import with_costs
-from memopt.pricing.roofline import estimate_costs, work_time_s
+from memopt.pricing.roofline import estimate_costs
 from memopt.pricing.workspace import cublas_workspace_bytes
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.allocator_requests import reserved_by
@@ -42,7 +41,6 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.step.kernel import FusedKernel
 from memopt.step.loss import Loss
-from memopt.step.signature import describe_value, signature
 
 
 @cache
@@ -70,8 +68,9 @@ def why_not(row: Mapping[str, Any]) -> str:
     shape = measurements().models.get(row.get("model", ""), {})
     if not {"sequence", "batch", "parameters"} <= row.keys() or not shape:
         return "shape, sequence or batch not published"
+    known = ("schedule", "sequence_parallel") if meshes.titan(row) else ()
     for field, why in _UNKNOWN.items():
-        if row.get(field):
+        if row.get(field) and field not in known:
             return why
     if shape.get("experts") or shape.get("kind") not in _PLAIN or shape.get("attention"):
         return "experts, latent attention, encoders"
@@ -79,7 +78,7 @@ def why_not(row: Mapping[str, Any]) -> str:
         return "operators written out by hand"
     if shape.get("norms"):
         return "more norms than two"
-    if row.get("dtype") == "float8" or row.get("attention") == "flex":
+    if row.get("attention") == "flex" or (row.get("dtype") == "float8" and not meshes.titan(row)):
         return "float8 or flex attention"
     if row.get("optimizer") not in ("adam", "adamw", "adamw-8bit") or "state_bytes" not in row:
         return "the optimizer's state"
@@ -92,7 +91,7 @@ def why_not(row: Mapping[str, Any]) -> str:
 
 def _sharded(row: Mapping[str, Any]) -> bool:
     """Whether a rank has a part of each parameter between two steps."""
-    return row.get("sharding") in ("gradients", "parameters")
+    return row.get("sharding") in ("gradients", "parameters") and not meshes.staged(row)
 
 
 def _memory_of(row: Mapping[str, Any]) -> str:
@@ -100,10 +99,10 @@ def _memory_of(row: Mapping[str, Any]) -> str:
 
 
 def _time_of(row: Mapping[str, Any]) -> float:
-    """Return the published seconds of a step, if its estimate is one; else 0. A rank of a context
-    has longer keys than its own; tensor parallelism's overlap is not modelled; functional tests of
-    narrow models take the host's time."""
-    if row["gpu"] in MEMORY_ONLY or row.get("cp", 1) > 1 or row.get("overlapped_tensor_parallel"):
+    """Return the published seconds of a step, if its estimate is one; else 0. How Megatron
+    sends a context's keys is not modelled; functional tests of narrow models take the host's
+    time."""
+    if row["gpu"] in MEMORY_ONLY or (row.get("cp", 1) > 1 and not meshes.titan(row)):
         return 0.0
     if row["source"] == "megatron" and measurements().models[row["model"]]["hidden"] < 1024:
         return 0.0
@@ -112,7 +111,7 @@ def _time_of(row: Mapping[str, Any]) -> float:
     return tokens(row) / row["tokens_per_s"] if "tokens_per_s" in row else 0.0
 
 
-_WITH_LOSS = ("llm.c", "deepspeed", "torchtitan-1690", "torchtitan-4636")
+_WITH_LOSS = ("llm.c", "deepspeed", "torchtitan-1690", "torchtitan-4636", "torchtitan-h200")
 """Sources that compile the loss, too: models that take labels, and torchtitan since 2025. Before,
 and in torchtune, layers are compiled one by one."""
 
@@ -125,10 +124,11 @@ def style_of(row: Mapping[str, Any]) -> Style:
     # TorchScript's fusion overwrites nothing.
     in_place = fused and not (megatron and row.get("loss") == "fused")
     loss = "in place" if in_place else "own" if own else "float"
+    loss = "none" if meshes.staged(row) else "parallel" if row.get("sequence_parallel") else loss
     lora = tuple(row.get("lora_layers", "").split())
-    apart = row.get("kernels") == "compiled" and not source.startswith(_WITH_LOSS)
+    each = row.get("kernels") == "compiled" and not source.startswith(_WITH_LOSS)
     return Style(
-        apart=apart,
+        apart=each and loss != "none",
         eager=not fused,
         scores=row.get("attention") == "scores",
         wide_softmax=row.get("softmax") == "float32",
@@ -139,6 +139,8 @@ def style_of(row: Mapping[str, Any]) -> Style:
         rank=row.get("lora_rank", 0),
         tensor=row.get("tp", 1),
         lora_dropout=row.get("lora_dropout", 0.0),
+        spread=row.get("sequence_parallel", False),
+        alone=each and meshes.titan(row) and row.get("recompute") == "full",
     )
 
 
@@ -161,7 +163,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
     row = row_of(name)
     shape, style, first = _shape_of(row), style_of(row), row.get("pp", 1) == 1
     sequence, sharded = row["sequence"] // row.get("cp", 1), _sharded(row)
-    dtype, sizes = DTYPES[row["parameters"]], Counter[str]()
+    dtype, sizes = DTYPES["bfloat16" if meshes.staged(row) else row["parameters"]], Counter[str]()
 
     def build(mesh: Any = None) -> nn.Module:
         with torch.device("meta"):
@@ -179,9 +181,10 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
     with ExitStack() as ranks, torch.device("meta"):
         width = () if first else (shape["hidden"],)
         kind = torch.int64 if first else dtype
-        given = torch.zeros(row["batch"], sequence, *width, dtype=kind, requires_grad=not first)
+        rows = sequence if first or not style.spread else sequence // style.tensor
+        given = torch.zeros(row["batch"], rows, *width, dtype=kind, requires_grad=not first)
         targets = torch.zeros(row["batch"], sequence, dtype=torch.int64)
-        mesh = memopt.Mesh(data=row.get("dp", 1)) if sharded else None
+        mesh = memopt.Mesh(data=meshes.shards(row)) if sharded else None
         model = ranks.enter_context(on_mesh(build, mesh, "estimate")) if mesh else build()
         kernels = "compiled" if row.get("kernels") == "compiled" else "aten"
         device = device_of(row)
@@ -210,7 +213,7 @@ def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Device]:
     """Capture a depth, or take the same graph from a row before, and price it for this GPU."""
     shape = {k: v for k, v in _shape_of(row).items() if k != "layers"}
-    ranks = row.get("dp", 1) if _sharded(row) else 1
+    ranks = meshes.shards(row) if _sharded(row) else 1
     compiled, device = row.get("kernels") == "compiled", device_of(row)
     sizes = [row["sequence"], row["batch"], row.get("cp", 1), row.get("pp", 1) == 1, ranks]
     key = repr((shape, style_of(row), sizes, row["parameters"], compiled and device))
@@ -219,6 +222,8 @@ def _priced(row: Mapping[str, Any], layers: int) -> tuple[_Captured, Graph, Devi
     if not compiled:
         costs = with_costs(one.profiled.lowering, estimate_costs(one.profiled.lowering, device))
         graph = replace(graph, operators=costs.operators)
+    if meshes.titan(row):
+        graph = meshes.meshed(graph, one.profiled.lowering.nodes, row, device)
     return one, graph, device
 
 
@@ -254,11 +259,11 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         "fragments": max(0, reserved),
         "time": time.time_s + one.loss_s,
         **_times(graph, program),
-        "exposed": _exposed_s(one, program, device),
+        "exposed": _exposed_s(row, one, program, device),
     }
 
 
-def _exposed_s(one: _Captured, program: Program, device: Device) -> float:
+def _exposed_s(row: Mapping[str, Any], one: _Captured, program: Program, device: Device) -> float:
     """Return how long a program's products take beyond their roofline."""
     plain = replace(device, product_exposure=0.0)
     runs, nodes = Counter(run.op for _, run in program.computes), one.profiled.lowering.nodes
@@ -266,8 +271,8 @@ def _exposed_s(one: _Captured, program: Program, device: Device) -> float:
     for index, times in runs.items():
         target = one.profiled.graph.operators[index].target
         if "mm" in target and not isinstance(nodes[index].target, FusedKernel):
-            done = work(signature(nodes[index]), describe_value(nodes[index]))
-            found += times * (work_time_s(done, device) - work_time_s(done, plain))
+            whole, flat = (meshes.product_s(nodes[index], row, one) for one in (device, plain))
+            found += times * (whole - flat)
     return found
 
 
@@ -334,7 +339,8 @@ def estimated(_: Any, name: str) -> list[Row]:
         return a[what] + (b[what] - a[what]) * (layers - low) / (high - low)
 
     own = shape["layers"] / stages
-    kept = own / row.get("virtual_stages", 1) * _in_flight(row, stages)
+    held = meshes.in_flight(row) if meshes.staged(row) else _in_flight(row, stages)
+    kept = own / row.get("virtual_stages", 1) * held
     trained = at("trained", own)
     states = row.get("dp", 1) * row.get("cp", 1) if row.get("sharding") == "optimizer" else 1
     parts = {
@@ -352,9 +358,12 @@ def estimated(_: Any, name: str) -> list[Row]:
         parts["fragments"] = at("fragments", kept)
     if _memory_of(row) == "peak_reserved_bytes" and sharded:
         parts["streams"] = streams_bytes(row, b["trained"] - a["trained"], a["trained"], low)
+    if meshes.staged(row):
+        parts |= meshes.stage_parts(row, b["trained"] - a["trained"], int(own))
     memory = float(row.get(_memory_of(row), 0)), sum(parts.values())
     times = {what: at(what, own) for what in TIMES}
-    step = _time_of(row), _step_s(row, at("time", own), trained)
+    batch_s = at("time", own) + meshes.tensor_parallel_s(row, own, times["products"])
+    step = _time_of(row), _step_s(row, batch_s, trained)
     return [Row(name, memory, step, parts, times)]
 
 
@@ -374,16 +383,10 @@ def turns(row: Mapping[str, Any]) -> float:
 
 
 def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
-    """Return the seconds of a step: micro-batches, the pipeline's fill, what tensor parallelism
-    and data parallelism send, and the update."""
-    device = device_of(row)
-    shape, tensor = measurements().models[row["model"]], row.get("tp", 1)
-    stages = row.get("pp", 1)
-    if tensor > 1:
-        size = row["sequence"] * row["batch"] * shape["hidden"] * 2
-        sent = Collective(CollectiveKind.ALL_REDUCE, tensor, size)
-        batch_s += 4 * shape["layers"] / stages * device.collective_time_s(sent)
-    ranks = row.get("dp", 1) if not _sharded(row) else 1
+    """Return the seconds of a step: micro-batches, the pipeline's fill, what data parallelism
+    sends, and the update."""
+    device, tensor = device_of(row), row.get("tp", 1)
+    ranks = 1 if _sharded(row) else meshes.shards(row) if meshes.staged(row) else row.get("dp", 1)
     total = turns(row) * batch_s
     if ranks > 1:
         size = int(trained * DTYPES[row["gradients"]].itemsize)

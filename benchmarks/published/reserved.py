@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.published import measurements
+from benchmarks.published.meshes import gathered_itemsize, shards, titan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of a row, by name."""
@@ -16,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def expandable(row: Mapping[str, Any]) -> bool:
     """Whether the allocator has segments that grow, which do not fall into fragments: torchtitan
     asks for them in its run_train.sh."""
-    return bool(row["source"].startswith("torchtitan"))
+    return titan(row)
 
 
 def streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: int) -> float:
@@ -31,9 +32,9 @@ def streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: 
         layer: one rank's parameters of a layer.
         shallow, layers: its parameters of a model of so many layers.
     """
-    ranks, depth = row.get("dp", 1), measurements().models[row["model"]]["layers"]
+    ranks, depth = shards(row), measurements().models[row["model"]]["layers"]
     tables = shallow - layers * layer
-    gathered = 2 * ranks * (tables + 2 * layer)
+    gathered = ranks * (2 * tables + 2 * gathered_itemsize(row) * layer)
     reduced = DTYPES[row["gradients"]].itemsize * (tables + depth * layer)
     return gathered + ranks * tables + reduced
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import published_steps as steps
-from benchmarks.published import Measurements, estimate, measurements, reserved
+from benchmarks.published import Measurements, estimate, measurements, meshes, reserved
 from benchmarks.published.decoder import Decoder, Style
+from memopt.models.collective import Collective, CollectiveKind
+from memopt.models.graph import Operator
+from memopt.models.presets import find_device
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocabulary": 256}
 GATED = {**SHAPE, "gated": True, "norm": "rms", "positions": "rope"}
@@ -28,6 +32,8 @@ STYLES = {
     "half": (SHAPE, Style(eager=False, loss="chunks", tensor=2)),
     "parallel": ({**SHAPE, "parallel_residual": True}, Style()),
     "norms of heads": ({**GATED, "qk_norm": True}, Style(scores=True, wide_softmax=True)),
+    "rows of one rank": (GATED, Style(spread=True, tensor=2, loss="parallel", alone=True)),
+    "stage": (GATED, Style(loss="none")),
     "one norm": ({**SHAPE, "parallel_residual": True, "shared_norm": True}, Style()),
 }
 
@@ -46,8 +52,9 @@ def test_decoders_train(name: str) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
     source = {"title": "t", "url": "https://x", "date": "2026-01-01", "licence": "MIT"}
-    found = Measurements({"megatron": source, "y": source}, {"m": SHAPE}, rows)
-    for module in (estimate, reserved, steps):
+    names = ("megatron", "torchtitan", "y")
+    found = Measurements(dict.fromkeys(names, source), {"m": SHAPE}, rows)
+    for module in (estimate, meshes, reserved, steps):
         monkeypatch.setattr(module, "measurements", lambda: found)
     for kept in (estimate._by_name, estimate._captured):
         kept.cache_clear()
@@ -77,6 +84,52 @@ def test_two_depths_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_in_flight(stages: int, parts: int, batches: int, held: int) -> None:
     row = {"virtual_stages": parts, "micro_batches": batches}
     assert estimate._in_flight(row, stages) == held
+
+
+TITAN: dict[str, Any] = {
+    **ROW, "source": "torchtitan", "dtype": "float8", "sharding": "parameters", "micro_batches": 1,
+    "parameters": "float32", "recompute": "full", "sequence_parallel": True,
+}  # fmt: skip
+
+
+def test_first_stages() -> None:
+    row = TITAN | {"model": "llama-3-8b", "pp": 8, "tp": 1, "dp": 1, "micro_batches": 8}
+    looped = row | {"virtual_stages": 2}
+    many = looped | {"micro_batches": 32}
+    assert [meshes.in_flight(one) for one in (row, looped, many)] == [8, 16, 23]
+    # Of two virtual stages one's gradients are whole, but for one layer more.
+    whole, half, both = (meshes.stage_parts(one, 1e9, 4) for one in (row, looped, many))
+    assert whole["gradients"] - 4e9 == pytest.approx(2 * (half["gradients"] - 4e9))
+    assert both["gradients"] == whole["gradients"]
+    table = whole["parameters"] / 4 - 4e9
+    wide = meshes.stage_parts(row | {"dtype": "bfloat16"}, 1e9, 4)
+    assert (whole["gathered"], wide["gathered"]) == (2 * table + 4e9, 2 * table + 8e9)
+
+
+def test_tensor_parallelism_hides_behind_products() -> None:
+    row = TITAN | {"model": "llama-3-8b", "tp": 8}
+    hidden = row | {"overlapped_tensor_parallel": True}
+    alone = meshes.tensor_parallel_s(row, 32, 1.0)
+    assert meshes.tensor_parallel_s(hidden, 32, 1.0) == pytest.approx(alone / 8)
+    assert meshes.tensor_parallel_s(hidden, 32, 0.0) == pytest.approx(alone)
+    assert meshes.tensor_parallel_s(row | {"dtype": "bfloat16"}, 32, 0.0) > alone
+    assert meshes.tensor_parallel_s(row | {"tp": 1}, 32, 0.0) == 0
+
+
+def test_operators_of_a_mesh() -> None:
+    row = TITAN | {"model": "llama-3-8b", "tp": 2, "cp": 4, "sequence": 65536, "batch": 1}
+    device = find_device("H100")
+
+    def seconds(target: str, time_s: float, sent: Collective | None = None) -> float:
+        one = Operator("a", (0,), (1,), time_s, target=target, collective=sent)
+        return meshes._meshed(one, None, row, device).time_s
+
+    # Queries of one rank meet the keys of four, whose gather hides behind enough work.
+    assert seconds("attention", 1.0) == 4
+    assert seconds("attention backward", 0.0) == 2 * seconds("attention", 0.0) > 0
+    sent = Collective(CollectiveKind.ALL_GATHER, 8, 2**30)
+    half = replace(sent, size_bytes=2**29, stride=2)
+    assert seconds("gather", 0.0, sent) == device.collective_time_s(half)
 
 
 def test_larger_groups_hold_more() -> None:

@@ -1,0 +1,163 @@
+"""torchtitan's meshes: pipelines, tensor and context parallelism, float8, as a row was run.
+
+Read in torchtitan's sources at the commit that its report names (9dec370): FSDP spreads over data
+and context; rows of a sequence are spread over the ranks of tensor parallelism between products
+(parallelize_llama.py); a pipeline's weights are gathered once a step, and its micro-batches are as
+many as its ranks (pipelining_utils.py). Rates are the specifications'; nothing is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.published import measurements
+from benchmarks.published.gpus import device_of
+from memopt.models.collective import Collective, CollectiveKind
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Operator
+from memopt.pricing.flops import MATMUL, elements, tensors_of, work
+from memopt.pricing.roofline import work_time_s
+from memopt.step.kernel import FusedKernel
+from memopt.step.signature import describe_value, signature
+
+
+def titan(row: Mapping[str, Any]) -> bool:
+    """Whether torchtitan ran the row."""
+    return bool(row["source"].startswith("torchtitan"))
+
+
+def staged(row: Mapping[str, Any]) -> bool:
+    """Whether the row is a pipeline whose parameters FSDP spreads, and gathers once a step."""
+    return row.get("pp", 1) > 1 and row.get("sharding") == "parameters"
+
+
+def shards(row: Mapping[str, Any]) -> int:
+    """Return over how many ranks FSDP spreads: its mesh is of data and of context."""
+    return int(row.get("dp", 1) * row.get("cp", 1))
+
+
+def gathered_itemsize(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a gathered element of a layer: float8 with one scale for a tensor goes
+    over the network as it is."""
+    return 1 if row.get("dtype") == "float8" and row.get("scaling") != "rowwise" else 2
+
+
+def stage_parts(row: Mapping[str, Any], layer: float, layers: int) -> dict[str, float]:
+    """Return what the first stage of a `staged` row holds of its parameters, in bytes.
+
+    Gathered weights stay, and whole gradients in float32, from the first micro-batch's backward to
+    the last one's. With no more micro-batches than ranks, a rank ends one of its virtual stages
+    before it begins the next one's backward: only one's gradients are whole. A layer's new ones
+    are cast before they are added. Results and buffers for their slopes stay (torch's stage.py).
+
+    Args:
+        row: a published row.
+        layer: parameters of a layer on one rank of tensor parallelism.
+        layers: of the stage.
+    """
+    shape, ranks = measurements().models[row["model"]], shards(row)
+    parts = row.get("virtual_stages", 1)
+    virtual = parts if row["micro_batches"] <= row["pp"] else 1
+    tokens = row["batch"] * row["sequence"] // row.get("cp", 1) // row.get("tp", 1)
+    table = shape["vocabulary"] * shape["hidden"] / row.get("tp", 1)
+    held = table + layers * layer
+    return {
+        "parameters": 4 * held / ranks,
+        "state": row["state_bytes"] * held / ranks,
+        "gathered": 2 * table + gathered_itemsize(row) * layers * layer,
+        "gradients": 4 * (held / virtual + layer),
+        "sent": 4 * row["micro_batches"] * parts * tokens * shape["hidden"],
+        "context": float(_keys_bytes(row) if row.get("cp", 1) > 1 else 0),
+    }
+
+
+def in_flight(row: Mapping[str, Any]) -> int:
+    """Return the micro-batches that the first stage of a `staged` row holds, times its virtual
+    stages (torch's schedules: 1F1B, and interleaved, arXiv:2104.04473)."""
+    parts, ranks = row.get("virtual_stages", 1), row["pp"]
+    warm = ranks if parts == 1 else (parts - 1) * ranks + 2 * (ranks - 1) + 1
+    return int(min(warm, parts * row["micro_batches"]))
+
+
+def _keys_bytes(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a layer's keys and values of a whole sequence, repeated for its heads."""
+    width = measurements().models[row["model"]]["hidden"] // row.get("tp", 1)
+    return int(2 * 2 * row["batch"] * row["sequence"] * width)
+
+
+def meshed(graph: Graph, nodes: Any, row: Mapping[str, Any], device: Device) -> Graph:
+    """Return one rank's graph with the times of its mesh: float8 products, attention to the keys of
+    the whole context, and FSDP's collectives between the groups of tensor parallelism."""
+    pairs = zip(graph.operators, nodes, strict=True)
+    found = [_meshed(operator, node, row, device) for operator, node in pairs]
+    return replace(graph, operators=tuple(found))
+
+
+def _meshed(operator: Operator, node: Any, row: Mapping[str, Any], device: Device) -> Operator:
+    tensor, context = row.get("tp", 1), row.get("cp", 1)
+    float8 = row.get("dtype") == "float8"
+    if operator.collective is not None:
+        sent = replace(operator.collective, stride=tensor)
+        if float8 and sent.kind == CollectiveKind.ALL_GATHER:
+            sent = replace(sent, size_bytes=sent.size_bytes * gathered_itemsize(row) // 2)
+        return replace(operator, collective=sent, time_s=device.collective_time_s(sent))
+    if "attention" in operator.target and context > 1:
+        # All ranks' keys are gathered beside the first part's work; the backward sends theirs back.
+        sent = Collective(CollectiveKind.ALL_GATHER, context, _keys_bytes(row), tensor)
+        times = 2 if "backward" in operator.target else 1
+        network_s = times * device.collective_time_s(sent)
+        time_s = max(context * operator.time_s, operator.time_s + network_s)
+        return replace(operator, time_s=time_s)
+    fused = isinstance(node.target, FusedKernel)
+    if not float8 or fused or work(signature(node), describe_value(node)).kind != MATMUL:
+        return operator
+    return replace(operator, time_s=product_s(node, row, device))
+
+
+def product_s(node: Any, row: Mapping[str, Any], device: Device) -> float:
+    """Return a matrix product's seconds. In float8 it is twice as fast as in bfloat16 (data sheets
+    of H100 and H200), and its activations are cast: two bytes read, twice one written (torchao's
+    roofline_utils.py). The head's products stay as they are (torchtitan's filter of modules)."""
+    call = signature(node)
+    done, read = work(call, describe_value(node)), tensors_of(call.args)
+    words = -(-measurements().models[row["model"]]["vocabulary"] // row.get("tp", 1))
+    if row.get("dtype") != "float8" or any(words in one.shape for one in read):
+        return work_time_s(done, device)
+    rates = {**device.flops_per_s, "float8": 2 * device.flops_per_s["bfloat16"]}
+    fast = replace(device, flops_per_s=rates)
+    moved = done.moved_bytes - sum(map(elements, read))
+    time_s = work_time_s(replace(done, dtype="float8", moved_bytes=moved), fast)
+    rows = row["sequence"] // row.get("cp", 1) * row["batch"]
+    cast = elements(read[0]) if read[0].shape[0] == rows else 0
+    return time_s + 4 * cast / (device.memory_bytes_per_s * device.memory_fraction)
+
+
+def tensor_parallel_s(row: Mapping[str, Any], layers: float, products_s: float) -> float:
+    """Return the seconds that tensor parallelism's collectives add to a micro-batch.
+
+    A layer's activations are summed in its forward and its backward, twice each. Where rows of a
+    sequence are spread, a sum is a gather before a product and a scatter after one; recomputing
+    repeats the gathers, and the first scatter if it keeps none. Products' inputs are sent in
+    float8. Asynchronous ones hide behind the products, but for the first of `tp` parts.
+    """
+    device, tensor = device_of(row), row.get("tp", 1)
+    if tensor == 1:
+        return 0.0
+    tokens = row["sequence"] // row.get("cp", 1) * row["batch"]
+    size = tokens * measurements().models[row["model"]]["hidden"] * 2
+
+    def seconds(kind: CollectiveKind, size: int) -> float:
+        return layers * device.collective_time_s(Collective(kind, tensor, size))
+
+    if not row.get("sequence_parallel"):
+        return 4 * seconds(CollectiveKind.ALL_REDUCE, size)
+    again = row.get("recompute", "")
+    sent_s = (4 + 2 * bool(again)) * seconds(
+        CollectiveKind.ALL_GATHER, size * gathered_itemsize(row) // 2
+    )
+    sent_s += (4 + (again == "full")) * seconds(CollectiveKind.REDUCE_SCATTER, size)
+    if not row.get("overlapped_tensor_parallel"):
+        return sent_s
+    return sent_s / tensor + max(0.0, sent_s * (1 - 1 / tensor) - products_s)
