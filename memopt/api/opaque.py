@@ -52,7 +52,8 @@ def opaque(function: F) -> F:
     made = as_autograd_function(function)
     declare_opaque(made)
 
-    @functools.wraps(function)
+    # Without its attributes: torch.compiler.disable's would keep the call out of every graph.
+    @functools.wraps(function, updated=())
     def called(*args: Any, **kwargs: Any) -> Any:
         if captured_around():
             values = (*args, *kwargs.values())

@@ -127,7 +127,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Skip (?:inlining|calling) function `?<(?:bound method|function) (?P<what>[^ >]+)",
-        "it calls {what}(), which torch.compiler.disable keeps out of every graph: remove that; or "
+        "it calls {what}(), which torch.compiler.disable keeps out of every graph: remove that; "
+        "make it one operator (memopt.opaque); or "
         'torch.compile(model, backend="memopt", options={{"budget": ...}}) plans the parts around '
         "it",
     ),

@@ -70,8 +70,8 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
         explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
         more = f" ({explained[1]}{'`' * (explained[1].count('`') % 2)})" if explained else ""
         said = (
-            f"{first}{more}. Write that part with tensor operators, take it out of the forward, or "
-            "plan the sub-modules around it"
+            f"{first}{more}. Write that part with tensor operators, make it one operator "
+            "(memopt.opaque), take it out of the forward, or plan the sub-modules around it"
         )
     elif said.startswith("memopt") and "Could not guard" not in first:
         said = f"{first}. {said}"
