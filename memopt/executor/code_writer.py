@@ -19,7 +19,7 @@ from memopt.executor.views import is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.step.backend import is_on_host
-from memopt.step.collectives import WAIT, is_wait, let_go, waited
+from memopt.step.collectives import WAIT, has_scratch, is_wait, let_go, waited
 
 
 class Writer(ExpressionWriter):
@@ -171,7 +171,8 @@ class Writer(ExpressionWriter):
         self.lay_out(node, kept, implementation is None and in_place is None and into is None)
         # Dropped results and workspace must go when the call ends, so it is waited for at once.
         at_once = operator.collective is not None and (
-            len(kept) < len(operator.writes) or operator.workspace_bytes > 0
+            len(kept) < len(operator.writes)
+            or has_scratch(operator.collective, self.lowering.device)
         )
         if at_once:
             text = self.waited_at_once(text, (*outputs, *operator.reads))

@@ -66,6 +66,13 @@ def let_go(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def has_scratch(collective: Collective, device: torch.device | None) -> bool:
+    """Return whether a collective takes memory of its own until it has been waited for: gloo
+    reduces and scatters by summing up a copy of all."""
+    on_cpu = device is not None and device.type == "cpu"
+    return on_cpu and collective.kind is CollectiveKind.REDUCE_SCATTER
+
+
 def collective_of(node: Node) -> Collective | None:
     """Return what a call sends over the network; None if it is no collective.
 

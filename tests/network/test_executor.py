@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memopt.executor import code_writer
 from memopt.models.graph import Graph
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.instructions import Compute, Free, Instruction, Program
@@ -89,9 +91,16 @@ def test_memory_is_given_back_when_the_collective_is_over() -> None:
         at = list(program).index(Compute(index, (shard,)))
         assert list(program)[at + 1] == Free(full)
         name, given = prepared.lowering.bases[shard].name, prepared.lowering.bases[full].name
-        blocking = prepared.planned(program).code
-        later = prepared.planned(moved(program, Free(full), 2)).code
+        frees_later = moved(program, Free(full), 2)
+        own = _flat(prepared.planned(frees_later).code)
+        # As where no collective takes memory of its own.
+        with mock.patch.object(code_writer, "has_scratch", return_value=False):
+            blocking = prepared.planned(program).code
+            later = prepared.planned(frees_later).code
     blocking, later = map(_flat, (blocking, later))
+    # gloo's copy of what it sums up goes with the wait, for which no operator may come before.
+    assert f"\n{name} = waited(" in own
+    assert "let_go" not in own[own.index(f"{name} = ") : own.index(f"del {given}")]
     wait = f"_c10d_functional_wait_tensor_default({name})"
     # A thread of a group on CPU may hold it a moment longer.
     assert f"let_go({wait})\nreleased({given})\ndel {given}" in blocking
