@@ -159,24 +159,19 @@ _OF_EXPERTS = ("expert parallel, DDP",)
 
 
 Ran = tuple[list[float], list[Tensor], int | None]
-"""Losses and norms; this rank's parts of the parameters; the bytes that the last micro-batch of a
-step took above its beginning, None: not metered."""
+"""Losses and norms; a rank's parameters; the most bytes of a last micro-batch, if it is metered."""
 
 
 def trained(model: Any, data: int) -> Ran:
     """Train on data of a seed."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     torch.manual_seed(100 + data)
-    found = []
-    uses = []
+    found, peak_bytes = [], 0
     for step in range(STEPS):
         for number in range(MICRO_BATCHES):
             last = number == MICRO_BATCHES - 1
-            meter: Any = contextlib.nullcontext(MemoryUse())
-            # gloo's thread may free late, unseen: the least of three.
-            is_metered = last and step >= STEPS - 3
-            if is_metered:
-                meter = metered(torch.device("cpu"))
+            plain = contextlib.nullcontext(MemoryUse())
+            meter: Any = metered(torch.device("cpu")) if last and step >= STEPS - 3 else plain
             quiet: Any = contextlib.nullcontext()
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(last)
@@ -186,18 +181,16 @@ def trained(model: Any, data: int) -> Ran:
             with quiet, meter as use:
                 loss = _loss(model(tokens), tokens)
                 loss.backward()
-            uses += [use] if is_metered else []
+            peak_bytes = max(peak_bytes, use.peak_bytes)
             found.append(loss.item())
             del loss
-        norms = [
-            torch.linalg.vector_norm(one.grad) for one in model.parameters() if one.grad is not None
-        ]
+        slopes = [one.grad for one in model.parameters() if one.grad is not None]
+        norms = list(map(torch.linalg.vector_norm, slopes))
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
         found.append(_stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     # Its whole parameters are resident for a plan, and fully_shard gathers them in the micro-batch.
     gathered = model.parameters() if hasattr(model, "unshard") else ()
-    peak_bytes = min(use.peak_bytes for use in uses)
     return found, [one.detach() for one in own], peak_bytes - sum(p.nbytes for p in gathered)
 
 
@@ -207,10 +200,9 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _stepped(optimizer: torch.optim.Optimizer, norm: Tensor) -> float:
     """Clip gradients by this norm, update, and return it."""
-    for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one.grad is not None:
-                one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        if one.grad is not None:
+            one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
     optimizer.step()
     optimizer.zero_grad()
     return norm.item()

@@ -6,10 +6,9 @@ after those that wait for it go on. Freed meanwhile, they would stay in memory f
 
 from __future__ import annotations
 
-import time
-
 import torch
 
+from memopt.step.collectives import give_way
 from memopt.torch_private.tensors import holders
 
 _LONGEST_S = 1.0
@@ -24,6 +23,4 @@ def released(*tensors: torch.Tensor) -> None:
     storage = tensors[0].untyped_storage()
     # A wait returns the tensor that it waited for.
     alone = len(set(map(id, tensors))) + 1
-    deadline = time.perf_counter() + _LONGEST_S
-    while holders(storage) > alone and time.perf_counter() < deadline:
-        time.sleep(0)
+    give_way(lambda: holders(storage) <= alone, _LONGEST_S)

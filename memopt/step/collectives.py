@@ -7,6 +7,7 @@ that it is a view, no operator: a collective's result is always read through its
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,11 +60,16 @@ def let_go(result: torch.Tensor) -> torch.Tensor:
     machine much later, and what the step gives up meanwhile would stay. Not longer than
     `LETS_GO_S`.
     """
-    if result.device.type == "cpu" and not held_once(result):
-        until_s = time.monotonic() + LETS_GO_S
-        while not held_once(result) and time.monotonic() < until_s:
-            time.sleep(0)
+    if result.device.type == "cpu":
+        give_way(lambda: held_once(result), LETS_GO_S)
     return result
+
+
+def give_way(done: Callable[[], bool], longest_s: float) -> None:
+    """Let a process group's thread go on until it has done something, for so many seconds."""
+    deadline = time.perf_counter() + longest_s
+    while not done() and time.perf_counter() < deadline:
+        time.sleep(0)
 
 
 def has_scratch(collective: Collective, device: torch.device | None) -> bool:
