@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,9 @@ from memopt.torch_private.tensors import TensorsKnown
 
 EFFECTS = "side_effects"
 """Key under which a traced graph's `meta` has its forward's side effects."""
+_PATH = r"(\w+(?:\.\w+|\[(?:\d+|'[^'\\\[\]]*')\])*)"
+_SIMPLE = re.compile(rf"{_PATH}|(\w+)\({_PATH}(\.values\(\))?\)")
+"""What nearly all looks are: a path, a function of it, or of its values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,25 +170,24 @@ class _Looks:
         self._tensors: list[str] = []
         self._tests: list[str] = []
         self._known: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
 
     def take(self, dependency: Dependency) -> None:
         """Add lines that take one look and return False if it does not find the planned value."""
-        look = ast.parse(dependency.look, mode="eval").body
         planned = f"planned_{len(self._names)}"
         self._names[planned] = dependency.planned
-        match look:
-            case ast.Call(func=ast.Name(id="described"), args=[tensor]) if (
-                dependency.planned[0] == "tensor"
-            ):
-                self._take_tensor(self.reduced(tensor), dependency.planned)
+        if simple := _SIMPLE.fullmatch(dependency.look):
+            alone, function, of, values = simple.groups()
+            path = self._path(alone or of)
+            if function == "described" and dependency.planned[0] == "tensor":
+                self._take_tensor(path, dependency.planned)
                 return
-            case ast.Call(
-                func=ast.Name(id="tuple"),
-                args=[ast.Call(func=ast.Attribute(value=hooks, attr="values"))],
-            ) if not dependency.planned:
-                self._refuse_if(self.reduced(hooks))
+            if function == "tuple" and values and not dependency.planned:
+                self._refuse_if(path)
                 return
-        found = self.reduced(look)
+            found = path if alone else f"{function}({path}{values or ''})"
+        else:
+            found = self.reduced(ast.parse(dependency.look, mode="eval").body)
         if not found.isidentifier():
             self.lines.append(f"    found = {found}")
             found = "found"
@@ -215,6 +218,15 @@ class _Looks:
 
     def _refuse_if(self, test: str) -> None:
         self.lines.append(f"    if {test}: return False")
+
+    def _path(self, text: str) -> str:
+        """Reduce a path to a variable that holds what it reads."""
+        if text not in self._paths:
+            at = text.rfind("[" if text[-1] == "]" else ".")
+            self._paths[text] = (
+                text if at < 0 else self._variable(f"{self._path(text[:at])}{text[at:]}")
+            )
+        return self._paths[text]
 
     def reduced(self, node: ast.expr) -> str:
         """Reduce an expression to variables that hold what it reads."""

@@ -14,6 +14,7 @@ import torch.fx
 
 from memopt.torch_private.access import (
     attribute_name,
+    known,
     optional,
     patched,
     private,
@@ -71,16 +72,38 @@ def compile_joint(
     # into it: the default limit fails for about a thousand layers (ResNet-1001).
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 30_000))
+    unwatched = _unwatched_first_call if _built_in(joint.graph_module) else contextlib.nullcontext
     try:
-        compiled: Callable[..., Any] = compile_(
-            joint,
-            partition_fn=partition,
-            fw_compiler=forward_compiler,
-            bw_compiler=backward_compiler,
-        )
+        with unwatched():
+            compiled: Callable[..., Any] = compile_(
+                joint,
+                partition_fn=partition,
+                fw_compiler=forward_compiler,
+                bw_compiler=backward_compiler,
+            )
     finally:
         sys.setrecursionlimit(limit)
     return compiled
+
+
+def _built_in(module: torch.fx.GraphModule) -> bool:
+    """Whether all operators of a graph are torch's or memopt's own."""
+    called = (node.target for node in module.graph.nodes if node.op == "call_function")
+    names = {one.namespace for one in called if isinstance(one, torch._ops.OpOverload)}
+    return names <= {"aten", "prims", "prim", "_c10d_functional", "memopt"}
+
+
+@contextlib.contextmanager
+def _unwatched_first_call() -> Iterator[None]:
+    """Compile without a mode in the first call that looks for results of users' operators that
+    share their arguments' memory. Under it every kernel is called through Python."""
+    name = f"{_AOT}.runtime_wrappers._FirstInvocationContext"
+    if not known(name):
+        yield
+        return
+    is_first = attribute_name(f"{name}._is_first")
+    with patched(f"{name}.__init__", lambda self: setattr(self, is_first, False)):
+        yield
 
 
 def descriptor_types() -> Any:

@@ -69,6 +69,13 @@ def boxed_function() -> Any:
     return make_boxed_func(lambda: None)
 
 
+def first_call() -> Any:
+    """Make what tells AOTAutograd a function's first call from the others."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    return runtime_wrappers._FirstInvocationContext()
+
+
 def constant_function() -> Any:
     """Make a function whose result is a constant in a trace."""
     import torch
