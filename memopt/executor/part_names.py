@@ -8,16 +8,49 @@ from contextlib import contextmanager
 from torch import nn
 
 from memopt.errors import CaptureError, NothingToTrainError
+from memopt.torch_private.modules import call_goes_elsewhere
 
 _SHOWN = 4
 
 
+def calling_class(module: nn.Module) -> type | None:
+    """Return the class of a module that puts a `__call__` of its own around (or in place of) that
+    of `nn.Module`, which alone asks memopt; None: no class but torch's does."""
+    for kind in type(module).__mro__:
+        own = vars(kind).get("__call__")
+        if own is not None:
+            return None if getattr(own, "__module__", "").startswith("torch.") else kind
+    return None
+
+
+def check_call(module: nn.Module) -> None:
+    """Check that a plan for a module's calls would be asked for once in each.
+
+    Raises:
+        ValueError: its calls go elsewhere already, or its class has a `__call__` of its own.
+    """
+    if call_goes_elsewhere(module):
+        raise ValueError(
+            "the model's calls are taken already: wrap it before model.compile(), or not twice "
+            "(memopt.unwrap(model) undoes it)"
+        )
+    kind = calling_class(module)
+    if kind is not None:
+        raise ValueError(
+            f"{kind.__name__} has a __call__ of its own, which would run around the plan of the "
+            "whole call, or without asking for one: use memopt.plan(model, inputs, budget=...)"
+            ".apply(model), which plans what this __call__ does, too, or wrap the sub-module that "
+            "it calls"
+        )
+
+
 def called_below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module's sub-modules that code may call, with their names in the whole model: its
-    children, and of a container (a ModuleList) those inside."""
+    children, and of a container (a ModuleList) or a class with a `__call__` of its own those
+    inside."""
     for inner, child in module.named_children():
         full = f"{name}.{inner}" if name else inner
-        if type(child).forward is nn.Module.forward:
+        if type(child).forward is nn.Module.forward or calling_class(child) is not None:
             yield from called_below(full, child)
         else:
             yield full, child

@@ -25,7 +25,7 @@ from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
-from memopt.executor.part_names import naming_parts
+from memopt.executor.part_names import check_call, naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
@@ -98,7 +98,8 @@ class SelfPlanning:
         family: the arena that the plans with addresses share.
 
     Raises:
-        ValueError: the model's calls are intercepted already (`model.compile()`, another wrap).
+        ValueError: the model's calls are intercepted already (`model.compile()`, another wrap), or
+            its class has a `__call__` of its own.
     """
 
     _in_parts = False
@@ -111,11 +112,7 @@ class SelfPlanning:
         on_mismatch: str = "plan",
         with_state: bool = True,
     ) -> None:
-        if getattr(model, _CALL, None) is not None:
-            raise ValueError(
-                "the model's calls are taken already: wrap it before model.compile(), or not "
-                "twice (memopt.unwrap(model) undoes it)"
-            )
+        check_call(model)
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._on_mismatch, self._to_part = on_mismatch, None if self._in_parts else model
         self._rounds_by_mask = rounds_by_mask(model)

@@ -211,6 +211,26 @@ def test_what_cannot_be_is_refused() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Doubling(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(x)
+
+
+class GoingAround(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.forward(x)
+
+
+@pytest.mark.parametrize("kind", [Doubling, GoingAround])
+def test_a_call_of_the_models_own_is_refused_and_planned_by_plan(kind: type[nn.Linear]) -> None:
+    """A plan of the whole call would run inside of it once more, or never."""
+    model, x = kind(32, 32), torch.ones(8, 32)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} has a __call__ of its own.*plan\("):
+        memopt.wrap(model, "min")
+    planned = memopt.plan(model, x, budget="min", progress=False).apply(model)
+    assert torch.equal(planned(x), model(x))
+
+
 def test_gradients_that_a_plan_does_not_charge_are_warned_of_once() -> None:
     model = network()
     planned = memopt.plan(model, torch.randn(8, 32), budget="min", progress=False).apply(model)
