@@ -11,15 +11,18 @@ from memopt.errors import CaptureError, NothingToTrainError
 from memopt.torch_private.modules import call_goes_elsewhere
 
 _SHOWN = 4
+_PASSES_ON = ("torch.", "transformers.modeling_layers")
+"""Modules whose classes' `__call__` changes nothing; that of Hugging Face's layers (transformers 4)
+may checkpoint."""
 
 
 def calling_class(module: nn.Module) -> type | None:
     """Return the class of a module that puts a `__call__` of its own around (or in place of) that
-    of `nn.Module`, which alone asks memopt; None: no class but torch's does."""
+    of `nn.Module`, which alone asks memopt; None: no class does, or it passes calls on."""
     for kind in type(module).__mro__:
         own = vars(kind).get("__call__")
         if own is not None:
-            return None if getattr(own, "__module__", "").startswith("torch.") else kind
+            return None if getattr(own, "__module__", "").startswith(_PASSES_ON) else kind
     return None
 
 

@@ -29,6 +29,7 @@ _USED = tuple(
     f"torch._dynamo.variables.{name}"
     for name in (
         "higher_order_ops.TorchHigherOrderOperatorVariable",
+        "UserMethodVariable",
         "invoke_subgraph.classify_vt",
         "invoke_subgraph.InputFingerprint",
     )
@@ -86,7 +87,7 @@ class _Regions:
         self._transform: Any = None
         self._clones: dict[Any, Any] = {}
         self._plain = dict(zip(_PATCHED, map(private, _PATCHED), strict=True))
-        self._operator, self._tag_of, self._fingerprint = map(private, _USED)
+        self._operator, self._method, self._tag_of, self._fingerprint = map(private, _USED)
 
     def patches(self) -> tuple[Callable[..., Any], ...]:
         """Return what stands for each of the patched functions."""
@@ -120,7 +121,9 @@ class _Regions:
         return called, region, body, stamped, inputs, reusable, flat, same, clone
 
     def _called(self, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self._inside or variable.get_function().__code__ not in self._functions:
+        # Of a method (where the block has hooks) Dynamo compares the arguments without the block.
+        apart = isinstance(variable, self._method)
+        if apart or self._inside or variable.get_function().__code__ not in self._functions:
             return self._plain[_CALL](variable, tx, args, kwargs)
         entered = self._operator.make(torch._higher_order_ops.invoke_subgraph)
         return entered.call_function(tx, [variable, *args], kwargs)
