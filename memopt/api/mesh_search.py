@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memopt.api.cluster import examples_of, shared_over, tokens_of
-from memopt.api.reserved import reserved_bytes
+from memopt.api.reserved import fastest_within, reserved_bytes
 from memopt.api.solving import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.collective import Collective, CollectiveKind
@@ -17,6 +17,7 @@ from memopt.models.graph import Graph, TensorKind
 from memopt.models.mesh import Mesh, in_flight, pipeline_turns
 from memopt.models.options import Pricing, StepOptions
 from memopt.plan_record import PlanRecord
+from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.reductions.block_checkpoints import block_of, forward_of_blocks
 from memopt.reductions.contexts import in_context
@@ -24,17 +25,17 @@ from memopt.report.ladder import RECOMPUTE, Rung, busy_shares
 from memopt.report.meshes import MeshRung
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
+from memopt.strategies.target import chain_view
 
 if TYPE_CHECKING:
     from memopt.profiler.variants import VariantStep
+    from memopt.reductions.chain_view import ChainView
 
 Load: TypeAlias = Callable[[int], tuple[Any, Any]]
 """A number of parts of the sequence → a model on meta and one part's inputs."""
 BATCHES_OF_A_STAGE = 4
 """Micro-batches of a pipeline's step, for each of its stages: a fifth of the time fills it."""
 _FAR = 2**62
-_LOWERED = 6
-"""How often a budget is lowered by what a plan's micro-batches in flight take too much."""
 
 
 class MeshSearch:
@@ -59,6 +60,7 @@ class MeshSearch:
     ) -> None:
         self._load, self._device, self._optimizer = load, device, optimizer
         self._budget_bytes, self._options = budget_bytes, step
+        self._seen: tuple[Graph, ChainView] | None = None
 
     def search(
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
@@ -117,13 +119,14 @@ class MeshSearch:
         batches = BATCHES_OF_A_STAGE * stages if stages > 1 else 1
         if batches > 1:
             held += figures.trained_bytes  # Sums, beside a micro-batch's own gradients.
+        graph = replace(graph, extra_resident_bytes=graph.extra_resident_bytes + held)
         least: int | None = None
         for strategy in ("store-all", "rotor"):
             try:
-                plan, needed = self._fitting(graph, held, strategy, in_flight(stages, batches) - 1)
+                plan, needed = self._fitting(graph, strategy, in_flight(stages, batches) - 1)
             except InfeasibleBudgetError as error:
                 if (size := error.smallest_budget_bytes) is not None:
-                    least = size + held if least is None else min(least, size + held)
+                    least = size if least is None else min(least, size)
                 continue
             except ValueError:
                 continue  # no chain
@@ -179,24 +182,31 @@ class MeshSearch:
         # One rank's inputs are a part of the sequence, of which `Mesh.batches` counts one whole.
         return graph, step, context * (tokens_of(inputs) or examples_of(inputs))
 
-    def _fitting(self, graph: Graph, held: int, strategy: str, more: int) -> tuple[PlanRecord, int]:
-        """Plan within the budget, beside `held` bytes and the activations of `more` micro-batches;
-        return the plan and what it needs of the budget."""
-        budget = self._budget_bytes
-        for _ in range(_LOWERED):
-            try:
-                plan = solve(graph, max(1, budget - held), resolve(strategy), device=self._device)
-            except InfeasibleBudgetError as error:
-                if budget == self._budget_bytes or error.smallest_budget_bytes is None:
-                    raise
-                least = error.smallest_budget_bytes
-                plan = solve(graph, least, resolve(strategy), device=self._device)
-            needed = max(plan.peak_bytes, reserved_bytes(plan)) + held
-            needed += more * kept_bytes(graph, plan)
-            if needed <= self._budget_bytes or strategy == "store-all":
-                break
-            budget -= needed - self._budget_bytes
-        return plan, needed
+    def _fitting(self, graph: Graph, strategy: str, more: int) -> tuple[PlanRecord, int]:
+        """Return the fastest plan found within the budget beside the activations of `more`
+        micro-batches, and what it needs of the budget."""
+        limit, chosen = self._budget_bytes, resolve(strategy)
+
+        def solve_for(size: int) -> PlanRecord:
+            view = None if strategy == "store-all" else self._view(graph)
+            return solve(graph, size, chosen, device=self._device, view=view)
+
+        def used(plan: PlanRecord) -> int:
+            needed = max(plan.peak_bytes, reserved_bytes(plan))
+            return needed + more * kept_bytes(plan.graph, plan.program)
+
+        if strategy == "store-all":
+            plan = solve_for(limit)
+        else:
+            _, plan = fastest_within(
+                solve_for, limit, used, lambda size: InfeasibleBudgetError("no room", size)
+            )
+        return plan, used(plan)
+
+    def _view(self, graph: Graph) -> ChainView:
+        if self._seen is None or self._seen[0] is not graph:
+            self._seen = graph, chain_view(graph)
+        return self._seen[1]
 
     def _sent_s(self, graph: Graph, mesh: Mesh) -> float:
         """Return the seconds in which a stage sends a micro-batch's result to the next one."""
@@ -225,10 +235,10 @@ def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
     return Mesh(**{name: size for name, size in sizes.items() if size > 1 or name == "data"})
 
 
-def kept_bytes(graph: Graph, plan: PlanRecord) -> int:
+def kept_bytes(graph: Graph, program: Program) -> int:
     """Return what a micro-batch's blocks keep between its forward and its backward: a stage's
     table and loss are of one micro-batch at a time."""
-    boundary = plan.program.boundary
+    boundary = program.boundary
     assert boundary is not None
     of_blocks = {
         tensor
@@ -237,6 +247,6 @@ def kept_bytes(graph: Graph, plan: PlanRecord) -> int:
         for tensor in operator.writes
         if graph.tensors[tensor].kind is not TensorKind.PARAMETER
     }
-    living = lifetimes(graph, plan.program).device
+    living = lifetimes(graph, program).device
     held = (one.tensor for one in living if one.begin < boundary < one.end)
     return sum(graph.tensors[one].size_bytes for one in held if one in of_blocks)

@@ -111,7 +111,7 @@ def test_a_stage_holds_micro_batches_in_flight() -> None:
     assert found.step_time_s is not None
     of_blocks = [one.module for one in plan.graph.operators if "blocks" in one.module]
     assert {one.split(".")[1] for one in of_blocks} == {"0", "1"}
-    kept = kept_bytes(plan.graph, plan)
+    kept = kept_bytes(plan.graph, plan.program)
     # A block keeps its input, its queries, keys and values, and more.
     assert kept > 2 * 4 * 2 * ROWS * WIDTH * 4
     assert found.peak_bytes > plan.peak_bytes + kept
