@@ -30,11 +30,13 @@ from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
+from memopt.models.mesh import pipeline_turns
 from memopt.pricing.measure import with_costs
 from memopt.pricing.roofline import estimate_costs
 from memopt.pricing.workspace import cublas_workspace_bytes
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.allocator_requests import reserved_by
+from memopt.programs.allocator_settings import AllocatorSettings
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.liveness import store_all
@@ -249,8 +251,9 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
     library -= cublas_workspace_bytes(one.device.name)
     reserved = 0
-    if _memory_of(row) == "peak_reserved_bytes" and not expandable(row):
-        reserved = reserved_by(graph, program).reserved_peak_bytes - time.peak_bytes
+    if _memory_of(row) == "peak_reserved_bytes":
+        settings = AllocatorSettings(expandable_segments=expandable(row))
+        reserved = reserved_by(graph, program, settings).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
         "library": resident - one.parameter_bytes + library,
@@ -339,8 +342,9 @@ def estimated(_: Any, name: str) -> list[Row]:
         return a[what] + (b[what] - a[what]) * (layers - low) / (high - low)
 
     own = shape["layers"] / stages
-    held = meshes.in_flight(row) if meshes.staged(row) else _in_flight(row, stages)
-    kept = own / row.get("virtual_stages", 1) * held
+    if meshes.staged(row):
+        own = float(meshes.stage_layers(row, 1))
+    kept = own / row.get("virtual_stages", 1) * _in_flight(row, stages)
     trained = at("trained", own)
     states = row.get("dp", 1) * row.get("cp", 1) if row.get("sharding") == "optimizer" else 1
     parts = {
@@ -355,11 +359,17 @@ def estimated(_: Any, name: str) -> list[Row]:
     elif row.get("dp", 1) > 1 and not row.get("sharding"):
         parts["buckets"] = trained * DTYPES[row["gradients"]].itemsize  # DDP's, a copy
     if _memory_of(row) == "peak_reserved_bytes":
-        parts["fragments"] = at("fragments", kept)
+        parts["fragments"] = b["fragments"] if expandable(row) else at("fragments", kept)
     if _memory_of(row) == "peak_reserved_bytes" and sharded:
         parts["streams"] = streams_bytes(row, b["trained"] - a["trained"], a["trained"], low)
     if meshes.staged(row):
-        parts |= meshes.stage_parts(row, b["trained"] - a["trained"], int(own))
+        layer = b["trained"] - a["trained"]
+        ranks = [
+            {"activations": at("activations", meshes.layers_held(row, rank))}
+            | meshes.stage_parts(row, layer, rank)
+            for rank in (0, 1)
+        ]
+        parts |= max(ranks, key=lambda one: sum(one.values()))
     memory = float(row.get(_memory_of(row), 0)), sum(parts.values())
     times = {what: at(what, own) for what in TIMES}
     batch_s = at("time", own) + meshes.tensor_parallel_s(row, own, times["products"])
@@ -378,8 +388,8 @@ def _in_flight(row: Mapping[str, Any], stages: int) -> int:
 
 def turns(row: Mapping[str, Any]) -> float:
     """Return how many micro-batches' time a step takes: its own, and those that fill a pipeline."""
-    fill = (row.get("pp", 1) - 1) / row.get("virtual_stages", 1)
-    return float(row.get("micro_batches", 1) + fill)
+    parts = row.get("virtual_stages", 1)
+    return pipeline_turns(row.get("pp", 1), row.get("micro_batches", 1), parts)
 
 
 def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:

@@ -14,11 +14,13 @@ from typing import Any
 
 from benchmarks.published import measurements
 from benchmarks.published.gpus import device_of
+from memopt.models import mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
 from memopt.pricing.flops import MATMUL, elements, tensors_of, work
 from memopt.pricing.roofline import work_time_s
+from memopt.reductions.contexts import ring_s
 from memopt.step.kernel import FusedKernel
 from memopt.step.signature import describe_value, signature
 
@@ -38,47 +40,71 @@ def shards(row: Mapping[str, Any]) -> int:
     return int(row.get("dp", 1) * row.get("cp", 1))
 
 
-def gathered_itemsize(row: Mapping[str, Any]) -> int:
-    """Return the bytes of a gathered element of a layer: float8 with one scale for a tensor goes
-    over the network as it is."""
+def _sent_itemsize(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a product's input on the network: float8 with one scale for a tensor
+    goes over it as it is."""
     return 1 if row.get("dtype") == "float8" and row.get("scaling") != "rowwise" else 2
 
 
-def stage_parts(row: Mapping[str, Any], layer: float, layers: int) -> dict[str, float]:
-    """Return what the first stage of a `staged` row holds of its parameters, in bytes.
+def gathered_itemsize(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a layer's gathered element. Without data parallelism beside a context
+    torchtitan gathers in bfloat16 (`dp_shard_enabled` in its float8.py)."""
+    return _sent_itemsize(row) if row.get("dp", 1) > 1 else 2
+
+
+def stage_layers(row: Mapping[str, Any], rank: int) -> int:
+    """Return the layers of a pipeline's rank: what is left over goes to the stages between the
+    first and the last, one each (torchtitan's generate_split_points)."""
+    stages = row["pp"] * row.get("virtual_stages", 1)
+    base, more = divmod(measurements().models[row["model"]]["layers"], stages)
+    return sum(base + (0 < one <= more) for one in range(rank, stages, row["pp"]))
+
+
+def stage_parts(row: Mapping[str, Any], layer: float, rank: int) -> dict[str, float]:
+    """Return what a rank of a `staged` row holds of its parameters, in bytes.
 
     Gathered weights stay, and whole gradients in float32, from the first micro-batch's backward to
     the last one's. With no more micro-batches than ranks, a rank ends one of its virtual stages
     before it begins the next one's backward: only one's gradients are whole. A layer's new ones
-    are cast before they are added. Results and buffers for their slopes stay (torch's stage.py).
+    are cast before they are added. What is received stays for all micro-batches, and results
+    (torch's stage.py). FSDP's streams keep two layers' gathers and all reduced gradients, whose
+    memory no other stream takes (torch's _fsdp_collectives.py).
 
     Args:
         row: a published row.
         layer: parameters of a layer on one rank of tensor parallelism.
-        layers: of the stage.
+        rank: of the pipeline, not the last.
     """
-    shape, ranks = measurements().models[row["model"]], shards(row)
+    shape, ranks, layers = measurements().models[row["model"]], shards(row), stage_layers(row, rank)
     parts = row.get("virtual_stages", 1)
     virtual = parts if row["micro_batches"] <= row["pp"] else 1
     tokens = row["batch"] * row["sequence"] // row.get("cp", 1) // row.get("tp", 1)
-    table = shape["vocabulary"] * shape["hidden"] / row.get("tp", 1)
-    held = table + layers * layer
+    table = shape["vocabulary"] * shape["hidden"] / row.get("tp", 1) * (rank == 0)
+    held, width = table + layers * layer, gathered_itemsize(row)
+    buffers = 2 * row["micro_batches"] * parts
+    if rank:  # Received inputs are among the layers' inputs while they are needed.
+        buffers += row["micro_batches"] * parts - in_flight(row, rank)
     return {
         "parameters": 4 * held / ranks,
         "state": row["state_bytes"] * held / ranks,
-        "gathered": 2 * table + gathered_itemsize(row) * layers * layer,
+        "gathered": 2 * table + width * layers * layer,
         "gradients": 4 * (held / virtual + layer),
-        "sent": 4 * row["micro_batches"] * parts * tokens * shape["hidden"],
+        "sent": 2.0 * buffers * tokens * shape["hidden"],
         "context": float(_keys_bytes(row) if row.get("cp", 1) > 1 else 0),
+        "streams": 2 * table + 2 * width * layer + 4 * held / ranks,
     }
 
 
-def in_flight(row: Mapping[str, Any]) -> int:
-    """Return the micro-batches that the first stage of a `staged` row holds, times its virtual
-    stages (torch's schedules: 1F1B, and interleaved, arXiv:2104.04473)."""
-    parts, ranks = row.get("virtual_stages", 1), row["pp"]
-    warm = ranks if parts == 1 else (parts - 1) * ranks + 2 * (ranks - 1) + 1
-    return int(min(warm, parts * row["micro_batches"]))
+def in_flight(row: Mapping[str, Any], rank: int) -> int:
+    """Return the micro-batches that a rank of a `staged` row holds, times its virtual stages
+    (torch's schedules: 1F1B, and interleaved, arXiv:2104.04473)."""
+    parts = row.get("virtual_stages", 1)
+    return mesh.in_flight(row["pp"], row["micro_batches"], rank, parts)
+
+
+def layers_held(row: Mapping[str, Any], rank: int) -> float:
+    """Return the layers whose inputs a rank of a `staged` row holds, of all its micro-batches."""
+    return stage_layers(row, rank) / row.get("virtual_stages", 1) * in_flight(row, rank)
 
 
 def _keys_bytes(row: Mapping[str, Any]) -> int:
@@ -104,11 +130,8 @@ def _meshed(operator: Operator, node: Any, row: Mapping[str, Any], device: Devic
             sent = replace(sent, size_bytes=sent.size_bytes * gathered_itemsize(row) // 2)
         return replace(operator, collective=sent, time_s=device.collective_time_s(sent))
     if "attention" in operator.target and context > 1:
-        # All ranks' keys are gathered beside the first part's work; the backward sends theirs back.
-        sent = Collective(CollectiveKind.ALL_GATHER, context, _keys_bytes(row), tensor)
-        times = 2 if "backward" in operator.target else 1
-        network_s = times * device.collective_time_s(sent)
-        time_s = max(context * operator.time_s, operator.time_s + network_s)
+        back, size = "backward" in operator.target, _keys_bytes(row)
+        time_s = ring_s(operator.time_s, size, context, tensor, back, device)
         return replace(operator, time_s=time_s)
     fused = isinstance(node.target, FusedKernel)
     if not float8 or fused or work(signature(node), describe_value(node)).kind != MATMUL:
@@ -118,7 +141,8 @@ def _meshed(operator: Operator, node: Any, row: Mapping[str, Any], device: Devic
 
 def product_s(node: Any, row: Mapping[str, Any], device: Device) -> float:
     """Return a matrix product's seconds. In float8 it is twice as fast as in bfloat16 (data sheets
-    of H100 and H200), and its activations are cast: two bytes read, twice one written (torchao's
+    of H100 and H200), and its activations are cast: two bytes read, twice one written or, with
+    a scale for each row, in one order, copied in the other, and cast once more (torchao's
     roofline_utils.py). The head's products stay as they are (torchtitan's filter of modules)."""
     call = signature(node)
     done, read = work(call, describe_value(node)), tensors_of(call.args)
@@ -131,7 +155,8 @@ def product_s(node: Any, row: Mapping[str, Any], device: Device) -> float:
     time_s = work_time_s(replace(done, dtype="float8", moved_bytes=moved), fast)
     rows = row["sequence"] // row.get("cp", 1) * row["batch"]
     cast = elements(read[0]) if read[0].shape[0] == rows else 0
-    return time_s + 4 * cast / (device.memory_bytes_per_s * device.memory_fraction)
+    each = 6 if row.get("scaling") == "rowwise" else 4
+    return time_s + each * cast / (device.memory_bytes_per_s * device.memory_fraction)
 
 
 def tensor_parallel_s(row: Mapping[str, Any], layers: float, products_s: float) -> float:
@@ -140,7 +165,8 @@ def tensor_parallel_s(row: Mapping[str, Any], layers: float, products_s: float) 
     A layer's activations are summed in its forward and its backward, twice each. Where rows of a
     sequence are spread, a sum is a gather before a product and a scatter after one; recomputing
     repeats the gathers, and the first scatter if it keeps none. Products' inputs are sent in
-    float8. Asynchronous ones hide behind the products, but for the first of `tp` parts.
+    float8. Asynchronous ones hide behind the products, but for the first of `tp` parts; gathers of
+    float8 with scales of rows do not (github.com/pytorch/pytorch/issues/149990).
     """
     device, tensor = device_of(row), row.get("tp", 1)
     if tensor == 1:
@@ -154,10 +180,12 @@ def tensor_parallel_s(row: Mapping[str, Any], layers: float, products_s: float) 
     if not row.get("sequence_parallel"):
         return 4 * seconds(CollectiveKind.ALL_REDUCE, size)
     again = row.get("recompute", "")
-    sent_s = (4 + 2 * bool(again)) * seconds(
-        CollectiveKind.ALL_GATHER, size * gathered_itemsize(row) // 2
+    gathered_s = (4 + 2 * bool(again)) * seconds(
+        CollectiveKind.ALL_GATHER, size * _sent_itemsize(row) // 2
     )
-    sent_s += (4 + (again == "full")) * seconds(CollectiveKind.REDUCE_SCATTER, size)
+    sent_s = (4 + (again == "full")) * seconds(CollectiveKind.REDUCE_SCATTER, size)
     if not row.get("overlapped_tensor_parallel"):
-        return sent_s
-    return sent_s / tensor + max(0.0, sent_s * (1 - 1 / tensor) - products_s)
+        return gathered_s + sent_s
+    alone_s = gathered_s if row.get("scaling") == "rowwise" else 0.0
+    sent_s += gathered_s - alone_s
+    return alone_s + sent_s / tensor + max(0.0, sent_s * (1 - 1 / tensor) - products_s)

@@ -15,8 +15,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def expandable(row: Mapping[str, Any]) -> bool:
-    """Whether the allocator has segments that grow, which do not fall into fragments: torchtitan
-    asks for them in its run_train.sh."""
+    """Whether the allocator has segments that grow, as torchtitan asks in its run_train.sh. They
+    have holes that larger tensors do not fit in, but as many however deep the model is."""
     return titan(row)
 
 

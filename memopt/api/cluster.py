@@ -48,6 +48,23 @@ def sharded_over(model: Any, ranks: int) -> Iterator[Any]:
         yield built
 
 
+@contextlib.contextmanager
+def shared_over(model: Any, data: int, tensor: int) -> Iterator[Any]:
+    """Share a model's layers over the ranks of `tensor`, as its `tp_plan` says, and spread its
+    parameters over those of `data`; it may change the model."""
+    from memopt.distributed.tensor_shares import share_layers
+
+    def build(devices: Any) -> Any:
+        made = model if tensor == 1 else share_layers(model, devices["tensor"])
+        return made if data == 1 else shard(made, devices["data"])
+
+    if data == tensor == 1:
+        yield model
+        return
+    with on_mesh(build, Mesh(data=data, tensor=tensor), "estimate") as built:
+        yield built
+
+
 def with_cluster(record: PlanRecord, mesh: Mesh | None, inputs: Any) -> PlanRecord:
     """Add the figures of a step of all ranks to one rank's plan: in `stats`, and in a note.
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from memopt.api.cluster import examples_of, sharded_over, tokens_of
 from memopt.api.moved_rungs import moved_plan
-from memopt.api.refusal import unit_meant
 from memopt.api.reserved import holding, reserved_bytes, soon_within_card
-from memopt.api.solving import planned_device, reporting_on, solve
+from memopt.api.solving import budget_on, reporting_on, solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
-from memopt.models.budget import parse_budget
 from memopt.models.device import Device
 from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from memopt.reductions.chain_view import ChainView
 
 Only: TypeAlias = Literal["all", "asked", "devices"]
-_LEAST_BYTES = 2**20
 _SAVES = 0.97
 """A loss in chunks that leaves more of the peak than this is planned no further."""
 _MOST_SLOWER = 1.5
@@ -123,13 +120,7 @@ def ladder(
     Raises:
         ValueError: no capacity, an unknown optimizer. CaptureError: as in `memopt.plan`.
     """
-    place = planned_device(device, "estimate")
-    limit = place.capacity_bytes if budget is None else parse_budget(budget, 1)
-    if limit is None:
-        raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
-    if limit < _LEAST_BYTES:
-        meant = unit_meant(limit) or 'Name it with a unit, such as "24GiB".'
-        raise ValueError(f"a budget of {limit} bytes holds no model. {meant.strip()}")
+    place, limit = budget_on(device, budget)
     if optimizer is not None and not isinstance(optimizer, str):
         raise ValueError("the ladder changes the optimizer: name it, such as optimizer='adamw'")
     name = None if optimizer is None else optimizer_name(optimizer)

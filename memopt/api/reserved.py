@@ -68,7 +68,9 @@ def planned_within(
     if size == MINIMUM or used(plan) <= plan.budget:
         return replace(plan, budget=max(plan.budget, used(plan)))
     limit = plan.budget
-    _, best = _within(solve_for, limit, used, lambda _: _beside_forward(solve_for, limit, beside))
+    _, best = fastest_within(
+        solve_for, limit, used, lambda _: _beside_forward(solve_for, limit, beside)
+    )
     return replace(best, budget=limit)
 
 
@@ -185,11 +187,11 @@ def within_reserved(
     def used(plan: PlanRecord) -> int:
         return _reserved(plan) + beside_bytes
 
-    asked, best = _within(solve_for, limit, used, lambda least: _infeasible(limit, least))
+    asked, best = fastest_within(solve_for, limit, used, lambda least: _infeasible(limit, least))
     return replace(best, budget=limit, allocated_budget_bytes=asked)
 
 
-def _within(
+def fastest_within(
     solve_for: Callable[[int], PlanRecord],
     limit: int,
     used: Callable[[PlanRecord], int],
@@ -239,9 +241,8 @@ def _lowered(
         used_bytes = used(plan)
         if used_bytes <= limit:
             return asked, plan
-        tried, asked = asked, min(asked, plan.peak_bytes) - (used_bytes - limit)
-        if asked < 1:
-            break
+        # At most down to what no plan needs: its error says which budget is the least.
+        tried, asked = asked, max(1, min(asked, plan.peak_bytes) - (used_bytes - limit))
     raise refusal(used_bytes)
 
 

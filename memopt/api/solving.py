@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memopt.api.finish import FinishedProgram, finish
 from memopt.api.ranks import find_ranks, planned_by_first, planning_ranks, profiling_together
 from memopt.api.recalled import noting_stops, recalled
-from memopt.api.refusal import infeasible
+from memopt.api.refusal import infeasible, unit_meant
 from memopt.api.request import PlanRequest
 from memopt.api.reserved import planned_within
 from memopt.api.whole_step import (
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from memopt.reductions.chain_view import ChainView
     from memopt.step.profiled import Profiled
 
+_LEAST_BYTES = 2**20
 _NO_OPERATORS = (
     "order=True and place=True work on operators; of a Chain {} plans schedules: take a strategy "
     'that plans its operators, such as "monet", or plan the model itself'
@@ -153,6 +154,22 @@ def _planned(
             return replace(plan, notes=(*plan.notes, *stopped))
 
         return recalled(step, strategy, host_budget_bytes, wanted, make)
+
+
+def budget_on(device: Device | str, budget: int | str | None) -> tuple[Device, int]:
+    """Return a device to estimate for, and the bytes of it that may be used.
+
+    Raises:
+        ValueError: no capacity, or too few bytes for any model.
+    """
+    place = planned_device(device, "estimate")
+    limit = place.capacity_bytes if budget is None else parse_budget(budget, 1)
+    if limit is None:
+        raise ValueError(f"the device {place.name!r} has no capacity_bytes: pass budget=")
+    if limit < _LEAST_BYTES:
+        meant = unit_meant(limit) or 'Name it with a unit, such as "24GiB".'
+        raise ValueError(f"a budget of {limit} bytes holds no model. {meant.strip()}")
+    return place, limit
 
 
 def planned_device(device: Device | str | None, mode: Mode) -> Device:

@@ -10,14 +10,17 @@ import typer
 import memopt
 from memopt.api.fits import DEFAULT_STRATEGIES, Fits
 from memopt.api.ladder import Only, ladder
+from memopt.api.mesh_search import MeshSearch
 from memopt.api.size_search import largest_size
+from memopt.api.solving import budget_on
 from memopt.commands import options
 from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
 from memopt.models.options import StepOptions, parse_returns
 from memopt.report.ladder import CHUNKED, Ladder, Rung
+from memopt.report.meshes import MeshRung, best_mesh, mesh_figures, mesh_table
 
-SOLVED = ("batch", "sequence", "gpus")
+SOLVED = ("batch", "sequence", "gpus", "mesh")
 _MOST = 8
 """Sizes that `--solve` tries at most."""
 
@@ -36,7 +39,10 @@ def fits(
     ] = None,
     solve: Annotated[
         str | None,
-        typer.Option(help="batch, sequence: the largest that fits. gpus: the fewest."),
+        typer.Option(
+            help="batch, sequence: the largest that fits. gpus: the fewest. mesh: of --gpus, that "
+            "with the most tokens/s."
+        ),
     ] = None,
 ) -> None:
     """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
@@ -61,6 +67,9 @@ def fits(
     if model.optimizer is None:
         model = replace(model, optimizer="adamw")
     asked = _Asked(model, limit, step)
+    if solve == "mesh":
+        _say_meshes(asked, model)
+        return
     found = asked.ladder("devices" if solve == "gpus" else "all")
     answer = asked.largest(solve, found) if solve in ("batch", "sequence") else None
     if solve == "gpus":
@@ -111,9 +120,29 @@ class _Asked:
         named, arguments = self._given(**sizes)
         return ladder(named.model, named.inputs, **arguments, only=only, heard=self._heard)
 
-    def _heard(self, rung: Rung) -> None:
+    def _heard(self, rung: Rung | MeshRung) -> None:
         if not self._model.silent:
             typer.echo(f"... {rung}", err=True)
+
+    def meshes(self) -> tuple[MeshRung, ...]:
+        """Plan the meshes of the devices that are asked for.
+
+        Raises:
+            OptionError: no number of devices, or adapters.
+        """
+        if self._model.ranks is None or self._model.rank:
+            raise OptionError("--solve mesh: say how many (--gpus 64), without --lora")
+        arguments = self._given()[1]
+        named = isinstance(self.header.get("sequence"), int)
+
+        def load(parts: int) -> tuple[Any, Any]:
+            sizes = {"sequence": self._model.sequence // parts} if parts > 1 else {}
+            one = self._given(**sizes)[0]
+            return one.model, one.inputs
+
+        place, budget = budget_on(arguments["device"], self._budget)
+        search = MeshSearch(load, place, budget, self._model.optimizer, arguments["step"])
+        return search.search(self._model.ranks, named, self._heard)
 
     def largest(self, what: str, found: Ladder) -> int | None:
         """Return the largest batch or sequence of which a plan fits.
@@ -140,6 +169,19 @@ class _Asked:
     def fewest(self, found: Ladder) -> int | None:
         """Return the fewest devices on which the step fits, sharded."""
         return min((rung.ranks for rung in found.rungs if rung.fits), default=None)
+
+
+def _say_meshes(asked: _Asked, model: options.ModelOptions) -> None:
+    """Find and print the mesh with the most tokens/s."""
+    found = asked.meshes()
+    best = best_mesh(found)
+    if model.as_json:
+        answer = None if best is None else dict(best.mesh.sizes)
+        say_json({**asked.header, "meshes": mesh_figures(found), "solved": {"mesh": answer}})
+    elif not model.quiet:
+        say(", ".join(f"{what} {size}" for what, size in asked.header.items()) + " a micro-batch")
+        say(mesh_table(found, "tokens/s"))
+        say(f"mesh: {'none fits' if best is None else best.mesh}, the fastest tried that fits")
 
 
 def _ask_strategies(

@@ -65,7 +65,9 @@ Lora = Annotated[
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(min=1, help="Devices over which memopt.shard spreads it, in an estimate."),
+    typer.Option(
+        "--ranks", "--gpus", min=1, help="Devices over which it is spread, in an estimate."
+    ),
 ]
 Returns = Annotated[
     str, typer.Option(help="all, or loss: outputs that the loss does not read are not kept.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SHARING = frozenset({"tensor", "tp", "context", "cp", "sequence", "sp", "pipeline", "pp"})
+SHARING = frozenset({"tensor", "tp", "context", "cp", "sequence", "sp", "pipeline", "pp", "pipe"})
 """Names of dimensions along which ranks work on the same batch."""
 
 
@@ -51,3 +51,28 @@ class Mesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{ranks} {name}" for name, ranks in self.sizes)
+
+    def size(self, name: str) -> int:
+        """Return the ranks of a dimension; 1: there is none of that name."""
+        return dict(self.sizes).get(name, 1)
+
+
+def in_flight(stages: int, micro_batches: int, rank: int = 0, parts: int = 1) -> int:
+    """Return how many micro-batches' activations a pipeline's rank holds, times its parts: under
+    1F1B, with several parts interleaved (arXiv:2104.04473, section 2.2).
+
+    Args:
+        stages: ranks of the pipeline.
+        micro_batches: of a step.
+        rank: 0 is the first.
+        parts: of the model that a rank has.
+    """
+    after = stages - rank
+    warm = after if parts == 1 else (parts - 1) * stages + 2 * (after - 1) + 1
+    return min(warm, parts * micro_batches)
+
+
+def pipeline_turns(stages: int, micro_batches: int, parts: int = 1) -> float:
+    """Return how many micro-batches' time a pipeline's step takes: its own, and those that fill
+    it."""
+    return micro_batches + (stages - 1) / parts

@@ -31,16 +31,18 @@ class BlockList:
         path: of the list, such as "model.layers".
         start: index of the first equal block.
         count: of the equal blocks.
+        kept: how many a shallow copy has at most.
     """
 
     path: str
     start: int
     count: int
+    kept: int = KEPT
 
     @property
     def more(self) -> int:
         """How many blocks a shallow copy lacks."""
-        return max(0, self.count - KEPT)
+        return max(0, self.count - self.kept)
 
 
 def block_lists(model: nn.Module) -> tuple[BlockList, ...]:
@@ -99,7 +101,7 @@ def _plain(module: nn.Module) -> Iterator[Hashable]:
 
 
 def meta_copy(model: nn.Module, lists: Iterable[BlockList] = ()) -> nn.Module:
-    """Return a copy of a model on meta, with at most `KEPT` equal blocks in each of these lists."""
+    """Return a copy of a model on meta, with the equal blocks that these lists keep."""
     memo: dict[int, object] = {}
     for module in model.modules():
         for _, tensor in _tensors(module):

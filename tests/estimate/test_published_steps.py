@@ -93,17 +93,32 @@ TITAN: dict[str, Any] = {
 
 
 def test_first_stages() -> None:
-    row = TITAN | {"model": "llama-3-8b", "pp": 8, "tp": 1, "dp": 1, "micro_batches": 8}
+    row = TITAN | {"model": "llama-3-8b", "pp": 8, "tp": 1, "dp": 8, "micro_batches": 8}
     looped = row | {"virtual_stages": 2}
     many = looped | {"micro_batches": 32}
-    assert [meshes.in_flight(one) for one in (row, looped, many)] == [8, 16, 23]
+    assert [meshes.in_flight(one, 0) for one in (row, looped, many)] == [8, 16, 23]
     # Of two virtual stages one's gradients are whole, but for one layer more.
-    whole, half, both = (meshes.stage_parts(one, 1e9, 4) for one in (row, looped, many))
+    whole, half, both = (meshes.stage_parts(one, 1e9, 0) for one in (row, looped, many))
     assert whole["gradients"] - 4e9 == pytest.approx(2 * (half["gradients"] - 4e9))
     assert both["gradients"] == whole["gradients"]
-    table = whole["parameters"] / 4 - 4e9
-    wide = meshes.stage_parts(row | {"dtype": "bfloat16"}, 1e9, 4)
-    assert (whole["gathered"], wide["gathered"]) == (2 * table + 4e9, 2 * table + 8e9)
+    table = 8 * whole["parameters"] / 4 - 4e9
+    assert whole["gathered"] == 2 * table + 4e9
+    # Of ranks that have all their context gathers are wide, of float8's weights, too.
+    for wide in (row | {"dtype": "bfloat16"}, row | {"dp": 1, "cp": 8}):
+        assert meshes.stage_parts(wide, 1e9, 0)["gathered"] == 2 * table + 8e9
+    # FSDP's streams: two gathers of layers, the tables', and a rank's gradients.
+    assert whole["streams"] == 2 * table + 2e9 + whole["parameters"]
+
+
+def test_stages_between_have_what_is_left_over() -> None:
+    row = TITAN | {"model": "llama-3-405b", "pp": 8, "dp": 8, "micro_batches": 8, "sequence": 8192}
+    looped = row | {"virtual_stages": 2}
+    assert [meshes.stage_layers(row, rank) for rank in (0, 1, 6, 7)] == [15, 16, 16, 15]
+    assert [meshes.stage_layers(looped, rank) for rank in (0, 1, 7)] == [15, 16, 15]
+    assert [meshes.layers_held(row, rank) for rank in (0, 1)] == [15 * 8, 16 * 7]
+    first, second = (meshes.stage_parts(row, 1e9, rank) for rank in (0, 1))
+    # Seven inputs of eight are a layer's in flight.
+    assert second["sent"] == pytest.approx(first["sent"] * 17 / 16)
 
 
 def test_tensor_parallelism_hides_behind_products() -> None:
@@ -114,6 +129,9 @@ def test_tensor_parallelism_hides_behind_products() -> None:
     assert meshes.tensor_parallel_s(hidden, 32, 0.0) == pytest.approx(alone)
     assert meshes.tensor_parallel_s(row | {"dtype": "bfloat16"}, 32, 0.0) > alone
     assert meshes.tensor_parallel_s(row | {"tp": 1}, 32, 0.0) == 0
+    rows = hidden | {"scaling": "rowwise"}
+    scattered = meshes.tensor_parallel_s(rows, 32, 0.0) - meshes.tensor_parallel_s(rows, 32, 1.0)
+    assert 0 < scattered < alone * 7 / 8  # Its gathers are not hidden.
 
 
 def test_operators_of_a_mesh() -> None:
@@ -124,9 +142,13 @@ def test_operators_of_a_mesh() -> None:
         one = Operator("a", (0,), (1,), time_s, target=target, collective=sent)
         return meshes._meshed(one, None, row, device).time_s
 
-    # Queries of one rank meet the keys of four, whose gather hides behind enough work.
+    # Queries of one rank meet the keys of four, whose gather hides behind enough of its own.
     assert seconds("attention", 1.0) == 4
-    assert seconds("attention backward", 0.0) == 2 * seconds("attention", 0.0) > 0
+    gathered = seconds("attention", 0.0)
+    assert seconds("attention", gathered / 2) == pytest.approx(2.5 * gathered)
+    # A part's slopes go on in float32, beside the next part; the last ones alone.
+    assert seconds("attention backward", 1.0) == pytest.approx(4 + 2 / 3 * gathered)
+    assert seconds("attention backward", 0.0) == pytest.approx(gathered * (1 + 4 * 2 / 3))
     sent = Collective(CollectiveKind.ALL_GATHER, 8, 2**30)
     half = replace(sent, size_bytes=2**29, stride=2)
     assert seconds("gather", 0.0, sent) == device.collective_time_s(half)

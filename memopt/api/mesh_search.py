@@ -1,0 +1,252 @@
+"""The mesh of data × tensor × pipe × context ranks on which a step has the most tokens/s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from memopt.api.cluster import examples_of, shared_over, tokens_of
+from memopt.api.reserved import fastest_within, reserved_bytes
+from memopt.api.solving import solve
+from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.collective import Collective, CollectiveKind
+from memopt.models.device import Device
+from memopt.models.graph import Graph, TensorKind
+from memopt.models.mesh import Mesh, in_flight, pipeline_turns
+from memopt.models.options import Pricing, StepOptions
+from memopt.plan_record import PlanRecord
+from memopt.programs.instructions import Program
+from memopt.programs.lifetimes import lifetimes
+from memopt.reductions.block_checkpoints import block_of, forward_of_blocks
+from memopt.reductions.contexts import in_context
+from memopt.report.ladder import RECOMPUTE, Rung, busy_shares
+from memopt.report.meshes import MeshRung
+from memopt.stages import profiled_for
+from memopt.strategies import resolve
+from memopt.strategies.target import chain_view
+
+if TYPE_CHECKING:
+    from memopt.profiler.variants import VariantStep
+    from memopt.reductions.chain_view import ChainView
+
+Load: TypeAlias = Callable[[int], tuple[Any, Any]]
+"""A number of parts of the sequence → a model on meta and one part's inputs."""
+BATCHES_OF_A_STAGE = 4
+"""Micro-batches of a pipeline's step, for each of its stages: a fifth of the time fills it."""
+_FAR = 2**62
+
+
+class MeshSearch:
+    """Plans one rank of meshes. Its figures hold for every rank: of a pipeline's stages it is one
+    with the first one's table and micro-batches in flight, and the last one's loss.
+
+    Args:
+        load: gives the model, with as much of the sequence as one rank of a context has.
+        device: of a rank.
+        budget_bytes: of its memory.
+        optimizer: a name; None: no state is charged.
+        step: the loss, and what the step returns.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        device: Device,
+        budget_bytes: int,
+        optimizer: str | None,
+        step: StepOptions,
+    ) -> None:
+        self._load, self._device, self._optimizer = load, device, optimizer
+        self._budget_bytes, self._options = budget_bytes, step
+        self._seen: tuple[Graph, ChainView] | None = None
+
+    def search(
+        self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
+    ) -> tuple[MeshRung, ...]:
+        """Try meshes of so many ranks: all of data × tensor, and from the best of them on those
+        with twice the ranks along tensor, pipe or context, while that is better.
+
+        Args:
+            ranks: of all.
+            contexts: whether `load` can give a part of the sequence.
+            heard: is called with each as soon as it is planned.
+        """
+        network = self._device.network
+        within = 1 if network is None else network.ranks_per_node
+        tried: dict[Mesh, MeshRung] = {}
+
+        def tried_all(sizes: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+            found = []
+            for pipe, context, tensor in sizes:
+                data, rest = divmod(ranks, pipe * context * tensor)
+                if rest or not data or tensor > within:
+                    continue
+                found.append((pipe, context, tensor))
+                mesh = _mesh(pipe, data, context, tensor)
+                if mesh not in tried:
+                    tried[mesh] = self.rung(mesh)
+                    heard(tried[mesh])
+            return found
+
+        def worth(sizes: tuple[int, int, int]) -> tuple[bool, float]:
+            pipe, context, tensor = sizes
+            mesh = _mesh(pipe, ranks // (pipe * context * tensor), context, tensor)
+            rung = tried[mesh].rung
+            return rung.fits, rung.rate_of_one or -float(rung.needed_bytes or _FAR)
+
+        best = max(tried_all((1, 1, 2**power) for power in range(within.bit_length())), key=worth)
+        while True:
+            pipe, context, tensor = best
+            next_ones = [(2 * pipe, context, tensor), (pipe, context, 2 * tensor)]
+            next_ones += [(pipe, 2 * context, tensor)] * contexts
+            better = max((best, *tried_all(next_ones)), key=worth)
+            if better == best:
+                return tuple(tried.values())
+            best = better
+
+    def rung(self, mesh: Mesh) -> MeshRung:
+        """Plan one rank of a mesh: as it is, or recomputed."""
+        try:
+            graph, step, samples = self._step(mesh)
+        except (ValueError, RuntimeError, MemoptError) as error:
+            why = str(error).partition("\n")[0]
+            return MeshRung(mesh, Rung((), False, ranks=mesh.ranks), why)
+        figures = step.with_optimizer(self._optimizer)
+        held = figures.state.bytes_total
+        stages = mesh.size("pipe")
+        batches = BATCHES_OF_A_STAGE * stages if stages > 1 else 1
+        if batches > 1:
+            held += figures.trained_bytes  # Sums, beside a micro-batch's own gradients.
+        graph = replace(graph, extra_resident_bytes=graph.extra_resident_bytes + held)
+        least: int | None = None
+        for strategy in ("store-all", "rotor"):
+            try:
+                plan, needed = self._fitting(graph, strategy, in_flight(stages, batches) - 1)
+            except InfeasibleBudgetError as error:
+                if (size := error.smallest_budget_bytes) is not None:
+                    least = size if least is None else min(least, size)
+                continue
+            except ValueError:
+                continue  # no chain
+            least = needed if least is None else min(least, needed)
+            if needed > self._budget_bytes:
+                continue
+            sent_s = 2 * self._sent_s(graph, mesh) if stages > 1 else 0.0
+            turn_s = plan.step_time_s + sent_s
+            step_s = pipeline_turns(stages, batches) * turn_s + figures.update_s(self._device)
+            rung = Rung(
+                changes=(RECOMPUTE,) * (strategy == "rotor"),
+                fits=True,
+                strategy=strategy,
+                peak_bytes=needed,
+                needed_bytes=needed,
+                step_time_s=step_s,
+                samples_per_s=samples * batches * mesh.batches / step_s,
+                ranks=mesh.ranks,
+                trained=figures.trained,
+                busy=self._busy(plan, sent_s, batches / step_s),
+                plan=plan,
+            )
+            return MeshRung(mesh, rung)
+        return MeshRung(mesh, Rung((), False, needed_bytes=least, ranks=mesh.ranks))
+
+    def _step(self, mesh: Mesh) -> tuple[Graph, VariantStep, int]:
+        """Return the graph of a rank's micro-batch, its step, and the micro-batch's tokens."""
+        from memopt.profiler.shallow import block_lists, meta_copy
+        from memopt.profiler.variants import StepVariant, Variants
+
+        context, tensor, pipe = (mesh.size(name) for name in ("context", "tensor", "pipe"))
+        model, inputs = self._load(context)
+        if pipe > 1:
+            lists = block_lists(model)
+            if len(lists) != 1 or lists[0].count <= pipe:
+                raise ValueError(f"its blocks are not one list of more than {pipe}")
+            model = meta_copy(model, [replace(lists[0], kept=-(-lists[0].count // pipe))])
+        pricing = Pricing(self._device, "estimate")
+
+        def price(built: Any, given: Any, kernels: str) -> Any:
+            how = replace(pricing, kernels=kernels)
+            options, device = self._options, self._device
+            return profiled_for(built, given, options, how, device, lambda _s, _w: None)
+
+        spread = mesh.size("data") * context
+        variants = Variants(
+            model, inputs, self._device, price, lambda m, _: shared_over(m, spread, tensor)
+        )
+        step = variants.step(StepVariant(ranks=spread))
+        graph = step.graph
+        if context > 1:
+            graph = in_context(graph, context, tensor, self._device)
+        # One rank's inputs are a part of the sequence, of which `Mesh.batches` counts one whole.
+        return graph, step, context * (tokens_of(inputs) or examples_of(inputs))
+
+    def _fitting(self, graph: Graph, strategy: str, more: int) -> tuple[PlanRecord, int]:
+        """Return the fastest plan found within the budget beside the activations of `more`
+        micro-batches, and what it needs of the budget."""
+        limit, chosen = self._budget_bytes, resolve(strategy)
+
+        def solve_for(size: int) -> PlanRecord:
+            view = None if strategy == "store-all" else self._view(graph)
+            return solve(graph, size, chosen, device=self._device, view=view)
+
+        def used(plan: PlanRecord) -> int:
+            needed = max(plan.peak_bytes, reserved_bytes(plan))
+            return needed + more * kept_bytes(plan.graph, plan.program)
+
+        if strategy == "store-all":
+            plan = solve_for(limit)
+        else:
+            _, plan = fastest_within(
+                solve_for, limit, used, lambda size: InfeasibleBudgetError("no room", size)
+            )
+        return plan, used(plan)
+
+    def _view(self, graph: Graph) -> ChainView:
+        if self._seen is None or self._seen[0] is not graph:
+            self._seen = graph, chain_view(graph)
+        return self._seen[1]
+
+    def _sent_s(self, graph: Graph, mesh: Mesh) -> float:
+        """Return the seconds in which a stage sends a micro-batch's result to the next one."""
+        blocks = list(forward_of_blocks(graph).values())
+        sizes = [0]
+        for one, following in pairwise(blocks):
+            made = {tensor for index in one for tensor in graph.operators[index].writes}
+            read = {tensor for index in following for tensor in graph.operators[index].reads}
+            sizes.append(sum(graph.tensors[tensor].size_bytes for tensor in made & read))
+        stride = mesh.ranks // mesh.size("pipe")
+        sent = Collective(CollectiveKind.BROADCAST, 2, max(sizes), stride)
+        return self._device.collective_time_s(sent)
+
+    def _busy(self, plan: PlanRecord, sent_s: float, per_s: float) -> dict[str, float]:
+        """Return stream → share of a whole step that it works."""
+        busy = busy_shares(plan.graph, plan.program, self._device)
+        found = {stream: share * plan.step_time_s * per_s for stream, share in busy.items()}
+        if sent_s:
+            found["network"] = found.get("network", 0.0) + sent_s * per_s
+        return found
+
+
+def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
+    """Return a mesh of these, the outermost first, without dimensions of one rank but data."""
+    sizes = {"pipe": pipe, "data": data, "context": context, "tensor": tensor}
+    return Mesh(**{name: size for name, size in sizes.items() if size > 1 or name == "data"})
+
+
+def kept_bytes(graph: Graph, program: Program) -> int:
+    """Return what a micro-batch's blocks keep between its forward and its backward: a stage's
+    table and loss are of one micro-batch at a time."""
+    boundary = program.boundary
+    assert boundary is not None
+    of_blocks = {
+        tensor
+        for operator in graph.operators
+        if block_of(operator.module)
+        for tensor in operator.writes
+        if graph.tensors[tensor].kind is not TensorKind.PARAMETER
+    }
+    living = lifetimes(graph, program).device
+    held = (one.tensor for one in living if one.begin < boundary < one.end)
+    return sum(graph.tensors[one].size_bytes for one in held if one in of_blocks)
