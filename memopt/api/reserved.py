@@ -257,15 +257,15 @@ def _beside_forward(
     parts = [
         f"{format_bytes(size)} of {what}"
         for size, what in (
-            (beside.forward_bytes, "the last step's outputs"),
+            (beside.forward_bytes, "the last step's outputs, or of what fully_shard gathers,"),
             (beside.held_bytes, "gradients"),
         )
         if size
     ]
     return InfeasibleBudgetError(
         f"{' and '.join(parts)} are there while the forward runs, beside which no plan was found "
-        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop them before the forward "
-        "(optimizer.zero_grad(), del output)",
+        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop outputs and gradients "
+        "before the forward (del output, optimizer.zero_grad())",
         limit,
         smallest,
     )

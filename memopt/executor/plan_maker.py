@@ -390,7 +390,7 @@ _WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
     ("{} that the loop keeps of its loss", lambda one: one.kept_bytes),
     ("{} of optimizer state", lambda one: one.state_bytes),
     ("{} of what the engine around it keeps", lambda one: one.bucket_bytes),
-    ("{} of the last step's outputs during the forward", lambda one: one.forward_bytes),
+    ("{} of outputs or fully_shard's buffer, in the forward", lambda one: one.forward_bytes),
 )
 
 

@@ -16,7 +16,8 @@ class Charges:
             outputs, their gradients and kept tensors.
         kept_bytes: kept by the loop from its loss to its next one: resident.
         state_bytes: the optimizer's state: resident.
-        forward_bytes: held until the forward returns: the last step's outputs.
+        forward_bytes: held until the forward returns: the last step's outputs, and
+            the buffer in which `fully_shard` gathers.
         held_bytes: held until the backward begins: gradients that are dropped then.
         bucket_bytes: the buckets in which DistributedDataParallel reduces gradients, the shards
             that `fully_shard` keeps beside gathered parameters: resident.

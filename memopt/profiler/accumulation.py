@@ -74,7 +74,10 @@ def charged(profiled: Profiled | None, charges: Charges) -> Profiled | None:
             ("the loss between forward and backward", charges.boundary_bytes),
             ("what the loop keeps of its loss", charges.kept_bytes),
             ("optimizer state", charges.state_bytes),
-            ("the last step's outputs, while the forward runs", charges.forward_bytes),
+            (
+                "the last outputs and fully_shard's buffer, while the forward runs",
+                charges.forward_bytes,
+            ),
             ("gradients that are dropped before the backward", charges.held_bytes),
             ("buckets (DistributedDataParallel) or shards (fully_shard)", charges.bucket_bytes),
         )
