@@ -151,6 +151,7 @@ class Surroundings:
         self._watched, self._engine = _Watched(), NO_CHARGES
         self._gathering = NO_CHARGES
         self.has_engine = False
+        self._waiting = self._most_waiting = 0
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -163,7 +164,8 @@ class Surroundings:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
-        return replace(met, state_bytes=state_bytes).plus(self._engine)
+        met = replace(met, state_bytes=state_bytes, waiting_calls=self._waiting)
+        return met.plus(self._engine)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
@@ -176,14 +178,18 @@ class Surroundings:
             # After a forward alone its parameters are whole still.
             self._gathering = _gathering(model) or self._gathering
 
-    def calling(self, kind: Any) -> None:
-        """Begin a call of a kind."""
+    def calling(self, kind: Any, waiting: int = 0) -> None:
+        """Begin a call of a kind, while so many await their backward. The most that wait in a step
+        are charged from the next one on."""
         self.stop()
+        self._most_waiting = max(self._most_waiting, waiting)
+        self._waiting = self._waiting if waiting else self._most_waiting
         model = self._model()
         buckets = Charges(bucket_bytes=_bucket_bytes(model) if model is not None else 0)
         self._engine = buckets.plus(self._gathering)
         held_bytes = self.held_bytes()
-        if held_bytes > LARGEST_NUMBER_BYTES:
+        # Those of a call that waits are charged with it.
+        if held_bytes > LARGEST_NUMBER_BYTES and not waiting:
             self._largest(kind, Charges(forward_bytes=held_bytes))
 
     def held_bytes(self) -> int:
