@@ -50,7 +50,8 @@ def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _memory_of(tensors: Iterable[Any]) -> _Memory:
+def memory_of(tensors: Iterable[Any]) -> _Memory:
+    """Return the memory that tensors hold: address → (its storage, bytes)."""
     storages = [
         local_part(tensor).untyped_storage()
         for tensor in tensors
@@ -61,7 +62,7 @@ def _memory_of(tensors: Iterable[Any]) -> _Memory:
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of memory that tensors hold; shared memory counts once."""
-    return sum(size for _, size in _memory_of(tensors).values())
+    return sum(size for _, size in memory_of(tensors).values())
 
 
 def _bucket_bytes(model: nn.Module) -> int:
@@ -218,8 +219,8 @@ class Surroundings:
             times: how many times as long the calls are that the kind's plan charges.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        before, given = self._outputs, _memory_of(call.tensors())
-        self._outputs = {at: x for at, x in _memory_of(tensors).items() if at not in given}
+        before, given = self._outputs, memory_of(call.tensors())
+        self._outputs = {at: x for at, x in memory_of(tensors).items() if at not in given}
         if device is None or not any(tensor.requires_grad for tensor in tensors):
             return
         if not LossMeter.possible(device) or not self._waits_for_all(device):
@@ -229,7 +230,7 @@ class Surroundings:
         model = self._model()
         if model is None or not is_metered(one.steps):
             return
-        before |= _memory_of(parameter.grad for parameter in model.parameters())
+        before |= memory_of(parameter.grad for parameter in model.parameters())
         meter = LossMeter(device, partial(self._found, kind, device, met, times))
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
