@@ -20,10 +20,10 @@ from memopt.models.budget import (
     parse_budget,
     split_reserved,
 )
-from memopt.models.charges import Charges
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.plan_record import PlanRecord
 from memopt.programs.allocator_settings import EXPANDABLE, AllocatorSettings
-from memopt.programs.charged import needed_bytes
+from memopt.programs.charged import needed_bytes, waiting_bytes
 
 LOWERED = 12
 """How often the budget on allocated bytes is lowered at most."""
@@ -52,10 +52,9 @@ def planned_within(
         InfeasibleBudgetError, ValueError: see `within_reserved`, `solve`.
     """
     size, of_reserved = split_reserved(budget)
-    beside = Charges(forward_bytes=charges.forward_bytes, held_bytes=charges.held_bytes)
-    beside_bytes = beside.forward_bytes + beside.held_bytes
+    beside = charges.beside()
     if of_reserved:
-        return within_reserved(solve_for, size, beside_bytes)
+        return within_reserved(solve_for, size, beside)
     if card_bytes is not None and not beside:
         return within_card(solve_for, card_bytes, card_bytes)
     plan = solve_for(budget)  # type: ignore[arg-type]
@@ -164,14 +163,14 @@ def reserved_bytes(plan: PlanRecord) -> int:
 
 
 def within_reserved(
-    solve_for: Callable[[int], PlanRecord], budget: object, beside_bytes: int = 0
+    solve_for: Callable[[int], PlanRecord], budget: object, beside: Charges = NO_CHARGES
 ) -> PlanRecord:
     """Find plans for which the allocator reserves at most the budget, and return the fastest.
 
     Args:
         solve_for: plans within so many allocated bytes.
         budget: on reserved bytes: a number of them, or a string with a unit.
-        beside_bytes: bytes reserved for tensors outside of the step.
+        beside: what is reserved for tensors outside of the step.
 
     Raises:
         InfeasibleBudgetError: no plan was found that keeps the budget.
@@ -185,7 +184,8 @@ def within_reserved(
         )
 
     def used(plan: PlanRecord) -> int:
-        return _reserved(plan) + beside_bytes
+        others_bytes = waiting_bytes(plan.graph, plan.program, beside)
+        return _reserved(plan) + beside.forward_bytes + beside.held_bytes + others_bytes
 
     asked, best = fastest_within(solve_for, limit, used, lambda least: _infeasible(limit, least))
     return replace(best, budget=limit, allocated_budget_bytes=asked)
@@ -255,18 +255,10 @@ def _beside_forward(
         plan = solve_for(MINIMUM)
         smallest = needed_bytes(plan.graph, plan.program, beside)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"
-    parts = [
-        f"{format_bytes(size)} of {what}"
-        for size, what in (
-            (beside.forward_bytes, "the last step's outputs"),
-            (beside.held_bytes, "gradients"),
-        )
-        if size
-    ]
     return InfeasibleBudgetError(
-        f"{' and '.join(parts)} are there while the forward runs, beside which no plan was found "
-        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop them before the forward "
-        "(optimizer.zero_grad(), del output)",
+        f"{' and '.join(beside.listed())} are there meanwhile, beside which no plan was found "
+        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop outputs and gradients "
+        "before the forward (del output, optimizer.zero_grad())",
         limit,
         smallest,
     )

@@ -280,10 +280,11 @@ def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
     planned.__dict__["_memopt_other_loss"] = met
 
 
-def waiting_calls(planned: nn.Module) -> int:
-    """Return how many calls of a planned module await their backward."""
-    runtime: Runtime = planned.__dict__["_memopt"][2]
-    return len(runtime)
+def waiting_calls(*planned: nn.Module) -> int:
+    """Return how many calls of planned modules, that may be plans of one model, await their
+    backward."""
+    runtimes: set[Runtime] = {one.__dict__["_memopt"][2] for one in planned}
+    return sum(map(len, runtimes))
 
 
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:

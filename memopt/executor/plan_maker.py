@@ -8,7 +8,6 @@ a loop may drop them in between (Lightning does); one that does not is stopped t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
@@ -203,10 +202,11 @@ class PlanMaker:
             made = self._asked(holding, call, charges, least)
         made.enough, made.once = charges, bool(beside)
         remedy = "" if least is None else f": give at least budget={least}"
+        around = ", ".join(charges.listed())
         self._tell(
             "beyond",
             f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
-            f"plan leaves room for what was met around them ({_listed(charges)}){remedy}. The plan "
+            f"plan leaves room for what was met around them ({around}){remedy}. The plan "
             "that needs least runs instead",
         )
         return made
@@ -242,6 +242,8 @@ class PlanMaker:
         if self._over_bytes(made, charges) <= 0:
             made.enough = charges.largest(made.enough)
             return True
+        if charges.waiting_calls > made.charges.waiting_calls:
+            self.met(kind, made)
         if self._again.get(kind, 0) == AGAIN:
             return True
         self._again[kind] = self._again.get(kind, 0) + 1
@@ -264,11 +266,12 @@ class PlanMaker:
         if over_bytes <= 0 or not self._planner.promises():
             return
         last = self._again.get(kind, 0) == AGAIN
+        around = ", ".join(charges.listed())
         then = "It was planned again often enough and stays" if last else "The next one charges it"
         self._tell(
             f"met, {then}",
             f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
-            f"{made.plan.budget} bytes, for what its plan did not know of ({_listed(charges)}). "
+            f"{made.plan.budget} bytes, for what its plan did not know of ({around}). "
             f"{then}; with loss_fn= memopt knows your loss before the first step",
         )
 
@@ -323,10 +326,7 @@ class PlanMaker:
         made = Made(module, plan, charges, charges)
         if self.alone:
             # The other charges are in the plan's graph.
-            outside = replace(
-                asked.charges, boundary_bytes=0, kept_bytes=0, state_bytes=0, bucket_bytes=0
-            )
-            needs_bytes = needed_bytes(plan.graph, plan.program, outside)
+            needs_bytes = needed_bytes(plan.graph, plan.program, asked.charges.beside())
             beside_bytes = max(0, needs_bytes - plan.peak_bytes)
             made.search = self._planner.improving(self._model, call, asked, plan, beside_bytes)
         return made
@@ -383,18 +383,3 @@ def shown(call: Call) -> str:
     """Return the tensors of a call, for messages."""
     found = [described_text(described(leaf)) for leaf in call.tensors()]
     return ", ".join(text.partition(" stride")[0] for text in found)
-
-
-_WORDS: tuple[tuple[str, Callable[[Charges], int]], ...] = (
-    ("{} for the loss between forward and backward", lambda one: one.boundary_bytes),
-    ("{} that the loop keeps of its loss", lambda one: one.kept_bytes),
-    ("{} of optimizer state", lambda one: one.state_bytes),
-    ("{} of what the engine around it keeps", lambda one: one.bucket_bytes),
-    ("{} of the last step's outputs during the forward", lambda one: one.forward_bytes),
-)
-
-
-def _listed(charges: Charges) -> str:
-    """Return the memory met around a step, for people."""
-    sizes = ((text, size_of(charges)) for text, size_of in _WORDS)
-    return ", ".join(text.format(format_bytes(size)) for text, size in sizes if size)

@@ -20,7 +20,7 @@ from torch import nn
 
 from memopt.executor.equal_share import equal_share, filled
 from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, StepSection
-from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
+from memopt.executor.surroundings import Surroundings, is_metered, memory_of
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.pricing.memory import LossMeter
@@ -106,6 +106,7 @@ class SharedBudget:
         self._figures: dict[int, PartFigures] = {}
         self._meter: StepMeter | None = None
         self._sections: list[StepSection] = []
+        self._held = memory_of(())
         self._told = False
         self._ranks: Ranks | None = None
 
@@ -193,6 +194,9 @@ class SharedBudget:
     @contextmanager
     def forward(self, part: PlannedPart) -> Iterator[None]:
         """Run the forward of a part inside."""
+        if self._meter is not None:
+            # `fully_shard` shows gradients that it accumulates when it has gathered their module.
+            self._held |= memory_of(parameter.grad for parameter in self._model.parameters())
         self._mark(StepSection(self._waiting(), part, True))
         yield
         self._mark(StepSection(self._waiting()))
@@ -219,13 +223,14 @@ class SharedBudget:
         block_bytes = backend_of(device).block_bytes
         gradients = (parameter.grad for parameter in self._model.parameters())
         held = [*self._model.parameters(), *self._model.buffers(), *call.tensors(), *gradients]
-        base_bytes = in_blocks(bytes_of(held), block_bytes)
+        self._held = memory_of(held)
         plans = {part: self._of(self.plan_of(part)) for part in self._parts}
         sections = self._sections = [StepSection({})]
 
         def found(levels: list[int]) -> None:
             if kind.grown or len(levels) != len(sections):
                 return  # planning has measured meanwhile
+            base_bytes = in_blocks(sum(size for _, size in self._held.values()), block_bytes)
             made = Measured(base_bytes, tuple(zip(levels, sections, strict=True)), plans)
             if self._ranks is None:
                 self._count(kind, made)

@@ -50,7 +50,8 @@ def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _memory_of(tensors: Iterable[Any]) -> _Memory:
+def memory_of(tensors: Iterable[Any]) -> _Memory:
+    """Return the memory that tensors hold: address → (its storage, bytes)."""
     storages = [
         local_part(tensor).untyped_storage()
         for tensor in tensors
@@ -61,7 +62,7 @@ def _memory_of(tensors: Iterable[Any]) -> _Memory:
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Return the bytes of memory that tensors hold; shared memory counts once."""
-    return sum(size for _, size in _memory_of(tensors).values())
+    return sum(size for _, size in memory_of(tensors).values())
 
 
 def _bucket_bytes(model: nn.Module) -> int:
@@ -151,6 +152,7 @@ class Surroundings:
         self._watched, self._engine = _Watched(), NO_CHARGES
         self._gathering = NO_CHARGES
         self.has_engine = False
+        self._waiting = self._most_waiting = 0
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -163,7 +165,8 @@ class Surroundings:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
-        return replace(met, state_bytes=state_bytes).plus(self._engine)
+        met = replace(met, state_bytes=state_bytes, waiting_calls=self._waiting)
+        return met.plus(self._engine)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
@@ -176,14 +179,18 @@ class Surroundings:
             # After a forward alone its parameters are whole still.
             self._gathering = _gathering(model) or self._gathering
 
-    def calling(self, kind: Any) -> None:
-        """Begin a call of a kind."""
+    def calling(self, kind: Any, waiting: int = 0) -> None:
+        """Begin a call of a kind, while so many await their backward. The most that wait in a step
+        are charged from the next one on."""
         self.stop()
+        self._most_waiting = max(self._most_waiting, waiting)
+        self._waiting = self._waiting if waiting else self._most_waiting
         model = self._model()
         buckets = Charges(bucket_bytes=_bucket_bytes(model) if model is not None else 0)
         self._engine = buckets.plus(self._gathering)
         held_bytes = self.held_bytes()
-        if held_bytes > LARGEST_NUMBER_BYTES:
+        # Those of a call that waits are charged with it.
+        if held_bytes > LARGEST_NUMBER_BYTES and not waiting:
             self._largest(kind, Charges(forward_bytes=held_bytes))
 
     def held_bytes(self) -> int:
@@ -212,8 +219,8 @@ class Surroundings:
             times: how many times as long the calls are that the kind's plan charges.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        before, given = self._outputs, _memory_of(call.tensors())
-        self._outputs = {at: x for at, x in _memory_of(tensors).items() if at not in given}
+        before, given = self._outputs, memory_of(call.tensors())
+        self._outputs = {at: x for at, x in memory_of(tensors).items() if at not in given}
         if device is None or not any(tensor.requires_grad for tensor in tensors):
             return
         if not LossMeter.possible(device) or not self._waits_for_all(device):
@@ -223,7 +230,7 @@ class Surroundings:
         model = self._model()
         if model is None or not is_metered(one.steps):
             return
-        before |= _memory_of(parameter.grad for parameter in model.parameters())
+        before |= memory_of(parameter.grad for parameter in model.parameters())
         meter = LossMeter(device, partial(self._found, kind, device, met, times))
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))

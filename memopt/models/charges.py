@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from operator import add
 
+from memopt.models.budget import format_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Charges:
@@ -16,10 +18,13 @@ class Charges:
             outputs, their gradients and kept tensors.
         kept_bytes: kept by the loop from its loss to its next one: resident.
         state_bytes: the optimizer's state: resident.
-        forward_bytes: held until the forward returns: the last step's outputs.
+        forward_bytes: held until the forward returns: the last step's outputs, and
+            the buffer in which `fully_shard` gathers.
         held_bytes: held until the backward begins: gradients that are dropped then.
         bucket_bytes: the buckets in which DistributedDataParallel reduces gradients, the shards
             that `fully_shard` keeps beside gathered parameters: resident.
+        waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
+            backward; each keeps what the plan keeps between its forward and its backward.
     """
 
     boundary_bytes: int = 0
@@ -28,6 +33,7 @@ class Charges:
     forward_bytes: int = 0
     held_bytes: int = 0
     bucket_bytes: int = 0
+    waiting_calls: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -56,7 +62,31 @@ class Charges:
             self.forward_bytes,
             self.held_bytes,
             max(0, self.bucket_bytes - charged.bucket_bytes),
+            self.waiting_calls,
         )
+
+    def beside(self) -> Charges:
+        """Return those that no graph has: plans leave room for them."""
+        return Charges(
+            forward_bytes=self.forward_bytes,
+            held_bytes=self.held_bytes,
+            waiting_calls=self.waiting_calls,
+        )
+
+    def listed(self) -> list[str]:
+        """Return each charge, for people."""
+        sizes = (
+            (self.boundary_bytes, "the loss between forward and backward"),
+            (self.kept_bytes, "what the loop keeps of its loss"),
+            (self.state_bytes, "optimizer state"),
+            (self.forward_bytes, "the last outputs and fully_shard's buffer, in the forward"),
+            (self.held_bytes, "gradients that are dropped before the backward"),
+            (self.bucket_bytes, "buckets (DistributedDataParallel) or shards (fully_shard)"),
+        )
+        found = [f"{format_bytes(size)} of {what}" for size, what in sizes if size]
+        if self.waiting_calls:
+            found.append(f"{self.waiting_calls} more call(s) that await their backward")
+        return found
 
 
 NO_CHARGES = Charges()

@@ -68,18 +68,7 @@ def charged(profiled: Profiled | None, charges: Charges) -> Profiled | None:
         profiled.graph, unplanned, NO_CHARGES
     )
     record, baseline = profiled.record, profiled.baseline
-    notes = tuple(
-        f"Charged as met in the training loop: {format_bytes(size_bytes)} of {what}."
-        for what, size_bytes in (
-            ("the loss between forward and backward", charges.boundary_bytes),
-            ("what the loop keeps of its loss", charges.kept_bytes),
-            ("optimizer state", charges.state_bytes),
-            ("the last step's outputs, while the forward runs", charges.forward_bytes),
-            ("gradients that are dropped before the backward", charges.held_bytes),
-            ("buckets (DistributedDataParallel) or shards (fully_shard)", charges.bucket_bytes),
-        )
-        if size_bytes
-    )
+    notes = tuple(f"Charged as met in the training loop: {one}." for one in charges.listed())
     return replace(
         profiled,
         graph=graph,

@@ -25,15 +25,16 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
     An arena is allocated for the whole step, so all charges add to a placed program's peak.
     """
+    others_bytes = waiting_bytes(graph, program, charges)
     timeline = replay(with_charges(graph, charges), program)
     until_loss = charges.forward_bytes + charges.held_bytes
     if timeline.placed_peak_bytes is not None:
-        return timeline.placed_peak_bytes + until_loss
+        return timeline.placed_peak_bytes + until_loss + others_bytes
     boundary, steps = program.boundary, timeline.step_bytes
     if boundary is None or not until_loss:
-        return timeline.peak_bytes + until_loss
+        return timeline.peak_bytes + until_loss + others_bytes
     forward_bytes = max(steps[:boundary], default=graph.resident_bytes)
-    return max(
+    return others_bytes + max(
         timeline.peak_bytes,
         forward_bytes + until_loss,
         steps[boundary] + charges.held_bytes,
@@ -48,17 +49,24 @@ def backward_bytes(graph: Graph, program: Program) -> int:
     return max(timeline.step_bytes[program.boundary + 1 :], default=graph.resident_bytes)
 
 
-def held_bytes(graph: Graph, program: Program) -> int:
+def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
+    """Return what the calls keep that await their backward beside this one, with their outputs."""
+    calls = charges.waiting_calls
+    return calls * held_bytes(graph, program, outputs=True) if calls else 0
+
+
+def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:
     """Return the bytes that a step keeps from its forward for its backward. An output counts if the
-    backward reads it: else it is for the caller to keep or drop."""
+    backward reads it: else it is for the caller to keep or drop, who keeps it with `outputs`."""
     boundary = program.boundary
     if boundary is None:
         return 0
+    dropped = () if outputs else graph.outputs
     found = {
         one.tensor
         for one in lifetimes(graph, program).device
         if one.is_live_at(boundary)
-        and (one.tensor not in graph.outputs or any(at > boundary for at in one.readers))
+        and (one.tensor not in dropped or any(at > boundary for at in one.readers))
     }
     kept = found - graph.resident - set(graph.tangents)
     return sum(graph.tensors[tensor].size_bytes for tensor in kept)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 
 from memopt.errors import RankError
+from memopt.step.collectives import let_go
 from memopt.torch_private.access import private
 from memopt.torch_private.distributed import timeout_of
 
@@ -60,11 +61,11 @@ class RankGroup:
         group = self._opened(kind)
         own = _packed(value)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.members]
-        group.allgather([sizes], [torch.tensor([own.numel()], device="cpu")]).wait()
+        self._wait_for(group.allgather([sizes], [torch.tensor([own.numel()], device="cpu")]))
         most = max(int(size) for size in sizes)
         found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.members]
         group.allgather([found], [torch.nn.functional.pad(own, (0, most - own.numel()))]).wait()
-        pairs = zip(found, sizes, strict=True)
+        pairs = zip(map(let_go, found), map(let_go, sizes), strict=True)
         return [_unpacked(one[: int(size)]) for one, size in pairs]
 
     def from_first(self, value: Any, kind: str) -> Any:
@@ -107,6 +108,22 @@ class RankGroup:
             self._open = made.ProcessGroupGloo(store, place, len(self.members), timeout())
         return self._open
 
+    def _wait_for(self, message: Any) -> None:
+        """Wait for the others' messages. One that waits to meet about a kind of model that this
+        rank has met, or does not come to, sends its own, too, which tell that they differ."""
+        while not message.is_completed():
+            with suppress(RuntimeError):
+                message.wait(timedelta(seconds=2 * _LONGEST_LOOK_S))
+                return
+            store, place = default_store(), self._place()
+            with suppress(RuntimeError, ValueError):  # the rank that kept the store is gone
+                if store.check([place]):
+                    store.set(store.get(place).decode(), "met")
+        message.wait()
+
+    def _place(self) -> str:
+        return f"{self._key()}/{len(self._met)}.{sum(self.failures.values())}"
+
     def _wait_for_all(self, kind: str) -> None:
         """Wait until all ranks are about to exchange messages about a kind of model.
 
@@ -116,8 +133,7 @@ class RankGroup:
         """
         store, key, own = default_store(), self._key(), self.failures.get(kind, 0)
         met = f"{key}/{kind}.{own}"
-        place = f"{key}/{len(self._met)}.{sum(self.failures.values())}"
-        first = store.compare_set(place, "", met).decode()
+        first = store.compare_set(self._place(), "", met).decode()
         if first != met or store.add(f"{met}/here", 1) == len(self.members):
             store.set(first, "met")  # about different models: their first messages tell
             return

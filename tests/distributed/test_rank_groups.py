@@ -66,6 +66,12 @@ def waits(group: RankGroup) -> str:
     return "met"
 
 
+def test_a_known_model_and_a_new_one() -> None:
+    with ranks() as both:
+        both(says(1), says(2))
+        assert both(says("known"), says("new", "another")) == (["known", "new"],) * 2
+
+
 def test_values_of_all_ranks_in_their_order() -> None:
     with ranks() as both:
         assert both(says("a"), says({"b": [1] * 1000})) == (["a", {"b": [1] * 1000}],) * 2

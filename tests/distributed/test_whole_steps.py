@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.pricing.memory import metered
@@ -145,27 +144,9 @@ class Pair:
         """Of a planned step."""
         unmetered = self.plan.resident_bytes - backend_of("cpu").step_scalars_bytes
         batches = self.batches(0)
-        with metered(torch.device("cpu")) as use, Unhurried():
+        with metered(torch.device("cpu")) as use:
             self.planned(batches)
         return unmetered + use.peak_bytes
-
-
-class Unhurried(TorchDispatchMode):
-    """Waits longer for each collective: gloo's thread lets go of what it has sent, and of what it
-    has received, a little after the wait has returned, on a busy machine much later."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Not a user's mode, inside of which there are no train steps."""
-        return True
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if "wait_tensor" in str(function):
-            time.sleep(0.02)
-        return result
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

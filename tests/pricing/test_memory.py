@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from memopt.pricing import baseline
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
-from memopt.pricing.memory import library_bytes, metered, metered_sections
+from memopt.pricing.memory import MemoryUse, library_bytes, metered, metered_sections
 from memopt.profiler.session import profile_model
 from memopt.profiler.step_session import profile_step
 from memopt.step.backend import backend_of
@@ -64,6 +66,19 @@ def test_what_an_earlier_meter_saw_does_not_count() -> None:
         more = torch.empty(300, dtype=torch.uint8)
     assert (use.peak_bytes, use.end_bytes) == (400, 400)
     del after, more
+
+
+@pytest.mark.parametrize(("peaks", "alone", "least"), [("9787", False, 7), ("98", True, 9)])
+def test_ranks_take_the_least_peak_that_they_meet_twice(
+    peaks: str, alone: bool, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = iter(map(int, peaks))
+    use = lambda _: contextlib.nullcontext(MemoryUse(next(met)))  # noqa: E731
+    monkeypatch.setattr(baseline, "metered", use)
+    monkeypatch.setattr(baseline, "alone", lambda: alone)
+    device = torch.device("cpu")
+    assert baseline._peak_bytes(lambda: None, lambda: None, device) == least
+    assert len(list(met)) == alone
 
 
 def test_failing_block() -> None:

@@ -126,11 +126,44 @@ def test_the_first_step_that_exceeded_is_told_of_once_with_the_bytes() -> None:
     training(model, dropped, 3, adapting=False)
     budget = model.memopt.plans[-1].budget
     model = memopt.wrap(language_model(), budget, progress=False)
-    with pytest.warns(UserWarning, match=r"KiB more than its budget .* for the loss") as told:
+    with pytest.warns(UserWarning, match=r"KiB more than its budget .* of the loss") as told:
         training(model, dropped, 4, adapting=False)
     assert len(told) == 1
     assert over_bytes(model, dropped) <= 0
     assert model.memopt.plans[-1].budget == budget
+
+
+def pipelined(budget: Any) -> tuple[int, int]:
+    """Train as a pipeline's stage, two of whose micro-batches wait while a third runs; return the
+    budget, and how many bytes of it are free."""
+    model = memopt.wrap(language_model(), budget, "rotor", progress=False)
+
+    def step() -> None:
+        waiting = []
+        for _ in range(4):
+            waiting.append(model(TOKENS))
+            if len(waiting) == 3:
+                output = waiting.pop(0)
+                output.sum().backward()
+        for output in waiting:
+            output.sum().backward()
+
+    for _ in range(3):
+        step()
+    with metered(CPU) as used:
+        step()
+    plan = model.memopt.plans[-1]
+    fixed_bytes = plan.resident_bytes - plan.loss_bytes - backend_of(CPU).step_scalars_bytes
+    return plan.budget, plan.budget - fixed_bytes - used.peak_bytes
+
+
+def test_calls_that_await_their_backward_are_charged() -> None:
+    least, free = pipelined("min")
+    assert 0 <= free < least // 10
+    with pytest.warns(UserWarning, match=r"2 more call\(s\) that await their backward"):
+        budget, free = pipelined(least + 20_000)
+    assert budget == least + 20_000
+    assert free >= 0
 
 
 @pytest.mark.slow
