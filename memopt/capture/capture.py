@@ -8,6 +8,7 @@ that look up the program to run at each call (`memopt.executor.runtime`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import weakref
@@ -82,6 +83,7 @@ def capture(
             "call requires_grad_() on what you train before planning"
         )
     check_taken(model, call)
+    _start_engine()
     before = sys.exception()
     while True:
         try:
@@ -90,6 +92,18 @@ def capture(
             name = operator_without_fake(error, before)
             if name is None or not tell_layouts(name):
                 raise
+
+
+@functools.cache
+def _start_engine() -> None:
+    """Run a first backward, where torch is built for CUDA and finds no device.
+
+    Fake tensors make such a torch count one device. If its first backward comes after them, a
+    thread is started for the device, and no forked process can run a backward any more.
+    """
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.ones((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def _captured(

@@ -11,6 +11,7 @@ from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.dynamo import constant
 
 _GET = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable._call_getattr"
+_LOAD = "torch._dynamo.symbolic_convert.generic_getattr"
 _SET = "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr"
 _NAMES = ("__module__", "__name__", "__qualname__")
 
@@ -22,14 +23,15 @@ def known_attributes() -> Iterator[None]:
         yield
         return
     get, change = private(_GET), private(_SET)
+    load = private(_LOAD) if known(_LOAD) else None
 
     def asked(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        of, name = args[0], args[1].is_python_constant() and args[1].as_python_constant()
-        if name in _NAMES and of.is_python_constant():
-            owner = of.as_python_constant()
-            if isinstance(owner, type):
-                return constant(getattr(owner, name))
-        return get(self, tx, args, kwargs)
+        name = args[1].is_python_constant() and args[1].as_python_constant()
+        return _name_of_class(args[0], name) or get(self, tx, args, kwargs)
+
+    def loaded(tx: Any, of: Any, name: str, *default: Any) -> Any:
+        assert load is not None
+        return _name_of_class(of, name) or load(tx, of, name, *default)
 
     def changed(self: Any, tx: Any, of: Any, name: Any, value: Any) -> Any:
         if of.is_tensor() and name.is_python_constant() and value.is_python_constant():
@@ -39,5 +41,18 @@ def known_attributes() -> Iterator[None]:
                 return value
         return change(self, tx, of, name, value)
 
-    with patched(_GET, asked), patched(_SET, changed):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(_GET, asked))
+        stack.enter_context(patched(_SET, changed))
+        if load is not None:
+            stack.enter_context(patched(_LOAD, loaded))
         yield
+
+
+def _name_of_class(of: Any, name: object) -> Any:
+    """Return the constant that is a class's name; None: it is something else that is asked for."""
+    if name in _NAMES and of.is_python_constant():
+        owner = of.as_python_constant()
+        if isinstance(owner, type):
+            return constant(getattr(owner, str(name)))
+    return None

@@ -76,12 +76,12 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "it takes a lock, which no graph holds: take it around the call of the model",
     ),
     (
-        r"of class `ContextVar`",
+        r"of class `ContextVar`|ContextVar mutation",
         "it reads or sets a ContextVar, of which a planned step sees no change: read it outside of "
         "the model, and pass the value as an argument",
     ),
     (
-        r"tp_iternext|next\(generator\)",
+        r"tp_iternext|next\(generator\)|wrap <class '\w*(iterator|generator)'>",
         "it takes the next value of a generator, which a planned step would not: take it outside "
         "of the model, and pass the value as a tensor",
     ),
@@ -102,7 +102,7 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "what it returns",
     ),
     (
-        r"builtin operator `(str|repr|format)` with argument types \['Tensor",
+        r"builtin operator `(str|repr|format)` with argument types \['Tensor|repr\(\) on tensor",
         "it makes a text of a tensor's values, which no graph holds: do that outside of the model, "
         "with what it returns",
     ),

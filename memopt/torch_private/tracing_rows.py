@@ -140,6 +140,12 @@ DYNAMO = (
         versions=("2.13", "2.14"),
     ),
     *rows(
+        "answer what a trace knows of tensors and their classes",
+        "torch._dynamo.symbolic_convert",
+        "generic_getattr",
+        versions=("2.14",),
+    ),
+    *rows(
         "leave out what a forward says",
         f"{_VARIABLES}.misc",
         "IgnoredFunctionVariable.call_function",

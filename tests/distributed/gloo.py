@@ -20,7 +20,10 @@ _GLOO: Any = distributed_c10d.ProcessGroupGloo
 class _OneThread(type):
     """Makes groups of one thread, and is the type of any gloo group."""
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def __call__(
+        cls, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+    ) -> Any:
+        assert not enable_reconfigure  # torch 2.14 asks each group
         options = _GLOO._Options()
         options._devices = [_GLOO.create_default_device()]
         options._threads = 1

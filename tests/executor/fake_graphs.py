@@ -1,5 +1,6 @@
 """A stand-in for CUDA graphs: what a capture launches is recorded, and a replay launches it again
-into the same memory. On the CPU here; `tests/device/recorded_graphs.py` adds streams."""
+into the same memory. On the CPU here, with the copies that worker threads make;
+`tests/device/recorded_graphs.py` adds streams."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.executor.swap import flat
+from memopt.executor.worker import Task, Worker
 from memopt.step.backend import random_state_kept
 from memopt.step.nodes import HOST_RESULTS
 from memopt.torch_private import pytree
@@ -47,6 +50,18 @@ class Call:
                 static.copy_(value)
 
 
+@dataclass
+class HostCall:
+    """What a worker thread is to call, with what it pops from a list."""
+
+    func: Callable[..., None]
+    args: tuple[Any, ...]
+
+    def launch(self) -> None:
+        """Call it again."""
+        self.func(*[one.copy() if isinstance(one, list) else one for one in self.args])
+
+
 class CallRecorder(TorchDispatchMode):
     """Runs each operator, and records what runs on a device; notes what the memory that it writes
     held before. A number that a kernel reads on the host stays what it is now; longer tensors there
@@ -77,7 +92,7 @@ class CallRecorder(TorchDispatchMode):
                        for i, one in enumerate(schema)
                        if one.alias_info is not None and one.alias_info.is_write]  # fmt: skip
             for value in tensors_in(written):
-                self._before.append((value, flat(value).clone()))
+                self.note(value)
         self.synchronize()
         result = func(*args, **kwargs)
         self.synchronize()
@@ -94,6 +109,10 @@ class CallRecorder(TorchDispatchMode):
             self._made += [value for value in results if _memory(value) not in own]
             self._own.update(map(_memory, results))
         return result
+
+    def note(self, value: torch.Tensor) -> None:
+        """Keep what memory holds before it is written."""
+        self._before.append((value, flat(value).clone()))
 
     def _as_now(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or self._is_here(value):
@@ -125,7 +144,7 @@ class FakeGraphs:
     @contextmanager
     def capture(self) -> Iterator[Callable[[], object]]:
         self.captures += 1
-        calls: list[Call] = []
+        calls: list[Call | HostCall] = []
 
         def replay() -> None:
             self.replays += 1
@@ -135,6 +154,32 @@ class FakeGraphs:
 
         recorder = CallRecorder(torch.device("cpu"), calls.append)
         with random_state_kept([]):
-            with recorder:
+            with recorder, _host_calls(recorder, calls.append):
                 yield replay
             recorder.put_back()
+
+
+@contextmanager
+def _host_calls(recorder: CallRecorder, launched: Callable[[HostCall], object]) -> Iterator[None]:
+    """Record what worker threads do, each at once as a stream's order allows."""
+    submit = Worker.submit
+
+    def recorded(worker: Worker, func: Callable[..., None], *args: Any) -> Task:
+        call = HostCall(func, tuple(one.copy() if isinstance(one, list) else one for one in args))
+
+        def first() -> None:
+            for array in pytree.tree_leaves(call.args):
+                if isinstance(array, np.ndarray):
+                    recorder.note(torch.from_numpy(array))
+            func(*args)
+
+        launched(call)
+        task = submit(worker, first)
+        task.wait()
+        return task
+
+    Worker.submit = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Worker.submit = submit  # type: ignore[method-assign]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import memopt
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP, CudaGraphs, static_bytes, why_not
+from memopt.programs.instructions import SwapOut
 from tests.executor.fake_graphs import FakeGraphs
 
 
@@ -29,9 +32,9 @@ class Net(nn.Module):
         return self.second(self.dropout(self.norm(torch.tanh(self.first(x)))))
 
 
-def planned(model: nn.Module, **how: Any) -> memopt.Plan:
+def planned(model: nn.Module, rows: int = 8, **how: Any) -> memopt.Plan:
     how = {"strategy": "rotor", "place": True, **how}
-    return memopt.plan(model, torch.randn(8, 12), progress=False, cache=False, **how)
+    return memopt.plan(model, torch.randn(rows, 12), progress=False, cache=False, **how)
 
 
 def graphed(plan: memopt.Plan, model: nn.Module) -> tuple[nn.Module, FakeGraphs]:
@@ -39,12 +42,12 @@ def graphed(plan: memopt.Plan, model: nn.Module) -> tuple[nn.Module, FakeGraphs]
     return apply_plan(plan, model, cuda_graph=graphs), graphs
 
 
-def steps(module: nn.Module, model: nn.Module, count: int) -> list[torch.Tensor]:
+def steps(module: nn.Module, model: nn.Module, count: int, rows: int = 8) -> list[torch.Tensor]:
     """Outputs, gradients and buffers of a few accumulating steps on other data each."""
     found = []
     for step in range(count):
         torch.manual_seed(step)
-        x = torch.randn(8, 12)
+        x = torch.randn(rows, 12)
         output = module(x)
         (output.square().sum() * (step + 1)).backward()
         found += [output.detach(), *(p.grad.clone() for p in model.parameters())]
@@ -64,6 +67,17 @@ def test_replayed_steps_are_eagers() -> None:
     assert all(map(torch.equal, found, expected))
     assert graphs.captures == 2
     assert graphs.replays == 2 * (6 - WARM_UP)
+
+
+def test_replays_copy_to_the_host_and_back() -> None:
+    """As the worker's thread did in the capture, and values of now."""
+    model = nn.Sequential(nn.Linear(12, 4), *[nn.Tanh(), nn.Linear(4, 4)] * 4)
+    twin = deepcopy(model)
+    plan = planned(model, rows=64, strategy="offload-graph", budget=0.8)
+    assert any(isinstance(one, SwapOut) for one in plan.program)
+    module, graphs = graphed(replace(plan, budget=None), model)
+    assert all(map(torch.equal, steps(module, model, 5, 64), steps(twin, twin, 5, 64)))
+    assert graphs.replays
 
 
 def test_results_are_the_users_own() -> None:

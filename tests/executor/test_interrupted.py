@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -175,6 +177,9 @@ def in_child(work: Callable[[], bool]) -> int:
         code = 3
         try:
             code = 0 if work() else 2
+        except BaseException:  # noqa: BLE001  # shown in the parent's report
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -15,8 +15,12 @@ from memopt.torch_private.rows import TABLE
 def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let the table find all but one name."""
     row = TABLE[name]
-    owner, last = access._owner(row)
-    part = access._part
+    part, owner = access._part, object()
+    last = name.rpartition(".")[2]
+    try:
+        owner, last = access._owner(row)
+    except (ImportError, AttributeError):
+        assert not access.expected(row)  # another version has it: nothing is to be hidden
 
     def without(asked: Any, attribute: str) -> Any:
         if attribute == last and (row.of is not None or asked is owner):
