@@ -148,6 +148,10 @@ def dynamo_capture(
     """Return dynamo's graph of the whole model, which shares the model's parameters, and its
     guards: what the trace read of other Python objects, and the forward's changes to them, which
     the graph omits."""
+    if "einops" in sys.modules:
+        # Its first call for a class of tensors finds their library, and is no part of a step.
+        for tensor in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
+            sys.modules["einops"].rearrange(tensor, "a -> a")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
     blocks = forwards_of_blocks(model) if has_regions() else frozenset()

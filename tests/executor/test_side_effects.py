@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -320,3 +321,25 @@ def test_a_loss_that_is_known_takes_what_the_forward_left(way: str) -> None:
         memopt.wrap(net, **options)
     assert two_steps(module) == eager
     assert module.calls.planned == 2
+
+
+def test_the_first_call_of_einops_is_no_side_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """einops looks for a class's library once, and keeps an object of its own in a global."""
+    known: dict[type, object] = {}
+
+    def rearrange(tensor: Tensor, pattern: str) -> Tensor:
+        if type(tensor) not in known:
+            known[type(tensor)] = Tracker()
+        return tensor.flatten() if pattern == "a b -> (a b)" else tensor
+
+    class Rearranged(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return rearrange(super().forward(x), "a b -> (a b)") + self.weight.sum()
+
+    model, x = Rearranged(4, 4), torch.randn(2, 4)
+    options: Any = {"strategy": "store-all", "progress": False}
+    with pytest.raises(CaptureError, match="call the model once before planning"):
+        memopt.plan(model, x, **options)
+    monkeypatch.setitem(sys.modules, "einops", types.SimpleNamespace(rearrange=rearrange))
+    planned = memopt.plan(model, x, **options).apply(model)
+    assert torch.equal(planned(x), model(x))
