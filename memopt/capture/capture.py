@@ -31,7 +31,7 @@ from memopt.capture.trace import effects_of, trace_of
 from memopt.capture.uncaptured import (
     check_effects,
     check_initialised,
-    why_not_derived,
+    not_derived,
 )
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
@@ -207,7 +207,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
                 return joint
         return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise CaptureError(why_not_derived(traced, call, error)) from error
+        raise not_derived(traced, call, error) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:

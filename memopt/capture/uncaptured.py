@@ -91,32 +91,48 @@ def why_not_taken(model: nn.Module, call: Call, error: Exception) -> str:
     return f"what the model takes or returns cannot be captured: {first_line(error)}. {remedy}"
 
 
-def why_not_derived(traced: GraphModule, call: Call, error: Exception) -> str:
-    """Explain what AOTAutograd refused in dynamo's graph, and what to do about it."""
+def not_derived(traced: GraphModule, call: Call, error: Exception) -> CaptureError:
+    """Make the error for what AOTAutograd refused in dynamo's graph, which says what to do about
+    it, and in which modules."""
+    node, text = _refused_at(traced, call, error)
+    refused = CaptureError(text)
+    if node is not None:
+        stack = node.meta.get("nn_module_stack", {}).values()
+        paths = (path.removeprefix("L['self']").lstrip(".") for path, _ in stack)
+        refused.modules = tuple(path for path in paths if path)
+    return refused
+
+
+def _refused_at(traced: GraphModule, call: Call, error: Exception) -> tuple[Node | None, str]:
+    """Return the node at which AOTAutograd fails, None if that is not known, and what to do."""
     first = first_line(error) or repr(error)
-    where = _shape_from_data(traced)
-    if where is None and "nonzero" in first:
-        where = _selection(traced)
-    if where is not None:
-        return (
-            f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
-            "shapes in every step: multiply by a mask or use torch.where instead of selecting by a "
-            "condition (y[mask], nonzero, unique), or make the part around it whose results have "
-            "the same shapes one operator (memopt.opaque)" + without_labels(call)
+    node = _shape_from_data(traced)
+    if node is None and "nonzero" in first:
+        node = _selection(traced)
+    if node is not None:
+        return node, (
+            f"a shape depends on the values of a tensor{line_of(node)}: {first}. memopt needs the "
+            "same shapes in every step: multiply by a mask or use torch.where instead of selecting "
+            "by a condition (y[mask], nonzero, unique), or make the part around it whose results "
+            "have the same shapes one operator (memopt.opaque)" + without_labels(call)
         )
-    where = _value_read(traced) if "_local_scalar_dense" in first else None
-    if where is not None and _is_given_number(traced):
-        return (
-            f"the model computes with a Python number{where} that is another one from call to "
-            "call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
+    node = _value_read(traced) if "_local_scalar_dense" in first else None
+    if node is not None and _is_given_number(traced):
+        return node, (
+            f"the model computes with a Python number{line_of(node)} that is another one from call "
+            "to call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
             "place, rate.fill_(0.5)), or pass it as one"
         )
-    if where is not None:
-        return (
-            f"the model reads a number out of a tensor{where}, which no graph can hold: leave out "
-            "such a check of values, or write it with tensor operators (torch.where)"
+    if node is not None:
+        return node, (
+            f"the model reads a number out of a tensor{line_of(node)}, which no graph can hold: "
+            "leave out such a check of values, or write it with tensor operators (torch.where)"
             + without_labels(call)
         )
+    return None, _why_no_backward(traced, error, first)
+
+
+def _why_no_backward(traced: GraphModule, error: Exception, first: str) -> str:
     said = said_remedy(str(error))
     if said is not None:
         return f"the model cannot be captured as one graph{_of_numbers(traced)}: {said}"
@@ -255,33 +271,34 @@ def check_not_drawn_in_numpy(traced: GraphModule) -> None:
             )
 
 
-def _shape_from_data(traced: GraphModule) -> str | None:
-    """Return the line that makes a tensor whose shape dynamo left open; None if there is none."""
+def _shape_from_data(traced: GraphModule) -> Node | None:
+    """Return the node that makes a tensor whose shape dynamo left open; None if there is none."""
+    node: Node
     for node in traced.graph.nodes:
         value = _example(node)
         if isinstance(value, torch.Tensor) and any(
             isinstance(size, torch.SymInt) for size in value.shape
         ):
-            return line_of(node)
+            return node
     return None
 
 
-def _selection(traced: GraphModule) -> str | None:
-    """Return the line that reads or writes elements selected by a boolean tensor."""
+def _selection(traced: GraphModule) -> Node | None:
+    """Return the node that reads or writes elements selected by a boolean tensor."""
+    node: Node
     for node in traced.graph.nodes:
         if node.target in (operator.getitem, operator.setitem):
             index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             values = [_example(one) for one in index if isinstance(one, Node)]
             if any(isinstance(one, Tensor) and one.dtype is torch.bool for one in values):
-                return line_of(node)
+                return node
     return None
 
 
-def _value_read(traced: GraphModule) -> str | None:
-    """Return the line that reads a number out of a tensor; None if there is none."""
+def _value_read(traced: GraphModule) -> Node | None:
+    """Return the node that reads a number out of a tensor; None if there is none."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    found = (n for n in traced.graph.nodes if isinstance(_example(n), numbers))
-    return next(map(line_of, found), None)
+    return next((n for n in traced.graph.nodes if isinstance(_example(n), numbers)), None)
 
 
 def _is_given_number(traced: GraphModule) -> bool:
@@ -295,7 +312,8 @@ def _is_given_number(traced: GraphModule) -> bool:
 def _of_numbers(traced: GraphModule) -> str:
     """Return the line that reads a number, or computes in numpy; "" if there is none."""
     found = (n for n in traced.graph.nodes if type(n.target).__name__.startswith("numpy_"))
-    return _value_read(traced) or next(map(line_of, found), "")
+    node = _value_read(traced) or next(found, None)
+    return "" if node is None else line_of(node)
 
 
 def _example(node: Node) -> Any:

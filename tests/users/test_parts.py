@@ -76,6 +76,14 @@ class Spoken(nn.Module):
         return y * (1.0 + float(y.detach().mean() > 0))
 
 
+class Selecting(Spoken):
+    """Has as many rows as its values say, which only AOTAutograd refuses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y[y.mean(1) > 0]
+
+
 class Twice(nn.Module):
     """Calls one sub-module twice, with other shapes, and never another."""
 
@@ -331,6 +339,11 @@ def test_a_refusal_names_the_parts_to_plan() -> None:
     named = 'memopt.wrap(model, ..., parts="auto") plans the largest sub-modules'
     assert named in str(raised.value)
     assert "(head, blocks.0.one, blocks.0.other)" in str(raised.value)
+    assert raised.value.modules == ("blocks.0",)
+    with pytest.raises(
+        CaptureError, match=r"a shape depends.*\(head, blocks\.0\.inner\)"
+    ) as raised:
+        memopt.wrap(Blocks(Selecting), "min", "rotor", progress=False)(X)
     assert raised.value.modules == ("blocks.0",)
     with pytest.raises(CaptureError) as raised:
         memopt.wrap(Ragged().inner, "min", "rotor", progress=False)(X.to_sparse())
