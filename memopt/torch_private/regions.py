@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memopt.torch_private.access import known, patched, private, private_once
+from memopt.torch_private.dynamo import container_inside, modified
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _SUBGRAPHS = "torch._dynamo.variables.invoke_subgraph"
@@ -83,7 +84,7 @@ class _Regions:
 
     def __init__(self, functions: Set[CodeType], alike: Callable[[Any, Any], bool]) -> None:
         self.reused, self._functions, self._alike = Reused(), functions, alike
-        self._inside, self._states = False, list[tuple[Any, Any]]()
+        self._inside, self._states, self._seen = False, list[tuple[Any, Any]](), list[Any]()
         self._transform: Any = None
         self._clones: dict[Any, Any] = {}
         self._plain = dict(zip(_PATCHED, map(private, _PATCHED), strict=True))
@@ -121,9 +122,12 @@ class _Regions:
         return called, region, body, stamped, inputs, reusable, flat, same, clone
 
     def _called(self, variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        # Of a method (where the block has hooks) Dynamo compares the arguments without the block.
-        apart = isinstance(variable, self._method)
-        if apart or self._inside or variable.get_function().__code__ not in self._functions:
+        if (
+            self._inside
+            or variable.get_function().__code__ not in self._functions
+            # Of a method (where the block has hooks) Dynamo compares all arguments but the block.
+            or isinstance(variable, self._method)
+        ):
             return self._plain[_CALL](variable, tx, args, kwargs)
         entered = self._operator.make(torch._higher_order_ops.invoke_subgraph)
         return entered.call_function(tx, [variable, *args], kwargs)
@@ -136,13 +140,14 @@ class _Regions:
                 source = tx.output.param_name_to_source.get(target)
                 meta["grapharg"] = SimpleNamespace(source=source, example=None)
         found = self._plain[_INPUTS](tx, given, flat)
-        self._states.append((found, _state()))
+        self._states.append((found, self._state(tx, flat)))
         return found
 
     def _reusable(self, tx: Any, condition: Any, given: Any, entry: Any) -> bool:
         made_in = [state for one, state in self._states if one is entry.subgraph_input_mapping]
         plain = self._plain[_REUSABLE]
-        if made_in != [_state()] or not plain(tx, condition, given, entry):
+        here = self._state(tx, given.flat_vts)
+        if given.has_unknown or made_in != [here] or not plain(tx, condition, given, entry):
             return False
         read = (tag.name in _COMPARED or leaf.source is not None for tag, leaf in given.flat_vts)
         if not all(read):
@@ -154,6 +159,12 @@ class _Regions:
             return False
         self.reused.replaced.append(replaced)
         return True
+
+    def _state(self, tx: Any, flat: Any) -> tuple[Any, ...]:
+        """Return what a trace depends on besides its arguments' sources and layouts."""
+        changed = list(_changed(tx.output.side_effects))
+        self._seen += changed  # no other object gets the address of one
+        return *_state(), *_places(flat), *map(id, changed)
 
     def _cloned(self, source: Any, transform: Any) -> Any:
         # A block's sources have most of their ways in common: each is changed once.
@@ -189,6 +200,32 @@ def _state() -> tuple[Any, ...]:
         for kind in ("cpu", "cuda")
     ]
     return torch.is_grad_enabled(), torch.get_default_dtype(), *cast
+
+
+def _places(flat: Any) -> list[int]:
+    """Return, for each argument that is a tensor, the first one that is the same."""
+    nodes = [leaf.as_proxy().node for tag, leaf in flat if tag.name == "TENSOR"]
+    return [nodes.index(node) for node in nodes]
+
+
+def _changed(effects: Any) -> Iterator[Any]:
+    """Yield what the trace has changed objects to that were there before, so far: Dynamo asks them
+    for their values of before, and does not see all changes."""
+    for one in modified(effects):
+        if type(one.mutation_type).__name__.endswith("MutationExisting"):
+            yield from _held(one, effects, 3)
+
+
+def _held(variable: Any, effects: Any, levels: int) -> Iterator[Any]:
+    """Yield a variable and what is in it; a new object, like no other, for what is deeper."""
+    yield variable
+    items = vars(variable).get("items", ())
+    inside = [*effects.store_attr_mutations.get(variable, {}).values()]
+    inside += items.values() if isinstance(items, dict) else items
+    container = container_inside(variable)
+    inside += [] if container is None else [container]
+    for one in inside:
+        yield from _held(one, effects, levels - 1) if levels else [object()]
 
 
 def _shape(value: Any, leaves: list[Any]) -> Any:

@@ -179,6 +179,55 @@ def test_a_trace_is_as_if_every_block_had_been_traced(change: Callable[[Deep], N
     assert (none, regions > 0) == (0, change not in (_hooked_each, _called_by_methods))
 
 
+class Told(Block):
+    told: Any
+
+    def forward(self, x: Tensor, other: Any = 0, function: Any = torch.relu) -> Tensor:
+        rate = self.told.rate * self.told.rates[0]
+        return x + rate * self.down(function(self.up(self.norm(x)))) + other
+
+
+class Telling(nn.Module):
+    """Tells each block something by another way than its tensors."""
+
+    class All:
+        def __init__(self) -> None:
+            self.rate, self.rates = 1.0, [1.0]
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.told, self.way = Telling.All(), way
+        self.blocks = nn.ModuleList(Told(number) for number in range(9))
+        for block in self.blocks:
+            block.__dict__["told"] = self.told
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        for number, block in enumerate(self.blocks):
+            given: dict[str, Any] = {}
+            match self.way:
+                case "attribute":
+                    self.told.rate = number % 3 + 1.0
+                case "item":
+                    self.told.rates[0] = number % 3 + 1.0
+                case "the same tensor":
+                    given["other"] = x if number % 2 else before
+                case "function" if number % 2:
+                    given["function"] = torch.tanh
+            before, x = x, block(x, **given)
+        self.told.rate, self.told.rates[0] = 1.0, 1.0
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("way", ["attribute", "item", "the same tensor", "function", "nothing"])
+def test_what_a_block_is_told_otherwise_is_traced(way: str) -> None:
+    model, x = Telling(way), torch.randn(4, 8)
+    whole, _, _ = _traced(model, x, once=False)
+    found, _, regions = _traced(model, x, once=True)
+    assert found == whole
+    assert regions or way in ("attribute", "item")  # then all blocks are traced
+
+
 def test_a_block_that_changes_later_is_noticed() -> None:
     model, x = Deep(), torch.randn(4, 8)
     planned = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
