@@ -236,15 +236,15 @@ def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
 
 
 def kept_bytes(graph: Graph, program: Program) -> int:
-    """Return what a micro-batch's blocks keep between its forward and its backward: a stage's
-    table and loss are of one micro-batch at a time."""
+    """Return what a micro-batch's blocks keep between its forward and its backward, with what they
+    read: a stage's loss is of one micro-batch at a time."""
     boundary = program.boundary
     assert boundary is not None
     of_blocks = {
         tensor
         for operator in graph.operators
         if block_of(operator.module)
-        for tensor in operator.writes
+        for tensor in (*operator.reads, *operator.writes)
         if graph.tensors[tensor].kind is not TensorKind.PARAMETER
     }
     living = lifetimes(graph, program).device
