@@ -65,8 +65,8 @@ class MeshSearch:
     def search(
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
     ) -> tuple[MeshRung, ...]:
-        """Try meshes of so many ranks: all of data × tensor, and from the best of them on those
-        with twice the ranks along tensor, pipe or context, while that is better.
+        """Try meshes of so many ranks: of data alone, and those with twice the ranks along tensor,
+        pipe or context, from the best of them on while that is better.
 
         Args:
             ranks: of all.
@@ -96,7 +96,7 @@ class MeshSearch:
             rung = tried[mesh].rung
             return rung.fits, rung.rate_of_one or -float(rung.needed_bytes or _FAR)
 
-        best = max(tried_all((1, 1, 2**power) for power in range(within.bit_length())), key=worth)
+        (best,) = tried_all([(1, 1, 1)])
         while True:
             pipe, context, tensor = best
             next_ones = [(2 * pipe, context, tensor), (pipe, context, 2 * tensor)]
@@ -236,15 +236,15 @@ def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
 
 
 def kept_bytes(graph: Graph, program: Program) -> int:
-    """Return what a micro-batch's blocks keep between its forward and its backward: a stage's
-    table and loss are of one micro-batch at a time."""
+    """Return what a micro-batch's blocks keep between its forward and its backward, with what they
+    read: a stage's loss is of one micro-batch at a time."""
     boundary = program.boundary
     assert boundary is not None
     of_blocks = {
         tensor
         for operator in graph.operators
         if block_of(operator.module)
-        for tensor in operator.writes
+        for tensor in (*operator.reads, *operator.writes)
         if graph.tensors[tensor].kind is not TensorKind.PARAMETER
     }
     living = lifetimes(graph, program).device

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import memopt
+from memopt.api.cluster import tokens_of
 from memopt.api.fits import DEFAULT_STRATEGIES, Fits
 from memopt.api.ladder import Only, ladder
 from memopt.api.mesh_search import MeshSearch
@@ -105,6 +106,8 @@ class _Asked:
         arguments = model.arguments()
         step = replace(self._step, loss_fn=arguments["loss_fn"])
         named = NamedModel(arguments["model"], arguments["inputs"])
+        if self.header and not sizes and (tokens := tokens_of(named.inputs)):
+            self.header["sequence"] = tokens // model.batch  # a model may allow no more
         return named, {
             "device": arguments["device"],
             "budget": self._budget,
@@ -133,16 +136,17 @@ class _Asked:
         if self._model.ranks is None or self._model.rank:
             raise OptionError("--solve mesh: say how many (--gpus 64), without --lora")
         arguments = self._given()[1]
-        named = isinstance(self.header.get("sequence"), int)
 
         def load(parts: int) -> tuple[Any, Any]:
-            sizes = {"sequence": self._model.sequence // parts} if parts > 1 else {}
+            if parts > 1 and self.header["sequence"] % parts:
+                raise ValueError(f"{parts} ranks do not divide {self.header['sequence']} tokens")
+            sizes = {"sequence": self.header["sequence"] // parts} if parts > 1 else {}
             one = self._given(**sizes)[0]
             return one.model, one.inputs
 
         place, budget = budget_on(arguments["device"], self._budget)
         search = MeshSearch(load, place, budget, self._model.optimizer, arguments["step"])
-        return search.search(self._model.ranks, named, self._heard)
+        return search.search(self._model.ranks, bool(self.header), self._heard)
 
     def largest(self, what: str, found: Ladder) -> int | None:
         """Return the largest batch or sequence of which a plan fits.

@@ -48,7 +48,8 @@ def test_the_largest_batch_and_the_fewest_devices_that_fit() -> None:
 def test_the_mesh_with_the_most_tokens_per_second() -> None:
     get("gpt2")
     asked = ("fits", "hf:gpt2.json", "--gpu", "H100", "--batch", "1", "--solve", "mesh")
-    found = run_json(*asked, "--gpus", "2")
+    found = run_json(*asked, "--gpus", "2", "--sequence", "5000")
+    assert found["sequence"] == GPT2["n_positions"]  # It allows no more.
     assert found["solved"]["mesh"] in [row["mesh"] for row in found["meshes"]]
     why = {tuple(row["mesh"].items()): row["why"] for row in found["meshes"]}
     assert "no tp_plan" in why[("data", 1), ("tensor", 2)]
