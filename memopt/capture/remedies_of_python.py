@@ -81,18 +81,19 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "the model, and pass the value as an argument",
     ),
     (
-        r"tp_iternext|next\(generator\)|wrap <class '\w*(iterator|generator)'>",
+        r"tp_iternext|next\(generator\)|call_method on generator|"
+        r"wrap <class '\w*(iterator|generator)'>",
         "it takes the next value of a generator, which a planned step would not: take it outside "
         "of the model, and pass the value as a tensor",
     ),
     (
-        r"setattr\(\) is not supported on type function",
+        r"setattr\(\) is not supported on type function|`setattr` with argument types \['function'",
         "it sets an attribute of a function, which a planned step would not: return such values as "
         "outputs, count outside of the forward or in a buffer that is updated in place "
         "(self.count.add_(1))",
     ),
     (
-        r"builtin `time\.|method `(now|utcnow|today)` of class",
+        r"builtin `time\.|method `(now|utcnow|today)` of class|`<unknown module>\.datetime",
         "it asks for the time, which a graph would hold as a constant: take times around the call "
         "of the model, or look at a step with torch.profiler",
     ),

@@ -114,7 +114,7 @@ def _heard(
 ) -> TraceGuards:
     graph = output.output_graph
     guards = [
-        DynamoGuard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
+        _guard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
     ]
     guards += [
         DynamoGuard("DICT_KEYS_MATCH", expression_of(source)) for source in graph.guard_on_key_order
@@ -128,6 +128,12 @@ def _heard(
     helpers = guard_helpers()
     code = frozenset(output.traced_code)
     return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
+
+
+def _guard(kind: str, name: str, detail: Any) -> DynamoGuard:
+    if kind == "HASATTR" and detail is None:  # torch 2.11: of the attribute, not of its owner
+        name, _, detail = name.rpartition(".")
+    return DynamoGuard(kind, name, detail)
 
 
 def _of_reused(guards: list[DynamoGuard], reused: Reused) -> Iterator[DynamoGuard]:

@@ -45,6 +45,10 @@ def test_what_is_known_is_traced(make: type[Asks]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(4, 8)
     eager = copy.deepcopy(model)
+    if make is Sets and torch.__version__ < (2, 13):  # it cannot be given the answer
+        with pytest.raises(CaptureError, match=r"one\.requires_grad = self\.needs"):
+            memopt.plan(model, x, budget="min", strategy="rotor", progress=False)
+        return
     plan = memopt.plan(model, x, budget="min", strategy="rotor", progress=False)
     plan.apply(model)(x).sum().backward()
     eager(x).sum().backward()

@@ -51,10 +51,12 @@ def planned(model: nn.Module) -> nn.Module:
 
 def test_it_is_said_once_and_the_remedy_works() -> None:
     weights = torch.randn(2, 10, 8)
+    if torch.__version__ < (2, 13):  # it traces backwards of rows, whatever the output's layout
+        weights = weights.mT.contiguous().mT
     with pytest.warns(UserWarning, match=r"another memory layout.*contiguous\(\)") as said:
         gradients(planned(Positions(transposed)), weights)
     assert sum("memory layout" in str(one.message) for one in said) == 1
-    model = Positions(contiguous)
+    model, weights = Positions(contiguous), weights.contiguous()
     plain = gradients(copy.deepcopy(model), weights)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
