@@ -57,7 +57,13 @@ def planned_within(
         return within_reserved(solve_for, size, beside)
     if card_bytes is not None and not beside:
         return within_card(solve_for, card_bytes, card_bytes)
-    plan = solve_for(budget)  # type: ignore[arg-type]
+    try:
+        plan = solve_for(budget)  # type: ignore[arg-type]
+    except InfeasibleBudgetError as error:
+        if not beside:
+            raise
+        # The budget that is named has room for what is beside the step.
+        raise _beside_forward(solve_for, error.budget_bytes, beside) from error
     if plan.budget is None or not beside:
         return plan
 

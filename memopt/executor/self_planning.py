@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.as_eager.masks import masks_nothing, rounds_by_mask
+from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_mask
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
@@ -115,7 +115,7 @@ class SelfPlanning:
         check_call(model)
         self.model, self.calls, self.family = model, Calls(), ArenaFamily()
         self._on_mismatch, self._to_part = on_mismatch, None if self._in_parts else model
-        self._rounds_by_mask = rounds_by_mask(model)
+        self._rounds_by_mask = self._none_masks = rounds_by_mask(model)
         self.plans = ReadyPlans(most_plans)
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
@@ -251,12 +251,14 @@ class SelfPlanning:
     def _without_idle_masks(self, call: Call) -> Call:
         """Return the call, marked to be captured without its masks if they mask nothing and a plan
         of its own can serve it."""
-        seen = self._rounds_by_mask and self._on_mismatch == "plan" and masks_nothing(call)
+        seen = self._none_masks and self._on_mismatch == "plan" and masks_nothing(call)
         return replace(call, whole_masks=seen)
 
     def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
         """Return a call of the model, and its kind."""
-        call = self._without_idle_masks(_in_order(args, kwargs))
+        call = _in_order(args, kwargs)
+        self._none_masks = self._rounds_by_mask and none_masks(self.model, call)
+        call = self._without_idle_masks(call)
         return call, self._kind(call)
 
     def _kind(self, call: Call) -> Any:

@@ -199,8 +199,9 @@ def test_what_one_rank_cannot_take_ends_all(tmp_path: Path) -> None:
         if what.startswith("right"):
             assert (text, other) == ("", ""), what
         elif what.startswith("places"):
-            assert "here the step is profiled, on rank 1 a call has nothing to train" in text
-            assert "here a call has nothing to train, on rank 0 the step is profiled" in other
+            planned = "what is met around a step is charged"
+            assert f"here {planned}, on rank 1 a call has nothing to train" in text
+            assert f"here a call has nothing to train, on rank 0 {planned}" in other
         elif what == "detached":
             assert text == other, what
             assert "rank 1 failed while measuring: NothingToTrainError" in text

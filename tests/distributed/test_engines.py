@@ -116,3 +116,35 @@ def test_gradients_that_fully_shard_accumulates_are_counted(mesh: DeviceMesh) ->
     predicted = memopt.running(model).parts.shared.peak_bytes()
     # A meter does not see that gradients from before its step go, while their shards come.
     assert 0 <= predicted - (x.nbytes + own_bytes + used.peak_bytes) < own_bytes
+
+
+def padded_on_one(rank: int, ranks: int) -> bool:
+    """Whether a model that rounds by its mask trains as without memopt, but for last bits."""
+    from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
+
+    from transformers import LlamaConfig, LlamaForCausalLM  # isort: skip
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = memopt.shard(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).train(), line(ranks))
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        for padded in (rank == 1, True, False):
+            texts = torch.arange(24).view(2, 12) + rank
+            mask = torch.ones_like(texts)
+            mask[0, 8:] = not padded
+            model(input_ids=texts, attention_mask=mask, labels=texts).loss.backward()
+        found.append([cases.local(one.grad) for one in model.parameters()])
+    return all(map(torch.allclose, *found))
+
+
+def line(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,))
+
+
+@pytest.mark.slow
+def test_ranks_capture_alike_where_one_has_padding(tmp_path: Path) -> None:
+    assert processes.results(processes.run(padded_on_one, 2, tmp_path)) == [True, True]

@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 import memopt
+from memopt.api.reserved import planned_within
 from memopt.errors import InfeasibleBudgetError, InvalidProgramError, MemoptError
 from memopt.models.bounds import memory_lower_bound
 from memopt.models.budget import Budget
+from memopt.models.charges import Charges
 from memopt.models.generate import random_chain
 from memopt.models.graph import Graph
 from memopt.models.status import Status
@@ -64,6 +66,14 @@ def test_min_is_what_its_plan_takes(seed: int) -> None:
         made = plan(graph, "min", name)
         assert made.budget == made.peak_bytes
         assert plan(graph, made.peak_bytes, name).peak_bytes == made.peak_bytes
+
+
+def test_the_budget_that_is_named_has_room_for_what_is_beside_the_step() -> None:
+    solve_for, beside = partial(plan, GRAPH, strategy="rotor"), Charges(forward_bytes=10**4)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planned_within(solve_for, memory_lower_bound(GRAPH) - 1, beside)
+    named = refused.value.smallest_budget_bytes
+    assert planned_within(solve_for, named, beside).budget == named
 
 
 @pytest.mark.parametrize("limit_s", [1e-6, 0.05])

@@ -13,6 +13,7 @@ plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from torch import nn
 from torch.fx import Node
 
 from memopt.step.inputs import Call
+from memopt.step.ranks import ranks_of
 from memopt.torch_private.dynamo import comptime
 
 T = TypeVar("T")
@@ -35,6 +37,21 @@ def rounds_by_mask(model: nn.Module) -> bool:
         name.endswith("relative_attention_bias") or getattr(module, "num_key_value_groups", 1) != 1
         for name, module in model.named_modules()
     )
+
+
+def none_masks(model: nn.Module, call: Call) -> bool:
+    """Return whether `masks_nothing` holds of a call on all ranks, which must capture alike."""
+    own, ranks = masks_nothing(call), ranks_of(model)
+    if ranks is None:
+        return own
+    everyone = all(ranks.exchanged(own, "masks are looked at"))
+    if own and not everyone:
+        warnings.warn(
+            "this rank's attention masks mask nothing, and another rank's do: all run with masks, "
+            "and last bits can differ from the unplanned model's. Pad on all ranks, or on none",
+            stacklevel=2,
+        )
+    return everyone
 
 
 def masks_nothing(call: Call) -> bool:
