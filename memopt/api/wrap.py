@@ -111,7 +111,7 @@ def wrap(
 
     Raises:
         ValueError: unreadable arguments, an optimizer that trains no parameter of the model, or a
-            model that is wrapped or compiled already.
+            model that is wrapped or compiled already, or whose class has a `__call__` of its own.
         InfeasibleBudgetError, CaptureError: at the first call of a kind; see `memopt.plan`.
     """
     from torch import nn

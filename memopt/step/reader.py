@@ -152,6 +152,8 @@ def described_text(description: tuple[Any, ...]) -> str:
 _ITSELF = "{x}"
 
 # Kinds of guards that ask for the same object.
+_UNGUARDED = ("2.11.", "2.12.")
+"""Versions of torch whose traces have no guards on default arguments."""
 _IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH")
 
 # Kind of guard → what is compared; {x} is the guarded value, {a} the guard's detail. Other kinds
@@ -244,6 +246,8 @@ class TraceReader:
         ]
         found = [dependency for guard in relevant if (dependency := self._watch(guard)) is not None]
         found += [*self._methods(found), *self._aliased(), *self._settings()]
+        if torch.__version__.startswith(_UNGUARDED):
+            found += [more for one in found for more in self._defaults(one)]
         return list({dependency.look: dependency for dependency in reversed(found)}.values())[::-1]
 
     @property
@@ -323,6 +327,12 @@ class TraceReader:
                     source = f"{self._bound(owner)}.__dict__[{name!r}]"
                     shown = f"{owner.__qualname__}.{name}"
                     yield Dependency(shown, source, source, value, identity=True)
+
+    def _defaults(self, one: Dependency) -> Iterator[Dependency]:
+        """Yield a dependency on the default arguments of a function, if one was read."""
+        if isinstance(one.planned, types.CodeType):
+            place = f"{one.source}.__defaults__"
+            yield Dependency(f"{one.shown}.__defaults__", place, place, self._read(place))
 
     def _aliased(self) -> Iterator[Dependency]:
         """Yield a dependency for each further place of a tensor that was read in several."""
