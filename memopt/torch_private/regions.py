@@ -164,7 +164,7 @@ class _Regions:
         """Return what a trace depends on besides its arguments' sources and layouts."""
         changed = list(_changed(tx.output.side_effects))
         self._seen += changed  # no other object gets the address of one
-        return *_state(), *_places(flat), *map(id, changed)
+        return _state(), _places(flat), list(map(id, changed))
 
     def _cloned(self, source: Any, transform: Any) -> Any:
         # A block's sources have most of their ways in common: each is changed once.
@@ -221,7 +221,10 @@ def _held(variable: Any, effects: Any, levels: int) -> Iterator[Any]:
     yield variable
     items = vars(variable).get("items", ())
     inside = [*effects.store_attr_mutations.get(variable, {}).values()]
-    inside += items.values() if isinstance(items, dict) else items
+    if isinstance(items, dict):
+        inside += [one.vt for one in items]
+        items = items.values()
+    inside += items
     container = container_inside(variable)
     inside += [] if container is None else [container]
     for one in inside:

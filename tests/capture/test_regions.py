@@ -183,7 +183,7 @@ class Told(Block):
     told: Any
 
     def forward(self, x: Tensor, other: Any = 0, function: Any = torch.relu) -> Tensor:
-        rate = self.told.rate * self.told.rates[0]
+        rate = self.told.rate * self.told.rates[0] * (2.0 if "odd" in self.told.names else 1.0)
         return x + rate * self.down(function(self.up(self.norm(x)))) + other
 
 
@@ -192,7 +192,7 @@ class Telling(nn.Module):
 
     class All:
         def __init__(self) -> None:
-            self.rate, self.rates = 1.0, [1.0]
+            self.rate, self.rates, self.names = 1.0, [1.0], {"even": 1.0}
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -210,6 +210,8 @@ class Telling(nn.Module):
                     self.told.rate = number % 3 + 1.0
                 case "item":
                     self.told.rates[0] = number % 3 + 1.0
+                case "key":
+                    self.told.names["odd" if number % 2 else "even"] = self.told.names.popitem()[1]
                 case "the same tensor":
                     given["other"] = x if number % 2 else before
                 case "function" if number % 2:
@@ -219,7 +221,9 @@ class Telling(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("way", ["attribute", "item", "the same tensor", "function", "nothing"])
+@pytest.mark.parametrize(
+    "way", ["attribute", "item", "key", "the same tensor", "function", "nothing"]
+)
 def test_what_a_block_is_told_otherwise_is_traced(way: str) -> None:
     model, x = Telling(way), torch.randn(4, 8)
     whole, _, _ = _traced(model, x, once=False)
