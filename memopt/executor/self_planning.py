@@ -257,8 +257,9 @@ class SelfPlanning:
     def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
         """Return a call of the model, and its kind."""
         call = _in_order(args, kwargs)
-        self._none_masks = self._rounds_by_mask and none_masks(self.model, call)
-        call = self._without_idle_masks(call)
+        if self._rounds_by_mask and self._on_mismatch == "plan":
+            self._none_masks = none_masks(self.model, call)
+            call = replace(call, whole_masks=self._none_masks)
         return call, self._kind(call)
 
     def _kind(self, call: Call) -> Any:
