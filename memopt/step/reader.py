@@ -151,9 +151,10 @@ def described_text(description: tuple[Any, ...]) -> str:
 
 _ITSELF = "{x}"
 
-# Kinds of guards that ask for the same object.
 _UNGUARDED = ("2.11.", "2.12.")
 """Versions of torch whose traces have no guards on default arguments."""
+
+# Kinds of guards that ask for the same object.
 _IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH")
 
 # Kind of guard → what is compared; {x} is the guarded value, {a} the guard's detail. Other kinds
