@@ -29,7 +29,6 @@ from memopt.strategies.target import chain_view
 
 if TYPE_CHECKING:
     from memopt.profiler.variants import VariantStep
-    from memopt.reductions.chain_view import ChainView
 
 Load: TypeAlias = Callable[[int], tuple[Any, Any]]
 """A number of parts of the sequence → a model on meta and one part's inputs."""
@@ -60,7 +59,6 @@ class MeshSearch:
     ) -> None:
         self._load, self._device, self._optimizer = load, device, optimizer
         self._budget_bytes, self._options = budget_bytes, step
-        self._seen: tuple[Graph, ChainView] | None = None
 
     def search(
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
@@ -186,9 +184,9 @@ class MeshSearch:
         """Return the fastest plan found within the budget beside the activations of `more`
         micro-batches, and what it needs of the budget."""
         limit, chosen = self._budget_bytes, resolve(strategy)
+        view = None if strategy == "store-all" else chain_view(graph)
 
         def solve_for(size: int) -> PlanRecord:
-            view = None if strategy == "store-all" else self._view(graph)
             return solve(graph, size, chosen, device=self._device, view=view)
 
         def used(plan: PlanRecord) -> int:
@@ -202,11 +200,6 @@ class MeshSearch:
                 solve_for, limit, used, lambda size: InfeasibleBudgetError("no room", size)
             )
         return plan, used(plan)
-
-    def _view(self, graph: Graph) -> ChainView:
-        if self._seen is None or self._seen[0] is not graph:
-            self._seen = graph, chain_view(graph)
-        return self._seen[1]
 
     def _sent_s(self, graph: Graph, mesh: Mesh) -> float:
         """Return the seconds in which a stage sends a micro-batch's result to the next one."""
