@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.published import measurements
-from benchmarks.published.estimate import Row, estimated, row_of, turns, why_not
+from benchmarks.published.estimate import Row, estimated, row_of, why_not
+from benchmarks.published.meshes import turns
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, joined, table
 from memopt.models.presets import find_device

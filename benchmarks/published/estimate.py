@@ -30,7 +30,6 @@ from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, TensorKind
-from memopt.models.mesh import pipeline_turns
 from memopt.pricing.measure import with_costs
 from memopt.pricing.roofline import estimate_costs
 from memopt.pricing.workspace import cublas_workspace_bytes
@@ -386,18 +385,12 @@ def _in_flight(row: Mapping[str, Any], stages: int) -> int:
     return int(min(rounds, parts * row.get("micro_batches", 1)))
 
 
-def turns(row: Mapping[str, Any]) -> float:
-    """Return how many micro-batches' time a step takes: its own, and those that fill a pipeline."""
-    parts = row.get("virtual_stages", 1)
-    return pipeline_turns(row.get("pp", 1), row.get("micro_batches", 1), parts)
-
-
 def _step_s(row: Mapping[str, Any], batch_s: float, trained: float) -> float:
     """Return the seconds of a step: micro-batches, the pipeline's fill, what data parallelism
     sends, and the update."""
     device, tensor = device_of(row), row.get("tp", 1)
     ranks = 1 if _sharded(row) else meshes.shards(row) if meshes.staged(row) else row.get("dp", 1)
-    total = turns(row) * batch_s
+    total = meshes.turns(row) * batch_s
     if ranks > 1:
         size = int(trained * DTYPES[row["gradients"]].itemsize)
         sent = Collective(CollectiveKind.ALL_REDUCE, ranks, size, tensor)

@@ -102,6 +102,12 @@ def in_flight(row: Mapping[str, Any], rank: int) -> int:
     return mesh.in_flight(row["pp"], row["micro_batches"], rank, parts)
 
 
+def turns(row: Mapping[str, Any]) -> float:
+    """Return how many micro-batches' time a step takes: its own, and those that fill a pipeline."""
+    parts = row.get("virtual_stages", 1)
+    return mesh.pipeline_turns(row.get("pp", 1), row.get("micro_batches", 1), parts)
+
+
 def layers_held(row: Mapping[str, Any], rank: int) -> float:
     """Return the layers whose inputs a rank of a `staged` row holds, of all its micro-batches."""
     return stage_layers(row, rank) / row.get("virtual_stages", 1) * in_flight(row, rank)

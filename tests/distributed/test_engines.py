@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +90,11 @@ def test_engines(tmp_path: Path) -> None:
         assert one["collectives"] > 0
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-def test_gradients_that_fully_shard_accumulates_are_counted(mesh: DeviceMesh) -> None:
+def test_gradients_that_fully_shard_accumulates_are_counted(alone: DeviceMesh) -> None:
     """Blocks that are planned one by one show theirs while they are gathered."""
     model, x = cases.mlp(), torch.randn(8, 16)
     for block in (*model[:3], model):
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=alone)
     memopt.wrap(model, "min", "store-all", progress=False)
     for number in range(6):
         model.zero_grad()

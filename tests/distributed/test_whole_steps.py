@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -154,14 +154,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = [optimizer.state[p] for p in model.parameters() if p.requires_grad]
     found = [*model.parameters(), *(one for state in states for one in state.values())]
     return [cases.whole(one).detach() for one in found]
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 MOVED = {"strategy": "offload-graph", "movable": "all", "device": LINK}
