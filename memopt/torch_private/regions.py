@@ -43,6 +43,9 @@ _TRIED = ("2.13.",)
 _COMPARED = ("TENSOR", "SYMNODE", "CONSTANT")
 """Kinds of arguments that Dynamo compares as they are."""
 
+_VALUES = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.dtype, torch.device)
+"""What has no identity."""
+
 
 @dataclass
 class Reused:
@@ -87,6 +90,7 @@ class _Regions:
         self._inside, self._states, self._seen = False, list[tuple[Any, Any]](), list[Any]()
         self._transform: Any = None
         self._clones: dict[Any, Any] = {}
+        self._read: dict[Any, Any] = {}
         self._plain = dict(zip(_PATCHED, map(private, _PATCHED), strict=True))
         self._operator, self._method, self._tag_of, self._fingerprint = map(private, _USED)
 
@@ -145,7 +149,7 @@ class _Regions:
 
     def _reusable(self, tx: Any, condition: Any, given: Any, entry: Any) -> bool:
         made_in = [state for one, state in self._states if one is entry.subgraph_input_mapping]
-        plain = self._plain[_REUSABLE]
+        plain, self._transform = self._plain[_REUSABLE], None
         here = self._state(tx, given.flat_vts)
         if given.has_unknown or made_in != [here] or not plain(tx, condition, given, entry):
             return False
@@ -157,7 +161,31 @@ class _Regions:
         value = tx.output.resolve_source_value
         if not all(self._alike(value(a), value(b)) for a, b in replaced.items()):
             return False
+        if replaced and not self._shares(tx, condition.traced_sources):
+            return False
         self.reused.replaced.append(replaced)
+        return True
+
+    def _shares(self, tx: Any, read: Any) -> bool:
+        """Whether what is one object by several ways, of which a trace keeps the first, is one
+        here, too, and nothing else is."""
+        here: dict[int, Any] = {}
+        there: dict[int, Any] = {}
+        scopes = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+        known: dict[Any, Any] = {}
+        for way in read:
+            if way not in self._read:
+                self._read[way] = tx.output.resolve_source_value(way)
+            one = self._read[way]
+            if one is None or isinstance(one, _VALUES):
+                continue
+            kept = tx.output.side_effects[one].source if one in tx.output.side_effects else None
+            for source in (way, kept or way):
+                mapped = source.clone(self._transform) if self._transform else source
+                other = mapped.get_value(scopes, {}, known)
+                pair = here.setdefault(id(one), other), there.setdefault(id(other), one)
+                if pair[0] is not other or pair[1] is not one:
+                    return False
         return True
 
     def _state(self, tx: Any, flat: Any) -> tuple[Any, ...]:

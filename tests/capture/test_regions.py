@@ -82,6 +82,19 @@ def _tied(model: Deep) -> None:
     model.blocks[3].up.weight = model.blocks[2].up.weight
 
 
+def _tied_inside(model: Deep) -> None:
+    """The second block is the first that others are compared with."""
+    model.blocks[1].norm.bias = model.blocks[1].down.bias
+
+
+def _tied_with_the_first(model: Deep) -> None:
+    model.blocks[1].up = model.blocks[0].up
+
+
+def _tied_with_an_argument(model: Deep) -> None:
+    model.blocks[1].down.bias = model.bias
+
+
 def _in_eval(model: Deep) -> None:
     model.blocks[3].eval()
 
@@ -123,6 +136,9 @@ OTHERS = (
     _other_forward,
     _other_width,
     _tied,
+    _tied_inside,
+    _tied_with_the_first,
+    _tied_with_an_argument,
     _in_eval,
     _checkpointed,
     _without_gradients,
