@@ -332,7 +332,7 @@ class TraceReader:
     def _defaults(self, one: Dependency) -> Iterator[Dependency]:
         """Yield a dependency on the default arguments of a function, if one was read."""
         if isinstance(one.planned, types.CodeType):
-            place = f"{one.source}.__defaults__"
+            place = f"getattr({one.source.removesuffix('.__code__')}, '__defaults__', None)"
             yield Dependency(f"{one.shown}.__defaults__", place, place, self._read(place))
 
     def _aliased(self) -> Iterator[Dependency]:

@@ -252,12 +252,15 @@ def constant(value: object) -> Any:
     return private(f"{_VARIABLES}.constant.ConstantVariable").create(value)
 
 
-def functions_ignored(functions: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which Dynamo leaves out calls of these functions, too."""
+@contextlib.contextmanager
+def functions_ignored(functions: Iterable[Any]) -> Iterator[None]:
+    """In this context Dynamo leaves out calls of these functions, too."""
     ignored = {*functions, *private("torch._dynamo.config.ignore_logging_functions")}
     config: Any = importlib.import_module("torch._dynamo.config")
-    patch: contextlib.AbstractContextManager[None] = config.patch(ignore_logging_functions=ignored)
-    return patch
+    # torch 2.11 writes its settings into a log, which functions cannot be.
+    quiet = patched("torch._dynamo.utils._get_dynamo_config_for_logging", lambda: None)
+    with config.patch(ignore_logging_functions=ignored), quiet:
+        yield
 
 
 def constant_in_traces(function: Any) -> contextlib.AbstractContextManager[Any]:

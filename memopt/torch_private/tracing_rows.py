@@ -194,6 +194,7 @@ DYNAMO = (
         "ignore_logging_functions",
         "side_effect_replay_policy",
     ),
+    *rows("trace as eager computes", "torch._dynamo.utils", "_get_dynamo_config_for_logging"),
     *rows(
         "hear what is not compiled", "torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__"
     ),
