@@ -50,10 +50,10 @@ CAUSES = {
     "(eight micro-batches replayed: 0.2 GiB) nor a compiled layer's backward (traced) explain it",
     "torchtitan-2024-15 torchtitan-2024-16 torchtitan-2024-17 torchtitan-2024-18": ""
     "peaks: 8 to 9 GiB lack in each; not found, see rows 13 and 14",
-    "torchtitan-2024-7": "times: attention's rate is that of a GPU with 700 W",
-    "torchtitan-2024-8 torchtitan-2024-9 torchtitan-2024-10 torchtitan-2024-16 torchtitan-2024-17 "
-    "torchtitan-2024-18": "times: suspected is that the causal mask's work was not balanced "
-    "between a context's ranks, which torch does unless told: the last rank's would be within 13%",
+    "torchtitan-2024-7 torchtitan-2024-16 torchtitan-2024-18": "times: attention's rate is that of "
+    "a GPU with 700 W",
+    "torchtitan-2024-9 torchtitan-2024-10": "times: not found: row 9 does twice row 8's attention "
+    "in nearly three times the seconds",
     "torchtitan-4636-2": "times: the peak is at 96% of the GPU's memory, where the allocator frees "
     "and asks again: a quarter of the tokens/s of recomputing everything",
     "torchtune-5": "peaks: logits in chunks and their gradients, of which some are gone already",

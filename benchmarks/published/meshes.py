@@ -137,7 +137,8 @@ def _meshed(operator: Operator, node: Any, row: Mapping[str, Any], device: Devic
         return replace(operator, collective=sent, time_s=device.collective_time_s(sent))
     if "attention" in operator.target and context > 1:
         back, size = "backward" in operator.target, _keys_bytes(row)
-        time_s = ring_s(operator.time_s, size, context, tensor, back, device)
+        compiled = row.get("kernels") == "compiled"
+        time_s = ring_s(operator.time_s, size, context, tensor, back, device, compiled)
         return replace(operator, time_s=time_s)
     fused = isinstance(node.target, FusedKernel)
     if not float8 or fused or work(signature(node), describe_value(node)).kind != MATMUL:

@@ -2,7 +2,9 @@
 
 Each rank has a part of the sequence. All ranks' keys are gathered beside the first part's work; in
 the backward a part's slopes are sent on in float32 beside the next part's. The causal mask's work
-is balanced among the ranks (torch/distributed/tensor/experimental/_attention.py).
+is balanced among the ranks (torch/distributed/tensor/experimental/_attention.py). Under
+`torch.compile` nothing of this is beside anything: a traced collective is waited for at once
+(`_maybe_wrap_tensor` of torch/distributed/_functional_collectives.py), and Inductor moves no wait.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ FUSED = "_scaled_dot_product"
 
 
 def ring_s(
-    time_s: float, keys_bytes: int, ranks: int, stride: int, backward: bool, device: Device
+    time_s: float,
+    keys_bytes: int,
+    ranks: int,
+    stride: int,
+    backward: bool,
+    device: Device,
+    compiled: bool = False,
 ) -> float:
     """Return the seconds of an attention to the keys of a whole context.
 
@@ -29,13 +37,16 @@ def ring_s(
         stride: between them.
         backward: whether it is the backward.
         device: with its network.
+        compiled: whether `torch.compile` traces it.
     """
     gather = Collective(CollectiveKind.ALL_GATHER, ranks, keys_bytes, stride)
     gather_s = device.collective_time_s(gather)
+    sent_s = 2 * gather_s / (ranks - 1)
+    if compiled:
+        return ranks * time_s + gather_s + backward * ranks * sent_s
     first_s = max(time_s, gather_s)
     if not backward:
         return first_s + (ranks - 1) * time_s
-    sent_s = 2 * gather_s / (ranks - 1)
     return first_s + (ranks - 1) * max(time_s, sent_s) + sent_s
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from memopt.api.mesh_search import MeshSearch, kept_bytes
 from memopt.capture.fake_ranks import fake_ranks
 from memopt.distributed.tensor_shares import share_layers
-from memopt.models.collective import CollectiveKind
+from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.mesh import Mesh, in_flight, pipeline_turns
 from memopt.models.options import StepOptions
 from memopt.models.presets import H100
@@ -151,6 +151,11 @@ def test_attention_meets_the_keys_of_a_context() -> None:
         back = "backward" in one.target
         assert other.time_s == ring_s(one.time_s, keys, 4, 2, back, H100) >= 4 * one.time_s
         assert other.workspace_bytes == one.workspace_bytes + keys
+        # Traced by torch.compile, nothing is sent beside the work.
+        waited = ring_s(one.time_s, keys, 4, 2, back, H100, compiled=True)
+        sent = Collective(CollectiveKind.ALL_GATHER, 4, keys, 2)
+        each = H100.collective_time_s(sent) * (1 + back * 8 / 3)
+        assert waited == pytest.approx(4 * one.time_s + each)
     plain = tuple(replace(one, target="") for one in graph.operators)
     with pytest.raises(ValueError, match="no fused attention"):
         in_context(replace(graph, operators=plain), 2, 1, H100)
