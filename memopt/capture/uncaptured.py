@@ -20,6 +20,7 @@ from memopt.errors import CaptureError
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.inputs import Call
+from memopt.step.nodes import module_path
 from memopt.step.side_effects import why_not_set
 from memopt.step.unheard import unheard
 from memopt.torch_private import pytree
@@ -98,8 +99,7 @@ def not_derived(traced: GraphModule, call: Call, error: Exception) -> CaptureErr
     refused = CaptureError(text)
     if node is not None:
         stack = node.meta.get("nn_module_stack", {}).values()
-        paths = (path.removeprefix("L['self']").lstrip(".") for path, _ in stack)
-        refused.modules = tuple(path for path in paths if path)
+        refused.modules = tuple(filter(None, (module_path(path) for path, _ in stack)))
     return refused
 
 
@@ -367,8 +367,8 @@ def python_name(source: str) -> str:
 def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a model's sub-modules by Dynamo's names, the innermost of which is the
     first; ours begin with the outermost."""
-    names = [python_name(source).removeprefix("model").lstrip(".") for source in sources]
-    return tuple(dict.fromkeys(name for name in reversed(names) if name[:2] not in ("", "L[")))
+    names = (module_path(source.replace(ROOT, "L['self']")) for source in reversed(sources))
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:

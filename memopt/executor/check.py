@@ -86,7 +86,7 @@ class _Steps:
     def _output(self, module: nn.Module) -> Any:
         """Call the module and return the part of its output that a training loop holds."""
         dropped = self.plan.output_gradients.dropped
-        given = self.call.once()
+        given = self.call.detached()
         return without(module(*given.args, **given.kwargs), dropped)
 
     def seconds(self, module: nn.Module, run_backward: OwnBackward) -> float:

@@ -124,7 +124,7 @@ def _unplanned_step(
 
     @unheard()
     def step() -> Any:
-        given = call.once()
+        given = call.detached()
         output = model(*given.args, **given.kwargs)
         if loss is not None and loss.alone:
             output = loss.value(output)

@@ -63,8 +63,9 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def detached(self) -> Call:
-        """Return the same call without the history of tensors that were computed with gradients:
-        the history belongs to the user, and a backward would run it."""
+        """Return the same call for one forward, which may change its arguments: with new lists and
+        dicts, and without the history of tensors that were computed with gradients, which belongs
+        to the user, and which a backward would run."""
         made: dict[int, Tensor] = {}
 
         def one(leaf: Tensor) -> Tensor:
@@ -76,10 +77,6 @@ class Call:
             return made[id(leaf)]
 
         return self.with_tensors(one)
-
-    def once(self) -> Call:
-        """Return the same call with new lists and dicts: a forward may change its arguments."""
-        return self.with_tensors(lambda tensor: tensor)
 
     def with_tensors(self, made_of: Callable[[Tensor], Tensor]) -> Call:
         """Return the same call with each tensor replaced by `made_of(tensor)`."""
@@ -104,7 +101,7 @@ class _WithoutHistory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, _reached: Tensor) -> Tensor:
-        return value
+        return value.detach()  # itself would be a view, which a forward may not change in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

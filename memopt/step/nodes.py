@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from memopt.step.kernel import FusedKernel
 from memopt.step.operators import RUN_ONCE, Substitute
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import COMPILED_CALL
 from memopt.torch_private.operators import OpOverload, aten
 
 _NEVER_DRAWS = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu.default"})
@@ -62,14 +63,17 @@ def tensors_of(*nodes: Node) -> list[torch.Tensor]:
 
 
 _ROOT = re.compile(r"^L\['self'\]\.?|^L__self___?|_export_root\.?")
-# A class with a `__getattr__` of its own (PEFT's) is read by its dictionary.
-_REGISTRY = re.compile(r"__dict__\[['\"]_modules['\"]\]|_modules")
+# A class with a `__getattr__` of its own (PEFT's) is read by its dictionary, and a wrapped model
+# through the object that plans its calls (`SelfPlanning.model`).
+_REGISTRY = re.compile(
+    rf"__dict__\[['\"]_modules['\"]\]|_modules|{COMPILED_CALL}\.__self__\.model\b"
+)
 _SUM = torch.ops.aten.add.Tensor
 _ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
-def _clean(path: str) -> str:
-    """Clean a path: `L['self']._modules['layers'][3]` and its like → `layers.3`."""
+def module_path(path: str) -> str:
+    """Return a module's path by Dynamo's: `L['self']._modules['layers'][3]` → `layers.3`."""
     path = _REGISTRY.sub("", path)
     path = _ROOT.sub("", path)
     path = _ITEM.sub(r".\1", path)
@@ -89,7 +93,7 @@ def module_paths(module: GraphModule) -> dict[Node, str]:
         stack = node.meta.get("nn_module_stack")
         sequence = node.meta.get("seq_nr")
         if stack:
-            path = _clean(next(reversed(stack.values()))[0])
+            path = module_path(next(reversed(stack.values()))[0])
             if sequence is not None:
                 by_sequence.setdefault(sequence, path)
         elif node.meta.get("partitioner_tag") == "is_backward" and node.target is _SUM:

@@ -39,7 +39,7 @@ def eager_step(
     @unheard()
     def step() -> None:
         for _ in range(rules.micro_batches):
-            given = call.once()
+            given = call.detached()
             value = loss_of(model(*given.args, **given.kwargs))
             if rules.micro_batches > 1:
                 value = value / rules.micro_batches

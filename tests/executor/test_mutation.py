@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+import memopt
 from memopt.errors import CaptureError
 from tests.executor.harness import Case, check, prepare
 
@@ -224,3 +225,21 @@ class Overlapping(nn.Module):
 def test_updated_buffers_that_share_memory_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"memory another buffer or input shares.*clone"):
         prepare(Overlapping(), torch.randn(4, 6))
+
+
+def test_an_input_that_was_computed_is_updated_in_place() -> None:
+    """The output of another model, which autograd would run again behind it."""
+    before, model = nn.Linear(6, 6), UpdatesInput()
+    twin, x = copy.deepcopy(model), before(torch.randn(4, 6)) * 1
+    given = x.detach().clone()
+    plan = memopt.plan(model, x, budget="min", strategy="rotor", progress=False)
+    assert plan.check(model, x).measured_peak_bytes <= plan.peak_bytes
+    assert torch.equal(x, given)
+    found = []
+    for one in (plan.apply(model), twin):
+        updated = before(given) * 1
+        before.zero_grad()
+        one(updated).square().mean().backward()
+        found.append([updated, before.weight.grad])
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there)

@@ -314,6 +314,34 @@ class Ragged(nn.Module):
         return self.inner(x[: rows.item()])
 
 
+class Holding(nn.Module):
+    """Holds a module by an attribute, not in a list."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held, self.last = held, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.held(x))
+
+
+@pytest.mark.parametrize("middle", [Routed, Selecting])
+def test_a_refusal_inside_an_attribute_names_the_parts_below(
+    middle: Callable[[], nn.Module],
+) -> None:
+    model = memopt.wrap(Holding(Holding(middle())), "min", "rotor", progress=False)
+    with pytest.raises(CaptureError, match="largest sub-modules around it") as raised:
+        model(X)
+    assert raised.value.modules == ("held", "held.held")
+    assert "(held.held." in str(raised.value)
+
+
+def test_the_names_of_a_wrapped_model_s_modules_are_its_own() -> None:
+    model = memopt.wrap(Holding(layers()), "min", "store-all", progress=False, shapes=[X])
+    modules = {one.module for one in model.plans[0].graph.operators}
+    assert modules <= {name for name, _ in model.named_modules()}
+
+
 def test_sizes_that_depend_on_data_are_left_unplanned_with_a_notice() -> None:
     plain, model = Ragged(), in_parts(Ragged())
     model.load_state_dict(plain.state_dict())
