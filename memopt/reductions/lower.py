@@ -60,18 +60,27 @@ def lower_steps(
     instructions = _StageLowering(staged, steps).instructions()
     if not keep_unread:
         instructions = without_unread_reruns(staged.graph, instructions)
-    return Program(_leanest_runs(staged.graph, with_frees(staged.graph, instructions)))
+    completed = with_frees(staged.graph, instructions)
+    if any(staged.graph.operators[i].implementations for i in _runs(instructions)):
+        # These may read less, so that values die earlier.
+        leanest_runs = _leanest_runs(staged.graph, completed)
+        instructions = [
+            next(leanest_runs) if isinstance(one, Compute) else one for one in instructions
+        ]
+        completed = with_frees(staged.graph, instructions)
+    return Program(completed)
 
 
-def _leanest_runs(graph: Graph, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Let each run write no more than it keeps, as `stage_costs` prices it."""
+def _runs(instructions: Iterable[Instruction]) -> Iterator[int]:
+    return (one.op for one in instructions if isinstance(one, Compute))
+
+
+def _leanest_runs(graph: Graph, completed: Iterable[Instruction]) -> Iterator[Compute]:
+    """Yield each run so that it writes no more than it keeps, as `stage_costs` prices it."""
     sizes = [tensor.size_bytes for tensor in graph.tensors]
-    for one in instructions:
-        if isinstance(one, Compute) and graph.operators[one.op].implementations:
-            name = leanest(graph.operators[one.op], one.outputs, sizes)
-            yield Compute(one.op, one.outputs, name)
-        else:
-            yield one
+    for one in completed:
+        if isinstance(one, Compute):
+            yield Compute(one.op, (), leanest(graph.operators[one.op], one.outputs, sizes))
 
 
 def _check_with_transfers(chain: Chain, steps: Sequence[ChainStep]) -> None:

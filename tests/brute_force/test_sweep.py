@@ -23,6 +23,12 @@ def test_graphs(seed: int) -> None:
     assert found.counts["plans"] > 0
 
 
+def test_a_run_in_another_way_that_reads_less_ends_values_earlier() -> None:
+    found = check_graph(688, ("sequential",))
+    assert not found.wrong, "\n".join(found.wrong)
+    assert found.counts["plans"] > 0
+
+
 @pytest.mark.parametrize("seed", [*range(4), 127, 346])
 def test_chains(seed: int) -> None:
     found = check_chain(seed)
