@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
-from memopt.pricing.memory import LossMeter, MemoryUse
+from memopt.pricing.memory import LossMeter, MemoryUse, end_metering
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.step.optimizer_state import state_sizes
@@ -104,6 +105,15 @@ class _Met:
     charges: Charges = NO_CHARGES
 
 
+class _Begun(threading.local):
+    """Counts the planned calls that have begun, of all models, in each thread."""
+
+    calls = 0
+
+
+_BEGUN = _Begun()
+
+
 @dataclass
 class _Metered:
     """A call whose loss is being metered.
@@ -114,6 +124,7 @@ class _Metered:
         before: memory that was held when it returned and may be freed since: outputs of the last
             step, gradients.
         ends: weak references that report when the outputs' tensors are freed.
+        begun: how many planned calls had begun in this thread.
         tangent_bytes: size of the gradients with which its backward has begun.
     """
 
@@ -121,6 +132,7 @@ class _Metered:
     outputs: _Memory
     before: _Memory
     ends: list[weakref.ref[torch.Tensor]]
+    begun: int
     tangent_bytes: int = 0
 
 
@@ -183,6 +195,7 @@ class Surroundings:
         """Begin a call of a kind, while so many await their backward. The most that wait in a step
         are charged from the next one on."""
         self.stop()
+        _BEGUN.calls += 1
         self._most_waiting = max(self._most_waiting, waiting)
         self._waiting = self._waiting if waiting else self._most_waiting
         model = self._model()
@@ -223,7 +236,9 @@ class Surroundings:
         self._outputs = {at: x for at, x in memory_of(tensors).items() if at not in given}
         if device is None or not any(tensor.requires_grad for tensor in tensors):
             return
-        if not LossMeter.possible(device) or not self._waits_for_all(device):
+        if self._by_itself():
+            end_metering()  # of another stage
+        if not LossMeter.possible(device):
             return
         one = self._met.setdefault(kind, _Met())
         one.steps += 1
@@ -237,24 +252,24 @@ class Surroundings:
             for tensor in tensors
             if tensor.layout is torch.strided
         ]
-        self._metered = _Metered(meter, self._outputs, before, ends)
+        self._metered = _Metered(meter, self._outputs, before, ends, _BEGUN.calls)
 
-    def _waits_for_all(self, device: torch.device) -> bool:
-        """Return whether a profile of a CPU can be open until the backward is over. What ranks send
-        to one another by themselves (a pipeline's stages) may arrive later, when torch would write
-        to the memory of the profile that has ended. Engines wait for what they send, and so do
-        plans that all ranks run together."""
-        if not backend_of(device).on_host or not several_are_there():
-            return True
+    def _by_itself(self) -> bool:
+        """Return whether this rank runs the model by itself, as a pipeline's stage."""
+        if not several_are_there():
+            return False
         model = self._model()
         members = () if model is None else members_of(model)
         together = len(members) == torch.distributed.get_world_size()
-        return together or self.has_engine or data_parallel_around() is not None
+        return not (together or self.has_engine or data_parallel_around() is not None)
 
     def arrived(self, tangents: list[Any]) -> None:
         """Note that the backward of a planned call begins with the gradients of its outputs."""
         metered = self._metered
-        if metered is not None:
+        if metered is not None and metered.begun != _BEGUN.calls and self._by_itself():
+            # Other stages of this rank have run since, with budgets of their own.
+            self.stop()
+        elif metered is not None:
             metered.tangent_bytes = bytes_of(tangents)
             metered.ends.clear()
             metered.meter.arrived(_gone(metered.outputs), sum(_gone(metered.before).values()))

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from memopt.step.backend import backend_of
+from memopt.step.operators import define
 from memopt.torch_private.modes import (
     allocation_tag,
     backward_number,
     before_other_profiles,
+    operators_alone,
     profiler_looks_on,
     when_backward_is_over,
 )
@@ -67,8 +69,8 @@ def metered(device: torch.device) -> Iterator[MemoryUse]:
     use.peak_bytes, use.end_bytes = _levels(memory_events(profiler))
 
 
-_MARK = "memopt::loss "
-_ARRIVED, _ENDED = f"{_MARK}over", f"{_MARK}without "
+_ARRIVED = "over"
+_MARK = define("profile_mark() -> ()", lambda: None, lambda: None)
 
 
 class _Running(threading.local):
@@ -81,8 +83,8 @@ _RUNNING = _Running()
 
 
 @atexit.register
-def _end_running() -> None:
-    """End the metering of a loop; torch crashes where a profile is open while Python exits."""
+def end_metering() -> None:
+    """End the metering of this thread's loop. At exit, torch crashes where a profile is open."""
     running = None if _RUNNING.meter is None else _RUNNING.meter()
     if running is not None:
         running.close()
@@ -100,6 +102,7 @@ class MeterUntilBackward:
         self._runtime, self._device = backend_of(device).runtime, device
         self._thread = threading.get_ident()
         self._profile: contextlib.ExitStack | None = None
+        self._marked: list[str | int] = []
         if self._runtime is not None:
             self._start = int(self._runtime.memory_allocated(device))
             self._runtime.reset_peak_memory_stats(device)
@@ -125,10 +128,14 @@ class MeterUntilBackward:
         self._profile = None
         return True
 
-    def _marks(self, prefix: str) -> dict[str, int]:
-        """Return the beginnings, in ns, of the profile's records whose names begin so."""
-        events = self._profiler.profiler.kineto_results.events()
-        return {one.name(): one.start_ns() for one in events if one.name().startswith(prefix)}
+    def _mark(self, what: str | int) -> None:
+        """Mark the present time in the profile."""
+        self._marked.append(what)
+        _MARK()
+
+    def _marks(self) -> dict[str | int, int]:
+        """Return the times, in ns, of what was marked in the profile, which has ended."""
+        return dict(zip(self._marked, _marked_at(self._profiler), strict=True))
 
 
 class LossMeter(MeterUntilBackward):
@@ -167,8 +174,7 @@ class LossMeter(MeterUntilBackward):
         """Record that a tensor of the forward's outputs was freed. As far as is known, no other
         tensor uses its memory, which begins at `address`."""
         if self._profile is not None and threading.get_ident() == self._thread:
-            with torch.profiler.record_function(f"{_ENDED}{address}"):
-                pass
+            self._mark(address)
 
     def arrived(self, gone: dict[int, int], gone_before_bytes: int) -> None:
         """Record that the backward begins. Called inside it, in the thread that called the forward.
@@ -189,15 +195,14 @@ class LossMeter(MeterUntilBackward):
         if self._profile is None:
             return
         self._gone = gone
-        with torch.profiler.record_function(_ARRIVED):
-            pass
+        self._mark(_ARRIVED)
         when_backward_is_over(self.close)
 
     def close(self) -> None:
         """Stop, in the thread that called the forward. Without a backward nothing is reported."""
         if not self._profile_ended() or self._gone is None:
             return
-        marks = self._marks(_MARK)
+        marks = self._marks()
         until_ns = marks.get(_ARRIVED)
         if until_ns is None:
             return
@@ -205,9 +210,7 @@ class LossMeter(MeterUntilBackward):
         end_bytes = sum(size for _, size in events)
         # The profile lacks frees of memory allocated before it began.
         events += [
-            (marks[f"{_ENDED}{address}"], -size)
-            for address, size in self._gone.items()
-            if f"{_ENDED}{address}" in marks
+            (marks[address], -size) for address, size in self._gone.items() if address in marks
         ]
         events.sort(key=lambda event: event[0])
         self._found(MemoryUse(_levels(events)[0], end_bytes))
@@ -235,11 +238,19 @@ def cpu_profile() -> Iterator[Any]:
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Only one profile can run: another model's planning ends the metering of a loss.
-    _end_running()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    end_metering()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with contextlib.ExitStack() as opened:
+        with operators_alone():
+            profile = torch.profiler.profile(activities=activities, profile_memory=True)
+            profiler = opened.enter_context(profile)
         yield profiler
+
+
+def _marked_at(profiler: Any) -> list[int]:
+    """Return the times, in ns, of the marks in a finished CPU profile."""
+    events = profiler.profiler.kineto_results.events()
+    return sorted(one.start_ns() for one in events if one.name() == "memopt::profile_mark")
 
 
 def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[int]]:
@@ -319,13 +330,12 @@ def metered_sections(
     with cpu_profile() as profiler:
         for prepare in sections:
             block = prepare()
-            with torch.profiler.record_function("memopt::section"):
-                kept = block()
+            _MARK()
+            kept = block()
+            _MARK()
             del kept, block
-    results = profiler.profiler.kineto_results.events()
-    spans = sorted(
-        (event.start_ns(), event.end_ns()) for event in results if event.name() == "memopt::section"
-    )
+    marks = iter(_marked_at(profiler))
+    spans = list(zip(marks, marks, strict=True))
     events = memory_events(profiler)
     times = [time_ns for time_ns, _ in events]
     within = [slice(bisect_left(times, start), bisect_right(times, end)) for start, end in spans]

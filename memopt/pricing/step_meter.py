@@ -19,8 +19,6 @@ from memopt.torch_private.modes import (
     when_backward_is_over,
 )
 
-_MARK = "memopt::mark "
-
 
 class StepMeter(MeterUntilBackward):
     """Meters device memory from now until a backward is over.
@@ -47,8 +45,7 @@ class StepMeter(MeterUntilBackward):
         elif self._profile is None or threading.get_ident() != self._thread:
             return False
         else:
-            with torch.profiler.record_function(f"{_MARK}{self._count}"):
-                pass
+            self._mark(self._count)
         self._count += 1
         self._backward = self._backward or backward
         if backward and not self._ends:
@@ -72,8 +69,7 @@ class StepMeter(MeterUntilBackward):
             self._found(self._sections())
 
     def _sections(self) -> list[int]:
-        marks = self._marks(_MARK)
-        ends = [marks[f"{_MARK}{number}"] for number in range(self._count)]
+        ends = list(self._marks().values())
         changes = memory_events(self._profiler)
         levels = list(itertools.accumulate((size for _, size in changes), initial=0))
         highest, at = [], 0

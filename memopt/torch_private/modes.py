@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,6 +123,18 @@ def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
         return prepare(*args, **kwargs)
 
     with patched("torch.autograd.profiler._prepare_profiler", after_it):
+        yield
+
+
+@contextlib.contextmanager
+def operators_alone() -> Iterator[None]:
+    """Let a profile that begins inside record operators, no ranges (`record_function`, a process
+    group's work). A range that began in a profile, and ends when that one is over, writes to freed
+    memory if another runs then, or in a process group's thread."""
+    enable = private("torch.autograd.profiler._enable_profiler")
+    scope = private("torch._C._profiler.RecordScope").FUNCTION
+    only = functools.partial(enable, scopes={scope})
+    with patched("torch.autograd.profiler._enable_profiler", only):
         yield
 
 

@@ -167,6 +167,8 @@ AUTOGRAD = (
         "end its own profile before another begins", "torch.autograd.profiler", "_prepare_profiler"
     ),
     *rows("read allocations in a profile", "torch._C._profiler", "_EventType"),
+    *rows("keep ranges out of its own profile", "torch.autograd.profiler", "_enable_profiler"),
+    *rows("keep ranges out of its own profile", "torch._C._profiler", "RecordScope"),
 )
 MODES = (
     *rows(

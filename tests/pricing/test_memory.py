@@ -14,7 +14,13 @@ import torch
 from memopt.pricing import baseline
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
-from memopt.pricing.memory import MemoryUse, library_bytes, metered, metered_sections
+from memopt.pricing.memory import (
+    MemoryUse,
+    cpu_profile,
+    library_bytes,
+    metered,
+    metered_sections,
+)
 from memopt.profiler.session import profile_model
 from memopt.profiler.step_session import profile_step
 from memopt.step.backend import backend_of
@@ -22,6 +28,15 @@ from memopt.step.loss import Loss
 from memopt.step.profiled import ProfiledStep
 
 CPU = torch.device("cpu")
+
+
+def test_ranges_of_the_caller_are_not_recorded() -> None:
+    """One that outlasts its profile would write to freed memory, if another profile runs then."""
+    with cpu_profile() as profiler, torch.profiler.record_function("the caller's"):
+        torch.ones(8)
+    names = {one.name() for one in profiler.profiler.kineto_results.events()}
+    assert "aten::ones" in names
+    assert "the caller's" not in names
 
 
 def test_peak_and_end() -> None:

@@ -157,6 +157,22 @@ def pipelined(budget: Any) -> tuple[int, int]:
     return plan.budget, plan.budget - fixed_bytes - used.peak_bytes
 
 
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_other_stages_between_forward_and_backward(
+    by_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline's rank has a budget for each stage: one is not charged with another."""
+    monkeypatch.setattr(Surroundings, "_by_itself", lambda _: by_itself)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2)]
+    first, last = (memopt.wrap(one, "min", "rotor", progress=False) for one in layers)
+    for _ in range(3):
+        hidden = first(torch.ones(64, 16))
+        (last(hidden).log_softmax(-1) ** 2).mean().backward()
+    met = [[*one.memopt.around._met.values()][-1].charges for one in (first, last)]
+    assert [one.boundary_bytes > 0 for one in met] == [not by_itself, True]
+
+
 def test_calls_that_await_their_backward_are_charged() -> None:
     least, free = pipelined("min")
     assert 0 <= free < least // 10
