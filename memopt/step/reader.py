@@ -299,6 +299,8 @@ class TraceReader:
             if identity and self._read(source) is not value:
                 # Each look makes a new object, such as a bound method.
                 identity, look = False, f"type({source})"
+            if guard.kind == "SEQUENCE_LENGTH" and isinstance(value, tuple):
+                look = f"tuple.__len__({source})"  # a class's own may refuse (e3nn's Irrep)
             planned = self._value_of(look, source, value)
         except UNREADABLE:
             return None

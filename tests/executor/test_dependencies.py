@@ -306,6 +306,28 @@ def test_statistics_that_became_one_are_refused() -> None:
         planned(X)
 
 
+class Order(tuple[int, ...]):
+    """As e3nn's: its length would be a mistake."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class OfOrder(nn.Linear):
+    order = Order((3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.order[0]
+
+
+def test_a_tuple_without_a_length() -> None:
+    model: Any = prepare(OfOrder(6, 6), X).planned()
+    assert torch.equal(model(X), model.original(X))
+    model.original.order = Order((2, 1))
+    with pytest.raises(GuardError, match=r"order"):
+        model(X)
+
+
 def test_a_copy_keeps_to_what_was_planned(subject: PlannedModule) -> None:
     """What the copied model was when it was planned, not when it was copied."""
     model = copy.deepcopy(subject)
