@@ -81,7 +81,7 @@ def _device(dice: Random) -> Device:
             Device(to_host_bytes_per_s=5.0),
             Device(to_host_bytes_per_s=5.0, from_host_bytes_per_s=0.5, transfer_latency_s=0.3),
             Device(to_host_bytes_per_s=2.0, duplex=False),
-            Device(to_host_bytes_per_s=1e-9),
+            Device(to_host_bytes_per_s=2e-3),  # `slower` divides it by 2**20; 1e-9 is the least
             Device(to_host_bytes_per_s=1e15, transfer_latency_s=1e-6),
             Device(),
         )
