@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import threading
+import warnings
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +240,12 @@ def cpu_profile() -> Iterator[Any]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Only one profile can run: another model's planning ends the metering of a loss.
     end_metering()
+    if profiler_looks_on():
+        warnings.warn(
+            "memopt plans while torch's profiler runs, and measures memory with a profile of its "
+            "own, which ends that one: plan first, or profile later steps",
+            stacklevel=2,
+        )
     activities = [torch.profiler.ProfilerActivity.CPU]
     with contextlib.ExitStack() as opened:
         with operators_alone():

@@ -39,6 +39,16 @@ def test_ranges_of_the_caller_are_not_recorded() -> None:
     assert "the caller's" not in names
 
 
+def test_the_callers_profile_does_not_end_unnoticed() -> None:
+    with (
+        contextlib.suppress(RuntimeError),  # torch 2.11's, at its end
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.warns(UserWarning, match="plan first, or profile later steps"),
+        metered(CPU),
+    ):
+        pass
+
+
 def test_peak_and_end() -> None:
     with metered(CPU) as use:
         a = torch.empty(1000, dtype=torch.uint8)
