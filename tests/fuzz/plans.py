@@ -156,6 +156,7 @@ def _same_bytes(case: Case, target: Target, solution: Solution, budget: int | No
     """Validator and replay agree, also of a chain's plan that becomes one of its graph."""
     if not solution.plans:
         return
+    target = target.resolved(solution)
     program = target.program(solution, budget)
     assert program is not None
     limits = Budget(budget, host_limit(case.strategy, None))
