@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError
@@ -21,6 +20,21 @@ from memopt.executor.calls import Calls
 from memopt.executor.parts import MOST_KINDS
 from memopt.executor.self_planning import planning_of
 from memopt.pricing.memory import metered
+from tests.users.part_models import (
+    Blocks,
+    Checkpointed,
+    Counted,
+    Drawing,
+    Holding,
+    Ragged,
+    Routed,
+    Selecting,
+    Spoken,
+    Twice,
+    UsesDoubled,
+    UsesMethod,
+    layers,
+)
 
 CPU = torch.device("cpu")
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
@@ -31,134 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Its sub-modules are planned in
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
-
-
-def layers(width: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 16)
-    )
-
-
-class Routed(nn.Module):
-    """Two experts, of which a number that is read in Python chooses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.one, self.other = nn.Linear(16, 2), layers(), layers(48)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = self.one if self.gate(x).mean().item() > 0 else self.other
-        return x + chosen(x)
-
-
-class Blocks(nn.Module):
-    def __init__(self, middle: Callable[[], nn.Module] = Routed) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head, self.blocks = layers(), nn.ModuleList([middle()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.head(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Spoken(nn.Module):
-    """Looks at a number, and computes around that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        return y * (1.0 + float(y.detach().mean() > 0))
-
-
-class Selecting(Spoken):
-    """Has as many rows as its values say, which only AOTAutograd refuses."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        return y[y.mean(1) > 0]
-
-
-class Twice(nn.Module):
-    """Calls one sub-module twice, with other shapes, and never another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.idle = layers(), layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.inner(x)
-        if first.sum().item() > 1e9:
-            return self.idle(x)
-        return first + torch.cat([self.inner(first[:32]), first[32:]])
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
-        return x + checkpoint(self.inner, x, use_reentrant=False)
-
-
-class Drawing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
-        return self.inner(x)
-
-
-class ByMethod(nn.Module):
-    """Is never called itself: others call what is inside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-class UsesMethod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = ByMethod()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
-        return self.tower.features(x)
-
-
-class Doubled(ByMethod):
-    """Has a call of its own around that of torch."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().__call__(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.features(x)
-
-
-class UsesDoubled(UsesMethod):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Doubled()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.mean().item() > 1e9 else self.tower(x)
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *given: Any) -> int:
@@ -303,28 +189,6 @@ def test_gradients_are_accumulated() -> None:
     assert model.calls.original == 0
 
 
-class Ragged(nn.Module):
-    """As many rows as a number says: another shape in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self.inner(x[: rows.item()])
-
-
-class Holding(nn.Module):
-    """Holds a module by an attribute, not in a list."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held, self.last = held, nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.held(x))
-
-
 @pytest.mark.parametrize("middle", [Routed, Selecting])
 def test_a_refusal_inside_an_attribute_names_the_parts_below(
     middle: Callable[[], nn.Module],
@@ -405,17 +269,6 @@ def test_one_notice_says_what_happens() -> None:
     assert "Its sub-modules are planned instead" in text
     del model
     gc.collect()
-
-
-class Counted(nn.Module):
-    """Nothing in it can be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x * (1.0 + float(x.mean() > 0))
 
 
 def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
