@@ -61,18 +61,13 @@ def lower_steps(
     if not keep_unread:
         instructions = without_unread_reruns(staged.graph, instructions)
     completed = with_frees(staged.graph, instructions)
-    if any(staged.graph.operators[i].implementations for i in _runs(instructions)):
+    runs = list(_leanest_runs(staged.graph, completed))
+    if any(run.implementation is not None for run in runs):
         # These may read less, so that values die earlier.
-        leanest_runs = _leanest_runs(staged.graph, completed)
-        instructions = [
-            next(leanest_runs) if isinstance(one, Compute) else one for one in instructions
-        ]
+        chosen = iter(runs)
+        instructions = [next(chosen) if isinstance(one, Compute) else one for one in instructions]
         completed = with_frees(staged.graph, instructions)
     return Program(completed)
-
-
-def _runs(instructions: Iterable[Instruction]) -> Iterator[int]:
-    return (one.op for one in instructions if isinstance(one, Compute))
 
 
 def _leanest_runs(graph: Graph, completed: Iterable[Instruction]) -> Iterator[Compute]:

@@ -132,12 +132,8 @@ def _heard(
 
 def _guard(kind: str, name: str, detail: Any) -> DynamoGuard:
     if kind == "HASATTR" and detail is None:  # torch 2.11: of the attribute, not of its owner
-        name, _, detail = (
-            name.removeprefix("getattr(").rpartition(", ")
-            if name.endswith("')")
-            else name.rpartition(".")
-        )
-        detail = detail.removesuffix(")").strip("'")
+        found = re.fullmatch(r"getattr\((.*), '(.*)'\)", name)
+        name, detail = found.groups() if found else name.rpartition(".")[::2]
     return DynamoGuard(kind, name, detail)
 
 
