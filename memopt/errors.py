@@ -64,6 +64,18 @@ class ProfileError(MemoptError):
     """An operator could not be measured."""
 
 
+class ProfilerBusyError(ProfileError):
+    """torch's profiler runs already, and memory on a CPU would be measured with another profile."""
+
+    def __init__(
+        self,
+        message: str = "torch's profiler runs, and memopt measures memory on a CPU with a profile "
+        "of its own, which would end that one: plan first (a wrapped model does in its first "
+        "step), or profile later steps",
+    ) -> None:
+        super().__init__(message)
+
+
 class GuardError(MemoptError):
     """A planned module was called in a way that its plan was not made for."""
 

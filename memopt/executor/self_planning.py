@@ -20,7 +20,7 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_mask
 from memopt.capture.taken import check_leaves
-from memopt.errors import GuardError, NothingToTrainError
+from memopt.errors import GuardError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
@@ -33,6 +33,7 @@ from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
+from memopt.pricing.memory import can_measure
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
@@ -210,8 +211,7 @@ class SelfPlanning:
         """Run a call of the model in training, without an engine's hooks."""
         model, plain = self.model, partial(plain_call, self.model)
         with unplanned():
-            looked_at = why_not_inside()
-            if looked_at is not None:
+            if (looked_at := why_not_inside()) is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
             call, kind = self._call_and_kind(args, kwargs)
@@ -222,6 +222,11 @@ class SelfPlanning:
             except NothingToTrainError:
                 self._untrained.add(kind)
                 return self._untrained_call(kind, plain(*args, **kwargs))
+            except ProfilerBusyError as error:
+                if not self._maker.alone:
+                    raise
+                self.calls.fall_back(model, str(error))
+                return plain(*args, **kwargs)
             if made is None:
                 return plain(*args, **kwargs)
             output = self._ran(made, args, kwargs)
@@ -281,8 +286,7 @@ class SelfPlanning:
         Raises:
             NothingToTrainError: such calls have no backward.
         """
-        ready = self._ready(kind, call)
-        if ready is not None:
+        if (ready := self._ready(kind, call)) is not None:
             return ready
         if kind in self._untrained or not asks_for_gradients(self.model, call):
             if not (self.plans or self._untrained):
@@ -293,8 +297,7 @@ class SelfPlanning:
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
-        shared = self._lengths.made(kind, call)
-        if shared is not None:
+        if (shared := self._lengths.made(kind, call)) is not None:
             return shared
         made = self._made(kind, call)
         if self._maker.alone and not self._in_parts:
@@ -305,11 +308,10 @@ class SelfPlanning:
 
     def _ready(self, kind: Any, call: Call) -> Made | None:
         """Return the plan of a kind of call, a better one or one that charges more if need be."""
-        ready = self.plans.last_used(kind)
-        if ready is None:
+        if (ready := self.plans.last_used(kind)) is None:
             return None
         made = self._improved(kind, call, ready)
-        if not self._maker.keeps(made, kind):
+        if not self._maker.keeps(made, kind) and can_measure(device_of(self.model, call)):
             made = self._made(kind, call, made)
         if made.plan.program.offsets is None:
             self.family.idle.clear()
@@ -317,8 +319,7 @@ class SelfPlanning:
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:
         """Return a plan, or a better one that was found."""
-        better = self._maker.improved(made, kind, call)
-        if better is None:
+        if (better := self._maker.improved(made, kind, call)) is None:
             return made
         self._prepare(kind, call, better)
         self.plans.replace(kind, call, made, better)
@@ -348,7 +349,7 @@ class SelfPlanning:
         for made in ready:
             if has_backward(made.module, used) and accepts(made.module, call):
                 return made.module
-        if not self.around.stop():
+        if not (self.around.stop() and can_measure(device_of(self.model, call))):
             for made in ready:
                 made.once = True
             return None
@@ -364,6 +365,8 @@ class SelfPlanning:
         beside: Charges = NO_CHARGES,
     ) -> Made:
         naming = naming_parts(self._to_part)
+        if self._maker.alone and not can_measure(device_of(self.model, call)):
+            raise ProfilerBusyError
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
             made = self._maker.made(kind, kind[-1], call, beside)
         self._prepare(kind, call, made)
@@ -386,7 +389,7 @@ class SelfPlanning:
         self._in_call.plans += 1
         try:
             made = self._made(kind, call)
-        except NothingToTrainError:
+        except (NothingToTrainError, ProfilerBusyError):
             return model
         self._count(str(error).partition(";")[0])
         return made.module

@@ -238,12 +238,12 @@ class Surroundings:
             return
         if self._by_itself():
             end_metering()  # of another stage
-        if not LossMeter.possible(device):
+        one, model = self._met.setdefault(kind, _Met()), self._model()
+        due = is_metered(one.steps + 1)
+        if due and not LossMeter.possible(device):
             return
-        one = self._met.setdefault(kind, _Met())
         one.steps += 1
-        model = self._model()
-        if model is None or not is_metered(one.steps):
+        if model is None or not due:
             return
         before |= memory_of(parameter.grad for parameter in model.parameters())
         meter = LossMeter(device, partial(self._found, kind, device, met, times))

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from memopt.errors import ProfilerBusyError
 from memopt.step.backend import backend_of
 from memopt.step.operators import define
 from memopt.torch_private.modes import (
@@ -28,7 +28,7 @@ from memopt.torch_private.modes import (
     backward_number,
     before_other_profiles,
     operators_alone,
-    profiler_looks_on,
+    profile_begun,
     when_backward_is_over,
 )
 
@@ -161,10 +161,10 @@ class LossMeter(MeterUntilBackward):
     @staticmethod
     def possible(device: torch.device) -> bool:
         """Return whether memory can be metered now: not inside a backward, and on CPU not while
-        torch's profiler records something else."""
+        another profile runs."""
         if backward_number() != -1:
             return False
-        return not backend_of(device).on_host or not profiler_looks_on()
+        return not backend_of(device).on_host or not profile_begun()
 
     @property
     def profiles(self) -> bool:
@@ -233,19 +233,27 @@ def library_bytes(device: torch.device) -> int:
     return max(0, before - int(backend.runtime.memory_allocated(device)))
 
 
+def can_measure(device: torch.device) -> bool:
+    """Return whether a device's memory can be measured now: on a CPU not while a profile runs other
+    than this thread's meter, which ends."""
+    if not backend_of(device).on_host:
+        return True
+    end_metering()
+    return not profile_begun()
+
+
 @contextmanager
 def cpu_profile() -> Iterator[Any]:
-    """Profile the memory that this thread allocates on the CPU; other meters end."""
+    """Profile the memory that this thread allocates on the CPU; other meters end.
+
+    Raises:
+        ProfilerBusyError: somebody else's profile runs, which this one would end.
+    """
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Only one profile can run: another model's planning ends the metering of a loss.
     end_metering()
-    if profiler_looks_on():
-        warnings.warn(
-            "memopt plans while torch's profiler runs, and measures memory with a profile of its "
-            "own, which ends that one: plan first, or profile later steps",
-            stacklevel=2,
-        )
+    if profile_begun():
+        raise ProfilerBusyError
     activities = [torch.profiler.ProfilerActivity.CPU]
     with contextlib.ExitStack() as opened:
         with operators_alone():

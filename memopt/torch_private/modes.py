@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,19 @@ def saved_tensor_hooks_off() -> Iterator[None]:
 def profiler_looks_on() -> bool:
     """Whether torch's profiler records what this thread does."""
     return bool(private_once("torch.autograd._profiler_enabled")())
+
+
+def profile_begun() -> bool:
+    """Whether torch's profiler records what this thread does, or somebody's profile with a schedule
+    warms up or records: another one ends it, and torch crashes when its schedule goes on."""
+    if profiler_looks_on():
+        return True
+    profile, idle = torch.profiler.profile, torch.profiler.ProfilerAction.NONE
+    return any(
+        getattr(one, "step_rec_fn", None) is not None and one.current_action != idle
+        for one in gc.get_objects()
+        if issubclass(type(one), profile)
+    )
 
 
 @contextlib.contextmanager

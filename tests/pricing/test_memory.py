@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memopt.errors import ProfilerBusyError
 from memopt.pricing import baseline
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
@@ -39,14 +40,13 @@ def test_ranges_of_the_caller_are_not_recorded() -> None:
     assert "the caller's" not in names
 
 
-def test_the_callers_profile_does_not_end_unnoticed() -> None:
-    with (
-        contextlib.suppress(RuntimeError),  # torch 2.11's, at its end
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.warns(UserWarning, match="plan first, or profile later steps"),
-        metered(CPU),
-    ):
-        pass
+def test_the_callers_profile_is_not_ended() -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        with pytest.raises(ProfilerBusyError, match="plan first"), metered(CPU):
+            pass
+        torch.ones(8)
+    assert "aten::ones" in {event.key for event in profile.key_averages()}
 
 
 def test_peak_and_end() -> None:

@@ -273,6 +273,36 @@ def test_a_profile_of_the_user_s_backward_is_whole() -> None:
         assert any("log_softmax_backward" in event.key for event in profile.key_averages())
 
 
+@pytest.mark.parametrize("new_shape_at", [1, 2, 9])
+def test_a_profile_with_a_schedule_goes_on(new_shape_at: int) -> None:
+    """Another profile would end it, in its warm-up, too, and torch would crash: what would be
+    planned or metered then is so in later steps."""
+    model = memopt.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "min", progress=False)
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    names: set[str] = set()
+
+    def keep(profile: torch.profiler.profile) -> None:
+        names.update(event.key for event in profile.key_averages())
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        warnings.catch_warnings(record=True) as told,
+        torch.profiler.profile(
+            activities=activities, schedule=schedule, on_trace_ready=keep
+        ) as profile,
+    ):
+        warnings.simplefilter("always")
+        for step in range(5):
+            model(torch.ones(8 if step >= new_shape_at else 4, 8)).sum().backward()
+            model.zero_grad()
+            profile.step()
+    assert "aten::tanh_backward" in names
+    unplanned = max(0, 3 - new_shape_at)  # in the warm-up and the recording
+    assert (model.calls.planned, model.calls.original) == (5 - unplanned, unplanned)
+    said = [str(one.message) for one in told if "torch's profiler runs" in str(one.message)]
+    assert len(said) == min(1, unplanned)
+
+
 def test_there_is_one_hook_on_optimizers_and_it_goes() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
