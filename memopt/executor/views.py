@@ -18,7 +18,6 @@ import torch
 from torch.fx import Node
 
 from memopt.step.kernel import FusedKernel
-from memopt.step.memory_layout import same_strides
 from memopt.step.nodes import ANY_OFFSET
 from memopt.torch_private.access import private
 
@@ -64,7 +63,7 @@ class Look:
     def is_whole(self) -> bool:
         """Whether the view equals the root."""
         value = self.root.meta["val"]
-        return not self.offset and value.shape == self.shape and same_strides(value, self.strides)
+        return not self.offset and (value.shape, value.stride()) == (self.shape, self.strides)
 
 
 Looked = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]

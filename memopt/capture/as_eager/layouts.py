@@ -4,9 +4,10 @@ Fake kernels describe some results with other strides than the real kernels give
 many operators apart in Python to find the shape (softplus's backward, smooth_l1_loss, batch norm of
 a transposed tensor...), and the parts decide the layout. A graph traced with them has views that
 fail at run time, and copies in another order than eager's. So each call on a tensor that is not
-row-major without gaps runs once on stand-in data, and its fake result gets the real strides. For
-images the strides of dimensions of size one count, too: by them convolutions tell whether an image
-of one pixel has its channels last, and take another kernel with another workspace.
+row-major without gaps runs once on stand-in data, and its fake result gets the real strides. The
+strides of dimensions of size one count, too: by them products choose the kernel that multiplies (a
+query of one token), and convolutions tell whether an image of one pixel has its channels last.
+`view` is described in Python, with other strides for such dimensions; a meta tensor knows better.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from memopt.capture.as_eager.fake_results import fake_results_through, returns_new_tensors
 from memopt.step.backend import random_state_kept
 from memopt.step.inputs import Call, device_of
-from memopt.step.memory_layout import same_strides
 from memopt.step.numerics import numeric_settings
 from memopt.step.signature import (
     ENDS_PROCESS,
@@ -38,8 +38,10 @@ from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
 
 _Layouts = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+_VIEW = torch.ops.aten.view.default
 _known = Answers()
-"""A call's text and its device → the strides of its results; () if its kernel refuses."""
+"""A call's text and its device → the strides of its results, () if its kernel refuses; the shape
+and strides of a tensor, and the shape of its view → that one's strides."""
 
 
 def computing_device(model: nn.Module, call: Call) -> torch.device | None:
@@ -59,6 +61,8 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
     """
 
     def wanted(overload: Any, result: Any) -> bool:
+        if overload is _VIEW:
+            return 1 in result.shape and result.dim() > 1 and _static(result)
         return (
             device is not None
             and returns_new_tensors(overload)
@@ -66,6 +70,8 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         )
 
     def corrected(overload: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        if overload is _VIEW:
+            return _as_viewed(args[0], result)
         assert device is not None
         results = _leaves(result)
         given = (leaf for one in (*args, *kwargs.values()) for leaf in _leaves(one))
@@ -80,6 +86,22 @@ def layouts_of_kernels(device: torch.device | None) -> Iterator[None]:
         yield
 
 
+def _as_viewed(viewed: Tensor, view: Tensor) -> Tensor:
+    """Return the view of a fake tensor with the strides that ATen gives it."""
+    if not _static(viewed):
+        return view
+    sizes = tuple(viewed.shape), tuple(viewed.stride()), tuple(view.shape)
+
+    def asked() -> list[Any]:
+        meta = torch.empty_strided(*sizes[:2], device=torch.device("meta"))
+        return [meta.view(sizes[2]).stride()]
+
+    (found,) = _known.find(sizes, lambda: _in_new_thread(asked))
+    if view.stride() == found:
+        return view
+    return viewed.as_strided(view.shape, found, viewed.storage_offset())
+
+
 def _leaves(value: Any) -> list[Any]:
     """Return pytree's leaves, ten times as fast for a value that is no container."""
     return pytree.tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
@@ -91,22 +113,16 @@ def _may_differ(value: Any, device: torch.device) -> bool:
         isinstance(value, Tensor)
         and value.device.type == device.type
         and value.layout is torch.strided
-        and (
-            sum(isinstance(size, int) and size > 1 for size in value.shape) > 1 or _is_image(value)
-        )
+        and value.dim() > 1
     )
 
 
-def _is_image(value: Tensor) -> bool:
-    """Return whether a tensor has the rank of images or volumes, whose channels may be last."""
-    return value.dim() in (4, 5)
-
-
 def _row_major(value: Tensor) -> bool:
-    """Return whether a tensor is row-major without gaps; an image must be so in every stride."""
+    """Return whether a tensor is row-major without gaps, in the strides of size-1 dimensions,
+    too."""
     if not value.is_contiguous():
         return False
-    if not _is_image(value):
+    if 1 not in value.shape or value.dim() < 2:
         return True
     strides = itertools.accumulate(reversed(value.shape[1:]), operator.mul, initial=1)
     return tuple(value.stride()) == (*strides,)[::-1]
@@ -119,12 +135,8 @@ def _static(value: Tensor) -> bool:
 
 def _measured(call: Signature, results: list[Any], device: torch.device) -> _Layouts:
     """Return the strides of a call's results on stand-in data; () if its kernel refuses."""
-    real: list[Any] = []
-    if call.target not in ENDS_PROCESS:
-        # A new thread has none of the tracer's state: no modes, no keys switched off.
-        thread = threading.Thread(target=lambda: real.extend(_run(call, device)))
-        thread.start()
-        thread.join()
+    ends = call.target in ENDS_PROCESS
+    real = [] if ends else _in_new_thread(lambda: _run(call, device))
     if len(real) != len(results):
         return ()
     return tuple(
@@ -133,6 +145,16 @@ def _measured(call: Signature, results: list[Any], device: torch.device) -> _Lay
         else None
         for one, fake in zip(real, results, strict=True)
     )
+
+
+def _in_new_thread(function: Callable[[], list[Any]]) -> list[Any]:
+    """Return a function's results from a thread with none of the tracer's state: no modes, no keys
+    switched off; [] if it fails."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(function()))
+    thread.start()
+    thread.join()
+    return results
 
 
 def _run(call: Signature, device: torch.device) -> list[Any]:
@@ -146,21 +168,14 @@ def _run(call: Signature, device: torch.device) -> list[Any]:
 
 
 def _restrided(result: Any, layouts: _Layouts) -> Any:
-    """Give a fake result other strides, where the difference matters."""
+    """Give a fake result other strides."""
     leaves, spec = pytree.tree_flatten(result)
     if len(layouts) != len(leaves):
         return result
     made = [
         value.new_empty_strided(value.shape, wanted[0], dtype=wanted[1])
-        if wanted is not None and not _laid_out(value, *wanted)
+        if wanted is not None and (value.stride(), value.dtype) != wanted
         else value
         for value, wanted in zip(leaves, layouts, strict=True)
     ]
     return pytree.tree_unflatten(made, spec)
-
-
-def _laid_out(value: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor has these strides; only an image's size-1 dimensions count."""
-    if value.dtype is not dtype:
-        return False
-    return tuple(value.stride()) == strides if _is_image(value) else same_strides(value, strides)
