@@ -51,6 +51,15 @@ _SAID: tuple[tuple[str, str], ...] = (
         "with torch.export.register_dataclass",
     ),
     (
+        r"Found <class '(?P<what>[\w.]+)'> in output, which is not a known type",
+        "it returns a {what} beside its tensors, which a graph does not: leave it out of what it "
+        "returns, or return numbers or a text in its place",
+    ),
+    (
+        r"Encountered unrecognized type SetVariable",
+        "it takes or returns a set, whose order a graph cannot know: use a list or a tuple",
+    ),
+    (
         r"torch\.distributed\.nn\.functional\.(?P<what>\w+) is not supported under torch\.compile",
         "it calls torch.distributed.nn.functional.{what}, which no graph holds: write it with "
         "all_gather, all_reduce or all_to_all_single of that module, which a plan holds, or call "

@@ -24,11 +24,24 @@ def has_own(model: nn.Module, name: str) -> bool:
 
 def difference(before: Any, now: Any) -> str:
     """Return how one kind of call differs from another, for messages."""
-    if before[0] == now[0]:
-        for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
-            if was != found:
-                return f"argument {position}: {described_text(was)}, then {described_text(found)}"
-    return "which arguments, gradients or trained parameters there are, or autocast"
+    if before[0] != now[0]:
+        return "which arguments there are"
+    for position, (was, found) in enumerate(zip(before[1], now[1], strict=True)):
+        if was != found:
+            return f"argument {position}: {described_text(was)}, then {described_text(found)}"
+    for what, was, found in zip(_OF_A_KIND, before[2:], now[2:], strict=True):
+        if was != found:
+            return what
+    return "nothing"
+
+
+_OF_A_KIND = (
+    "autocast is on, off or of another dtype",
+    "a mask lets all through, or no longer does",
+    "which parameters are trained (requires_grad)",
+    "whether there are gradients already when the forward begins (zero_grad)",
+)
+"""What a kind of call consists of besides its arguments, see `SelfPlanning._kind`."""
 
 
 def uses(model: nn.Module, name: str) -> bool:

@@ -96,6 +96,8 @@ class DependencyCheck:
                 return None
             # A trace takes seconds, so it is not repeated for every call.
             self._refused = (dependency, value)
+        if self._captured.effects:
+            difference += " (if a first call made that, call the model once before planning)"
         return difference
 
     def _count(self, difference: str) -> None:

@@ -69,13 +69,16 @@ def is_worthwhile(module: nn.Module) -> bool:
 
 
 def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
-    """Return the names of the largest sub-modules around those in which a capture failed."""
+    """Return the names of the largest sub-modules around those in which a capture failed, but for
+    those that hold another module of the innermost one's class."""
     inside = {"", *failing}
+    innermost = type(model.get_submodule(max(inside, key=len)))
     return [
         name
         for one in sorted(inside)
         for name, child in called_below(one, model.get_submodule(one))
         if name not in inside and is_worthwhile(child)
+        if not any(type(module) is innermost for module in child.modules())
     ]
 
 

@@ -49,7 +49,8 @@ from memopt.torch_private.modules import (
 )
 
 _NO_PLAN = (
-    "the wrapped model has no plan for this kind of call ({call}); pass an example of it in "
+    "the wrapped model has no plan for this kind of call ({call}; what differs from the last "
+    "planned: {differs}); pass an example of it in "
     'shapes= of memopt.wrap, with a larger budget= if it says so, or on_mismatch="plan" or '
     '"original"'
 )
@@ -186,7 +187,8 @@ class SelfPlanning:
         with unplanned():
             for call in calls:
                 call = self._without_idle_masks(_in_order(call.args, call.kwargs))
-                self._made(self._kind(call), call)
+                self._last_kind = self._kind(call)
+                self._made(self._last_kind, call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # Dynamo sees this much while it captures the model or one around it.
@@ -293,7 +295,8 @@ class SelfPlanning:
                 check_untrained(self.model)
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
-            raise GuardError(_NO_PLAN.format(call=shown(call)))
+            differs = difference(self._last_kind, kind)
+            raise GuardError(_NO_PLAN.format(call=shown(call), differs=differs))
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None

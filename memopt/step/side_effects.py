@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any, TypeAlias
@@ -290,7 +290,8 @@ def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
         case "attribute":
             _setter(owner)(owner, change.name, values[0])
         case "deleted attribute":
-            delattr(owner, change.name)
+            with suppress(AttributeError):  # the forward set it before; planned steps do not
+                delattr(owner, change.name)
         case "item":
             _dict(owner).__setitem__(owner, change.name, values[0])
         case "deleted item":

@@ -175,6 +175,12 @@ ROWS: dict[str, Row] = {
         r"the forward calls torch.autograd.grad \(or backward\) itself, .*torch\.func\.grad",
         (lambda m, x: torch.func.grad(lambda y: m.linear(y).square().sum())(x),),
     ),
+    "slice": Row(
+        lambda m, x: (m.linear(x), slice(0, 3), x.dtype),
+        "it returns a slice beside its tensors.*numbers or a text",
+        (lambda m, x: (m.linear(x), 0, 3, str(x.dtype)),),
+    ),
+    "set": Row(lambda m, x: {m.linear(x)}, "a set, .*a list", (lambda m, x: [m.linear(x)],)),
     "dict": Row(
         lambda m, x: x * m.options.scale,  # type: ignore[attr-defined]
         "__getattr__ that is no function of Python's .*plain dict",

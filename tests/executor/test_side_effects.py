@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, GuardError
 from memopt.executor.module import PlannedModule
 
 LOSSES: list[Any] = []
@@ -66,6 +66,12 @@ def several(_net: Net, h: Tensor, _: Any) -> None:
     LOSSES.append(5)
 
 
+def tried(net: Net, h: Tensor, _: Any) -> None:
+    net.scratch = h.sum()
+    net.hidden = net.scratch * 2
+    del net.scratch
+
+
 def cell() -> Callable[[Net, Tensor, Any], None]:
     kept: Any = None
 
@@ -100,6 +106,7 @@ LEAVES: dict[str, Callable[[Net, Tensor, Any], Any]] = {
     "an object's attributes": tracked,
     "a class's attribute": lambda net, h, _: setattr(Tracker, "latest", h),
     "the model's attributes": own,
+    "an attribute that it deletes again": tried,
     "a buffer": assigned,
     "an argument that is a list": lambda net, h, batch: batch.append(h),
     "an argument's dict": lambda net, h, batch: batch[0].update(h=h, n=[h.sum()]),
@@ -343,3 +350,16 @@ def test_the_first_call_of_einops_is_no_side_effect(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "einops", types.SimpleNamespace(rearrange=rearrange))
     planned = memopt.plan(model, x, **options).apply(model)
     assert torch.equal(planned(x), model(x))
+
+
+def test_a_plan_of_a_first_call_says_to_call_the_model_before() -> None:
+    net = net_of(lambda net, h, _: hasattr(net, "kept") or net.register_buffer("kept", h.detach()))
+    module = planned(net)
+    inputs = torch.randn(4, 3), [{"gone": torch.ones(2)}]
+    module(*inputs).sum().backward()
+    with pytest.raises(GuardError, match=r"has 'kept'.*call the model once before planning"):
+        module(*inputs)
+    again = planned(net)
+    again(*inputs)
+    again(*inputs)
+    assert again.calls.planned == 2

@@ -232,11 +232,12 @@ def test_a_refusal_names_the_parts_to_plan() -> None:
     assert named in str(raised.value)
     assert "(head, blocks.0.one, blocks.0.other)" in str(raised.value)
     assert raised.value.modules == ("blocks.0",)
+    twice = Blocks(lambda: nn.Sequential(Selecting(), Selecting()))  # the second selects, too
     with pytest.raises(
-        CaptureError, match=r"a shape depends.*\(head, blocks\.0\.inner\)"
+        CaptureError, match=r"a shape depends.*\(head, blocks\.0\.0\.inner\)"
     ) as raised:
-        memopt.wrap(Blocks(Selecting), "min", "rotor", progress=False)(X)
-    assert raised.value.modules == ("blocks.0",)
+        memopt.wrap(twice, "min", "rotor", progress=False)(X)
+    assert raised.value.modules == ("blocks.0", "blocks.0.0")
     with pytest.raises(CaptureError) as raised:
         memopt.wrap(Ragged().inner, "min", "rotor", progress=False)(X.to_sparse())
     assert "parts=" not in str(raised.value)

@@ -159,6 +159,11 @@ def test_shapes_are_planned_ahead() -> None:
     model.zero_grad()
     with pytest.raises(GuardError, match="no plan for this kind of call"):
         model(torch.randn(4, 32))
+    with pytest.raises(GuardError, match=r"planned: argument 0: .*, requires_grad\)"):
+        model(torch.randn(8, 32, requires_grad=True))
+    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+    with pytest.raises(GuardError, match="whether there are gradients already"):
+        model(torch.randn(8, 32))
 
 
 def test_other_calls_run_unplanned_where_asked_and_say_so() -> None:
