@@ -82,6 +82,8 @@ def _traced(
     make_fx = private("torch.fx.experimental.proxy_tensor.make_fx")
     with values[0].fake_mode, torch.no_grad():
         traced: GraphModule = make_fx(function)(*values)
+    # torch 2.11 tries a DTensor's operator out when it first meets it, and that is traced, too.
+    traced.graph.eliminate_dead_code()
     made: dict[Node, Node] = {}
     given = iter(arguments)
     for node in traced.graph.nodes:
