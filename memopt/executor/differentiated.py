@@ -44,9 +44,14 @@ OTHER_LOSS = (
     "the call lets the model compute its loss (it has `labels`, or `return_loss`), and what is "
     "trained with is not the `loss` in its output, for which the step was planned"
 )
+HALVED = (
+    "a second backward of a planned call, after one for its inputs alone (the first half of a "
+    "pipeline's split backward), begins with other gradients, or asks for others"
+)
 REMEDIES = {
     OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",
     DIFFERENTIATED: "train it without a plan (memopt.unwrap(model), or planned.original)",
+    HALVED: "train it without a plan (memopt.unwrap(model), or planned.original)",
     PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
     "without a plan (memopt.unwrap(model), or planned.original)",
 }

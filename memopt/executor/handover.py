@@ -25,6 +25,8 @@ from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
+from memopt.step.inputs import Call
+from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around
 
 Handed: TypeAlias = tuple[tuple[int, Any], ...]
@@ -216,6 +218,23 @@ class HandoverOrder:
             return None
         anchor = next(i for i in parts[0] if primals[i].kind == "parameter")
         return Handover(parts, len(primals)), anchor
+
+    def chained(self, held: list[Any], call: Call) -> tuple[Handover | None, list[Any], Call]:
+        """Return the chain of a call made now, None if it needs none, and the values of parameters
+        and buffers, and the call, with the chain attached."""
+        made = self.handover()
+        if made is None:
+            return None, held, call
+        chain, anchor = made
+        primals, leaves, rest = self.captured.primals, call.leaves, iter(held)
+        values = [next(rest) if one.held else leaves[one.index or 0] for one in primals]
+        values = chain.attached(values, anchor)
+        for i, primal in enumerate(primals):
+            if primal.index is not None:
+                leaves[primal.index] = values[i]
+        held = [values[i] for i, primal in enumerate(primals) if primal.held]
+        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        return chain, held, Call(args, kwargs, call.whole_masks)
 
     def _bytes(self, position: int) -> int:
         value = self.captured.primals[position].node.meta["val"]

@@ -283,8 +283,12 @@ def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
 def waiting_calls(*planned: nn.Module) -> int:
     """Return how many calls of planned modules, that may be plans of one model, await their
     backward."""
-    runtimes: set[Runtime] = {one.__dict__["_memopt"][2] for one in planned}
-    return sum(map(len, runtimes))
+    return sum(map(len, {one.__dict__["_memopt"][2] for one in planned}))
+
+
+def most_halved(*planned: nn.Module) -> int:
+    """Return how many calls of planned modules awaited the second half of a backward, at most."""
+    return sum(one.most_halved for one in {one.__dict__["_memopt"][2] for one in planned})
 
 
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:

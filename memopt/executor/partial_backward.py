@@ -11,14 +11,14 @@ both kinds, autograd's result is not known, and the unplanned model runs again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from memopt.executor.absence import NEUTRAL, Uncomputed
+from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.programs.instructions import Program
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
@@ -54,6 +54,12 @@ class PartialBackward:
 
     numbers: tuple[float, ...]
     run: Backward | None
+
+    def complete(self, args: list[Any], tangents: Sequence[Node]) -> None:
+        """Fill the places of missing tangents, behind the first argument, with its numbers."""
+        for i, (tangent, number) in enumerate(zip(tangents, self.numbers, strict=True), 1):
+            if args[i] is None:
+                args[i] = Like.of(tangent.meta["val"], number).made()
 
 
 Partial: TypeAlias = Callable[[frozenset[int]], PartialBackward | None]

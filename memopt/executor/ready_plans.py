@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from memopt.executor.module import waiting_calls
+from memopt.executor.module import most_halved, waiting_calls
 from memopt.executor.plan_maker import Made
 from memopt.models.budget import format_bytes
 from memopt.step.inputs import Call
@@ -63,9 +63,11 @@ class ReadyPlans(Sequence["PlanRecord"]):
         for found in self._made.values():
             yield from found
 
-    def waiting(self) -> int:
-        """Return how many calls under them await their backward."""
-        return waiting_calls(*(one.module for one in self.made()))
+    def waiting(self) -> tuple[int, int]:
+        """Return how many calls under them await their backward, and how many awaited the second
+        half of one, at most."""
+        made = [one.module for one in self.made()]
+        return waiting_calls(*made), most_halved(*made)
 
     def of(self, kind: Any) -> list[Made]:
         """Return those of a kind of call, the last used at the end."""

@@ -19,17 +19,18 @@ from typing import Any, TypeAlias
 import torch
 
 from memopt.errors import ExecutionError
-from memopt.executor.absence import Like
 from memopt.executor.added_later import AddedLater
 from memopt.executor.arriving_layouts import ArrivingLayouts
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
+    HALVED,
     PARTIAL,
     REMEDIES,
     AsOriginal,
     draws,
     prepare_backward,
 )
+from memopt.executor.first_half import FirstHalf
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.partial_backward import Partial, unknown
@@ -43,7 +44,6 @@ from memopt.step.casts import backward_would_cast
 from memopt.step.inputs import Call
 from memopt.step.loss import differentiable
 from memopt.step.model_outputs import as_users_see, in_memory_of_its_own
-from memopt.torch_private import pytree
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.tensors import version_of
 
@@ -108,6 +108,7 @@ class _State:
     again: AsOriginal | None
     handover: Handover | None
     arrived: Arrived | None
+    first_half: FirstHalf | None = None
 
 
 @dataclass
@@ -148,6 +149,7 @@ class Runtime:
         self.random = RandomStates(device) if draws(captured) else None
         self._local = _ThreadCall()
         self._states: set[TiedValue[_State]] = set()
+        self.most_halved = 0
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
         captured.hooks.owner = self
@@ -155,6 +157,11 @@ class Runtime:
     def __len__(self) -> int:
         """Number of steps whose backward has not run yet."""
         return len(self._states)
+
+    def note_halved(self) -> None:
+        """Note how many calls await the second half of their backward: the most are charged."""
+        halved = sum(one.value.first_half is not None for one in list(self._states))
+        self.most_halved = max(self.most_halved, halved)
 
     def drop(self, again: AsOriginal) -> None:
         """Free what a call has saved for its backward, which is not to run."""
@@ -180,7 +187,9 @@ class Runtime:
         """
         before = self._local.call
         drawn = None if self.random is None else self.random.now()
-        chain, held, call = self._chained(program, held, call)
+        chain = None
+        if program.handover is not None and torch.is_grad_enabled():
+            chain, held, call = program.handover.chained(held, call)
         made = _Call(program, again, arrived, chain)
         try:
             self._local.call = weakref.ref(made)
@@ -199,31 +208,6 @@ class Runtime:
             raise
         finally:
             self._local.call = before
-
-    def _chained(
-        self, program: Installed, held: list[Any], call: Call
-    ) -> tuple[Handover | None, list[Any], Call]:
-        """Return the chain that hands this call's gradients over, if it needs one, and the call's
-        values with the chain attached."""
-        made = None
-        if program.handover is not None and torch.is_grad_enabled():
-            made = program.handover.handover()
-        if made is None:
-            return None, held, call
-        chain, anchor = made
-        primals = self._captured.primals
-        values: list[Any] = [None] * len(primals)
-        leaves = call.leaves
-        rest = iter(held)
-        for i, primal in enumerate(primals):
-            values[i] = next(rest) if primal.held else leaves[primal.index or 0]
-        values = chain.attached(values, anchor)
-        for i, primal in enumerate(primals):
-            if primal.index is not None:
-                leaves[primal.index] = values[i]
-        held = [values[i] for i, primal in enumerate(primals) if primal.held]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-        return chain, held, Call(args, kwargs, call.whole_masks)
 
     def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
         """Restore buffers and random numbers after a call that failed; if all of the forward had
@@ -246,6 +230,7 @@ class Runtime:
         program = call.program
         primals = list(args)
         args.clear()
+        self.note_halved()
         outputs, saved = program.forward(primals)
         key = next(_KEYS)
         token = torch.tensor(key, dtype=torch.int64, device="cpu")
@@ -319,6 +304,12 @@ class Runtime:
             state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
             return self._as_original(state, args[1:], DIFFERENTIATED)
+        if state.first_half is not None:
+            found = state.first_half.second(args[1:])
+            if found is None:
+                return self._as_original(state, args[1:], HALVED)
+            return self._given(state, found)
+        half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
@@ -327,14 +318,17 @@ class Runtime:
             if partial is None or (partial.run is not None and whole):
                 return self._as_original(state, args[1:], PARTIAL)
             run = partial.run or run
-            self._complete(args, partial.numbers)
+            partial.complete(args, self._captured.tangents)
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
         del value
         if state.arrived is not None:
             state.arrived(args[1:])
         saved = state.saved
-        if keeps_graph():
+        if half is not None:
+            self.note_halved()
+            state.saved, state.first_half = [], half
+        elif keeps_graph():
             saved = program.fork(saved)
         else:
             self._states.discard(kept)
@@ -344,7 +338,7 @@ class Runtime:
             return state.handover.begin(running, self._added_later)
         with autocast_off():
             gradients = run(state.primals, args, saved)
-        return self._given(state, gradients)
+        return self._given(state, half.keep(gradients) if half else gradients)
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
         """Return the gradients of the unplanned model, which runs again."""
@@ -354,14 +348,6 @@ class Runtime:
                 f"DistributedDataParallel, cannot do: {REMEDIES[why]}"
             )
         return self._given(state, state.again.gradients(tangents, why))
-
-    def _complete(self, args: list[Any], numbers: tuple[float, ...]) -> None:
-        """Fill the places of missing tangents with tensors of one number."""
-        for i, (tangent, number) in enumerate(
-            zip(self._captured.tangents, numbers, strict=True), 1
-        ):
-            if args[i] is None:
-                args[i] = Like.of(tangent.meta["val"], number).made()
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients that AOTAutograd takes, of a step that had some."""

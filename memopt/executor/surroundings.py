@@ -164,7 +164,7 @@ class Surroundings:
         self._watched, self._engine = _Watched(), NO_CHARGES
         self._gathering = NO_CHARGES
         self.has_engine = False
-        self._waiting = self._most_waiting = 0
+        self._waiting = self._most_waiting = self._halved = 0
         if with_state:
             _OPTIMIZERS.tell(self)
 
@@ -178,6 +178,7 @@ class Surroundings:
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
         met = replace(met, state_bytes=state_bytes, waiting_calls=self._waiting)
+        met = replace(met, halved_calls=self._halved)
         return met.plus(self._engine)
 
     def certain(self) -> Charges:
@@ -191,13 +192,14 @@ class Surroundings:
             # After a forward alone its parameters are whole still.
             self._gathering = _gathering(model) or self._gathering
 
-    def calling(self, kind: Any, waiting: int = 0) -> None:
-        """Begin a call of a kind, while so many await their backward. The most that wait in a step
-        are charged from the next one on."""
+    def calling(self, kind: Any, waiting: int = 0, halved: int = 0) -> None:
+        """Begin a call of a kind, while so many await their backward, and so many awaited the
+        second half of one. The most that wait in a step are charged from the next one on."""
         self.stop()
         _BEGUN.calls += 1
         self._most_waiting = max(self._most_waiting, waiting)
-        self._waiting = self._waiting if waiting else self._most_waiting
+        if not waiting:
+            self._waiting, self._halved = self._most_waiting, halved
         model = self._model()
         buckets = Charges(bucket_bytes=_bucket_bytes(model) if model is not None else 0)
         self._engine = buckets.plus(self._gathering)

@@ -25,6 +25,8 @@ class Charges:
             that `fully_shard` keeps beside gathered parameters: resident.
         waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
             backward; each keeps what the plan keeps between its forward and its backward.
+        halved_calls: of them, those whose backward is split and half done; each keeps its
+            gradients instead.
     """
 
     boundary_bytes: int = 0
@@ -34,6 +36,7 @@ class Charges:
     held_bytes: int = 0
     bucket_bytes: int = 0
     waiting_calls: int = 0
+    halved_calls: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -63,6 +66,7 @@ class Charges:
             self.held_bytes,
             max(0, self.bucket_bytes - charged.bucket_bytes),
             self.waiting_calls,
+            self.halved_calls,
         )
 
     def beside(self) -> Charges:
@@ -71,6 +75,7 @@ class Charges:
             forward_bytes=self.forward_bytes,
             held_bytes=self.held_bytes,
             waiting_calls=self.waiting_calls,
+            halved_calls=self.halved_calls,
         )
 
     def listed(self) -> list[str]:

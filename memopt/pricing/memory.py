@@ -27,6 +27,7 @@ from memopt.torch_private.modes import (
     allocation_tag,
     backward_number,
     before_other_profiles,
+    dispatch_modes_off,
     operators_alone,
     profile_begun,
     when_backward_is_over,
@@ -132,7 +133,9 @@ class MeterUntilBackward:
     def _mark(self, what: str | int) -> None:
         """Mark the present time in the profile."""
         self._marked.append(what)
-        _MARK()
+        # A mode of the user's, such as one that counts operations, would call it a second time.
+        with dispatch_modes_off():
+            _MARK()
 
     def _marks(self) -> dict[str | int, int]:
         """Return the times, in ns, of what was marked in the profile, which has ended."""

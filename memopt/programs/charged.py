@@ -50,9 +50,12 @@ def backward_bytes(graph: Graph, program: Program) -> int:
 
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
-    """Return what the calls keep that await their backward beside this one, with their outputs."""
+    """Return what the calls keep that await their backward beside this one, with their outputs; or
+    their gradients, if that is more, where a backward is half done."""
     calls = charges.waiting_calls
-    return calls * held_bytes(graph, program, outputs=True) if calls else 0
+    kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
+    gradient_bytes = sum(graph.tensors[one].size_bytes for one in set(graph.gradients))
+    return calls * kept_bytes + charges.halved_calls * max(0, gradient_bytes - kept_bytes)
 
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:

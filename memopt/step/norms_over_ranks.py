@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from memopt.step.graph_extension import Extension
 from memopt.step.shards import like_part
 from memopt.torch_private.access import private
+from memopt.torch_private.distributed import nothing_tried_out
 from memopt.torch_private.operators import aten as _aten
 from memopt.torch_private.tensors import spec_of
 
@@ -80,7 +81,7 @@ def _traced(
     """Add the calls of a function of tensors; return its result."""
     values = [node.meta["val"] for node in arguments]
     make_fx = private("torch.fx.experimental.proxy_tensor.make_fx")
-    with values[0].fake_mode, torch.no_grad():
+    with values[0].fake_mode, torch.no_grad(), nothing_tried_out():
         traced: GraphModule = make_fx(function)(*values)
     made: dict[Node, Node] = {}
     given = iter(arguments)

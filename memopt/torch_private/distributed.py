@@ -1,13 +1,19 @@
-"""Process groups."""
+"""Process groups, and DTensors in traces."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from memopt.torch_private.access import optional
+from memopt.torch_private.access import optional, patched, private
 
 _GROUP = "torch.distributed.ProcessGroup"
+_TRIES_OUT = (
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
+)
 _NAMES = (
     f"{_GROUP}._get_backend",
     f"{_GROUP}._device_types",
@@ -26,3 +32,20 @@ def timeout_of(group: Any) -> timedelta | None:
     options = (getattr(one, "options", None) for one in backends)  # not every backend has options
     known = (getattr(one, "_timeout", None) for one in options)
     return next((found for found in known if found is not None), None)
+
+
+@contextlib.contextmanager
+def nothing_tried_out() -> Iterator[None]:
+    """Trace without what torch tries out when it first meets a DTensor's operator, as 2.13 does."""
+    if "torch.distributed.tensor" not in sys.modules:
+        yield
+        return
+    tried_out = private(_TRIES_OUT)
+    untraced = private("torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing")
+
+    def unseen(*given: Any) -> Any:
+        with untraced():
+            return tried_out(*given)
+
+    with patched(_TRIES_OUT, unseen):
+        yield

@@ -189,6 +189,19 @@ def running_node() -> Any:
     return private("torch._C._current_autograd_node")()
 
 
+def wanted_inputs() -> frozenset[int]:
+    """Return the positions of the running node's inputs whose gradients its backward is for."""
+    inputs = enumerate(running_node().next_functions)
+    return frozenset(i for i, (node, _) in inputs if node is not None and _is_wanted(node))
+
+
+def _is_wanted(node: Any) -> bool:
+    try:
+        return bool(private_once("torch._C._will_engine_execute_node")(node))
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
+        return True
+
+
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node: nodes made later have larger ones."""
     return int(_number(node)())

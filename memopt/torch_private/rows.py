@@ -131,6 +131,11 @@ AUTOGRAD = (
         "_current_autograd_node",
     ),
     *rows(
+        "know which gradients a backward is for",
+        "torch._C",
+        "_will_engine_execute_node",
+    ),
+    *rows(
         "know whether a thread is inside of torch.func's transforms",
         "torch._C._functorch",
         "maybe_current_level",

@@ -315,6 +315,17 @@ INDUCTOR = (
     *rows("compile regions", "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     *rows("compile regions", "torch.fx.experimental.proxy_tensor", "make_fx"),
     *rows(
+        "keep what torch tries out of a DTensor's operators out of a trace",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        "_propagate_tensor_meta_non_cached",
+        needs="distributed",
+    ),
+    *rows(
+        "keep what torch tries out of a DTensor's operators out of a trace",
+        "torch.fx.experimental.proxy_tensor",
+        "disable_proxy_modes_tracing",
+    ),
+    *rows(
         "call compiled regions directly",
         "torch._inductor.output_code.CompiledFxGraph",
         "current_callable",
