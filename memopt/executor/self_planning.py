@@ -49,18 +49,16 @@ from memopt.torch_private.modules import (
 )
 
 _NO_PLAN = (
-    "the wrapped model has no plan for this kind of call ({call}; what differs from the last "
-    "planned: {differs}); pass an example of it in "
-    'shapes= of memopt.wrap, with a larger budget= if it says so, or on_mismatch="plan" or '
-    '"original"'
+    "the wrapped model has no plan for this kind of call ({}; what differs from the last planned: "
+    "{}); pass an example of it in shapes= of memopt.wrap, with a larger budget= if it says so, or "
+    'on_mismatch="plan" or "original"'
 )
 
 _LOG = logging.getLogger(__name__)
 _CALL = COMPILED_CALL
 _STATE = "__getstate__"
 _MOST_IN_A_CALL = 2
-"""Most plans that one call may ask for. If it needs more, checking the model itself changes what
-differs, and the model runs unplanned."""
+"""Most plans of one call: if it needs more, checking the model changes it, and it runs unplanned."""
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
@@ -295,8 +293,7 @@ class SelfPlanning:
                 check_untrained(self.model)
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
-            differs = difference(self._last_kind, kind)
-            raise GuardError(_NO_PLAN.format(call=shown(call), differs=differs))
+            raise GuardError(_NO_PLAN.format(shown(call), difference(self._last_kind, kind)))
         if self.plans and self._on_mismatch == "original":
             self.calls.fall_back(self.model, "calls of this kind are not planned")
             return None
