@@ -58,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 _CALL = COMPILED_CALL
 _STATE = "__getstate__"
 _MOST_IN_A_CALL = 2
-"""Most plans of one call: if it needs more, checking the model changes it, and it runs unplanned."""
+"""Most plans of one call: if it needs more, checking the model changes it; it runs unplanned."""
 
 
 def _opaque(_model: nn.Module, _args: Any) -> None:
