@@ -37,6 +37,24 @@ _AS_LAID_OUT = frozenset(
     )
 )
 """Sums, and functions that torch computes by vectors where it can, else one by one."""
+_KEEPS_ORDER = frozenset(
+    (
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.constant_pad_nd.default,
+        aten.flip.default,
+        aten.roll.default,
+        aten.channel_shuffle.default,
+        aten.pixel_shuffle.default,
+        aten.pixel_unshuffle.default,
+        aten.upsample_nearest2d_backward.default,
+        aten.upsample_bilinear2d_backward.default,
+        aten._upsample_bilinear2d_aa_backward.default,
+        aten.upsample_nearest3d_backward.default,
+        aten.upsample_trilinear3d_backward.default,
+    )
+)
+"""Kernels, besides functions of each element, that lay their result out as their argument."""
 _IN_A_ROW = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 """Of another layout they make a copy, row by row, as eager does."""
 
@@ -101,7 +119,7 @@ def _rounds_as_laid_out(tangent: Node) -> bool:
                 return True
             tags = getattr(target, "tags", ())
             keeps = torch.Tag.pointwise in tags or getattr(target, "is_view", False)
-            if keeps and target not in _IN_A_ROW and user not in seen:
+            if (keeps or target in _KEEPS_ORDER) and target not in _IN_A_ROW and user not in seen:
                 seen.add(user)
                 waiting.append(user)
     return False

@@ -71,3 +71,13 @@ def test_nothing_is_said_of_gradients_that_are_put_in_rows() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(map(torch.equal, gradients(planned(model), weights), plain))
+
+
+def test_it_is_said_of_what_is_scaled_up_with_its_channels_last() -> None:
+    """A segmentation head: bilinear sampling keeps the layout, and the bias's sum minds it."""
+    model = nn.Sequential(nn.Conv2d(8, 3, 1), nn.UpsamplingBilinear2d(scale_factor=4))
+    x = torch.linspace(-1, 1, 2 * 8 * 8 * 8).view(2, 8, 8, 8)
+    x = x.contiguous(memory_format=torch.channels_last)
+    step = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    with pytest.warns(UserWarning, match="another memory layout"):
+        step(x).square().mean().backward()
