@@ -56,6 +56,10 @@ class CaptureError(MemoptError):
     modules: tuple[str, ...] = ()
 
 
+class InputsError(MemoptError, ValueError):
+    """The model fails on these inputs without memopt, too; the message quotes its own error."""
+
+
 class NothingToTrainError(CaptureError):
     """No parameter and no input requires a gradient, or no output has one."""
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_mask
 from memopt.capture.taken import check_leaves
-from memopt.errors import GuardError, NothingToTrainError, ProfilerBusyError
+from memopt.errors import GuardError, InputsError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
@@ -35,7 +35,7 @@ from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.pricing.memory import can_measure
 from memopt.step.backend import autocast_state
-from memopt.step.inputs import Call, asks_for_gradients, device_of, to_call
+from memopt.step.inputs import Call, asks_for_gradients, device_of, in_order, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
 from memopt.step.reader import described
 from memopt.torch_private import pytree
@@ -184,7 +184,7 @@ class SelfPlanning:
         calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
         with unplanned():
             for call in calls:
-                call = self._without_idle_masks(_in_order(call.args, call.kwargs))
+                call = self._without_idle_masks(in_order(call.args, call.kwargs))
                 self._last_kind = self._kind(call)
                 self._made(self._last_kind, call)
 
@@ -222,13 +222,17 @@ class SelfPlanning:
             except NothingToTrainError:
                 self._untrained.add(kind)
                 return self._untrained_call(kind, plain(*args, **kwargs))
-            except ProfilerBusyError as error:
+            except (InputsError, ProfilerBusyError) as error:
                 if not self._maker.alone:
                     raise
-                self.calls.fall_back(model, str(error))
-                return plain(*args, **kwargs)
+                made, reason = None, str(error)
+            else:
+                reason = ""
             if made is None:
-                return plain(*args, **kwargs)
+                output = plain(*args, **kwargs)  # it may fail as it does without memopt
+                if reason:
+                    self.calls.fall_back(model, reason)
+                return output
             output = self._ran(made, args, kwargs)
             met_as, times = self._lengths.met_as(kind)
             met = partial(self._maker.met, met_as, made)
@@ -261,7 +265,7 @@ class SelfPlanning:
 
     def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
         """Return a call of the model, and its kind."""
-        call = _in_order(args, kwargs)
+        call = in_order(args, kwargs)
         if self._rounds_by_mask and self._on_mismatch == "plan":
             self._none_masks = none_masks(self.model, call)
             call = replace(call, whole_masks=self._none_masks)
@@ -389,12 +393,7 @@ class SelfPlanning:
         self._in_call.plans += 1
         try:
             made = self._made(kind, call)
-        except (NothingToTrainError, ProfilerBusyError):
+        except (InputsError, NothingToTrainError, ProfilerBusyError):
             return model
         self._count(str(error).partition(";")[0])
         return made.module
-
-
-def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Make a call with its keywords sorted: one plan serves it in whatever order they are given."""
-    return Call(args, dict(sorted(kwargs.items())))

@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.capture.own_loss import NoLossError
 from memopt.capture.uncaptured import check_initialised, first_line
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, InputsError
 from memopt.step.inputs import Call
 from memopt.step.loss import Loss
 from memopt.step.ranks import alone
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 def check_arguments(model: nn.Module, call: Call) -> None:
-    """Raise ValueError unless the call's arguments fit the model's forward, and CaptureError if
+    """Raise InputsError unless the call's arguments fit the model's forward, and CaptureError if
     calling the model would change it (uninitialised parameters)."""
     check_initialised(model)
     signature = inspect.signature(model.forward)
@@ -35,7 +35,7 @@ def check_arguments(model: nn.Module, call: Call) -> None:
         signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         owner = f"{type(model).__name__}.forward"
-        raise ValueError(
+        raise InputsError(
             f"the inputs do not fit the model: {error}, but it is {owner}{_short(signature)}. "
             + _REMEDY
         ) from None
@@ -58,7 +58,7 @@ def _short(signature: inspect.Signature) -> str:
 @contextmanager
 def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterator[None]:
     """Capture and profile inside. If the model itself fails on these inputs, or its loss on these
-    targets, raise a ValueError that blames them and quotes the model's own error."""
+    targets, raise an InputsError or ValueError that blames them and quotes the error."""
     logger = logging.getLogger(FAKE_LOGGER)
     level = logger.level
     # torch logs a whole traceback for an error that is raised and reported anyway.
@@ -74,7 +74,7 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
             raise
         reason = _failure(model, call)
         if reason is not None:
-            raise ValueError(
+            raise InputsError(
                 "the inputs do not fit the model: without memopt it fails, too "
                 f"({reason}). {_REMEDY}"
             ) from error

@@ -142,6 +142,11 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
     return next(iter(accelerators or devices), torch.device("cpu"))
 
 
+def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Make a call with its keywords sorted: one plan serves it in whatever order they are given."""
+    return Call(args, dict(sorted(kwargs.items())))
+
+
 def to_call(inputs: Any) -> Call:
     """Turn a user's `inputs` into a Call: a tensor or an object (a dataclass...), a tuple/list of
     positional or a mapping of keyword arguments."""

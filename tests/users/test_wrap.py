@@ -257,3 +257,35 @@ def test_a_plan_is_pickled_as_its_file() -> None:
     assert again.peak_bytes == plan.peak_bytes
     again.apply(model)(torch.randn(8, 32)).sum().backward()
     assert copy.deepcopy(plan) is plan
+
+
+class Fails(nn.Module):
+    """Updates its statistics, then fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.fails = nn.BatchNorm1d(8), nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.fails:
+            raise KeyError("the model's own")
+        return self.layer(x)
+
+
+def test_a_model_that_fails_raises_its_own_error_and_goes_on() -> None:
+    """As without memopt: its type, and the statistics that it has changed before."""
+    planned = Fails().train()
+    plain = copy.deepcopy(planned)
+    memopt.wrap(planned, "min", "store-all", progress=False)
+    for model in (planned, plain):
+        for fails, width, raised in ((True, 8, KeyError), (False, 9, RuntimeError)):
+            model.fails = fails
+            with pytest.raises(raised) as error:
+                model(torch.ones(4, width))
+            assert error.value.__context__ is None
+        with pytest.raises(TypeError):
+            model()
+        model(torch.ones(4, 8)).sum().backward()
+    assert all(map(torch.equal, planned.buffers(), plain.buffers()))
+    assert planned.calls.planned == 1
