@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import memopt
 from memopt.models.chain import Stage
@@ -155,6 +156,7 @@ def test_failing_capture_leaves_the_model_as_it_was() -> None:
     [
         ("text", r"inputs must be a tensor, a tuple .* got str"),
         (3, r"inputs must be a tensor, a tuple .* got int"),
+        (DataLoader([1.0]), r"one example batch.*next\(iter\(loader\)\)"),  # type: ignore[arg-type]
         ({1: torch.ones(1)}, r"keyword arguments need names, got the key 1"),
         ({"y": torch.ones(4, 6)}, r"missing a required argument: 'input'"),
         ((torch.ones(4, 6), 2), r"too many positional arguments"),
@@ -254,6 +256,13 @@ def test_unknown_strategy_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown strategy 'rotr'") as caught:
         plan(two_layers(), strategy="rotr")
     assert all(name in str(caught.value) for name in memopt.strategies())
+    with pytest.raises(ValueError, match="unknown strategy a Tensor"):
+        plan(two_layers(), strategy=torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_a_class_in_place_of_a_model_is_named() -> None:
+    with pytest.raises(ValueError, match=r"plan takes an nn\.Module .*, got type"):
+        memopt.plan(nn.Linear, torch.ones(3), budget="1GiB")
 
 
 @pytest.mark.parametrize(
