@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import memopt
 from memopt.models.chain import Stage
@@ -100,6 +101,7 @@ HERE = re.escape(__file__)
         (Selects, rf"depends on the values of a tensor at {HERE}:\d+ \(return y\[y > 0\]\).*mask"),
         (Nonzero, rf"a tensor at {HERE}:\d+ \(return .*nonzero.*\).*torch\.where"),
         (Branches, r"higher-order operator .*replace torch\.cond"),
+        (lambda: torch.jit.script(two_layers()), "use the Python module that this was made of"),
         (Underivable, r"backward cannot be traced: .*igamma.*without a derivative"),
         (Detached, "nothing to train: no output of the model has a gradient"),
         (Integers, "nothing to train: no output of the model has a gradient"),
@@ -155,8 +157,9 @@ def test_failing_capture_leaves_the_model_as_it_was() -> None:
     [
         ("text", r"inputs must be a tensor, a tuple .* got str"),
         (3, r"inputs must be a tensor, a tuple .* got int"),
+        (DataLoader([1.0]), r"one example batch.*next\(iter\(loader\)\)"),  # type: ignore[arg-type]
         ({1: torch.ones(1)}, r"keyword arguments need names, got the key 1"),
-        ({"y": torch.ones(4, 6)}, r"missing a required argument: 'input'"),
+        ({"y": torch.ones(4, 6)}, r"missing .* 'input'.*\(batch,\) where the whole dict is one"),
         ((torch.ones(4, 6), 2), r"too many positional arguments"),
         (torch.ones(4, 7), r"without memopt it fails, too.*mat1 and mat2"),
         (torch.ones(4, 6, dtype=torch.long), r"without memopt it fails, too.*dtype"),
@@ -254,6 +257,13 @@ def test_unknown_strategy_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown strategy 'rotr'") as caught:
         plan(two_layers(), strategy="rotr")
     assert all(name in str(caught.value) for name in memopt.strategies())
+    with pytest.raises(ValueError, match="unknown strategy a Tensor"):
+        plan(two_layers(), strategy=torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_a_class_in_place_of_a_model_is_named() -> None:
+    with pytest.raises(ValueError, match=r"plan takes an nn\.Module .*, got type"):
+        memopt.plan(nn.Linear, torch.ones(3), budget="1GiB")
 
 
 @pytest.mark.parametrize(

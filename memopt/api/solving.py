@@ -64,7 +64,7 @@ _NO_OPERATORS = (
 
 def make_plan(model: Any, inputs: Any, wanted: PlanRequest) -> PlanRecord:
     """Prepare a model's step, or take a cost model as it is, and plan it; see `memopt.plan`."""
-    if isinstance(model, (Chain, Graph)) or not hasattr(model, "named_modules"):
+    if isinstance(model, (Chain, Graph, type)) or not hasattr(model, "named_modules"):
         return _made(model, inputs, wanted)
     from memopt.torch_private.engine_hooks import as_in_forward
 

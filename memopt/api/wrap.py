@@ -188,9 +188,9 @@ def running(model: nn.Module) -> SelfPlanning | Running:
     from memopt.executor.module import running as running_planned
     from memopt.executor.self_planning import planning_of
 
-    if isinstance(model, PlannedModule):
-        return running_planned(model)
     made = planning_of(inside_fabric(model) or model)
+    if made is None and isinstance(model, PlannedModule):
+        return running_planned(model)
     if made is None:
         raise ValueError("this model is neither wrapped nor planned")
     return made

@@ -91,8 +91,8 @@ _SAID: tuple[tuple[str, str], ...] = (
         "gradient in this forward runs under torch.no_grad()",
     ),
     (
-        r"Tensor\.requires_grad_\(\)",
-        "it calls requires_grad_(): do that before the call, or, where it is for "
+        r"Tensor\.requires_grad_\(\)|intermediate with requires_grad_",
+        "it calls requires_grad_(): do that before the call, or leave it out; where it is for "
         "torch.autograd.grad, use torch.func.grad or torch.func.vjp, or plan the sub-modules that "
         "it calls",
     ),

@@ -41,6 +41,11 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         f"which a planned step would not: {_OF_A_GRADIENT}",
     ),
     (
+        r"torch\.jit\.script/freeze",
+        "it is, or calls, a module of torch.jit.script, whose code no graph holds: use the Python "
+        "module that this was made of",
+    ),
+    (
         r"(saved_tensors_hooks|save_on_cpu)\.__init__",
         "it enters torch.autograd.graph's saved-tensor hooks (saved_tensors_hooks, save_on_cpu), "
         "which a planned step would not call: leave them out, since memopt decides what is kept, "

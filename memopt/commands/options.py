@@ -15,7 +15,7 @@ import memopt
 from memopt.api.cluster import with_adapters
 from memopt.api.solving import planned_device
 from memopt.commands.devices import chosen_device
-from memopt.commands.output import failures, value_of
+from memopt.commands.output import OptionError, failures, value_of
 from memopt.commands.targets import DTYPES, Sizes, load_target
 from memopt.models import device as models
 from memopt.models.budget import check_budget
@@ -141,6 +141,9 @@ class ModelOptions:
             returns = parse_returns(self.returns)
         # An estimate computes nothing, so the model needs no weights.
         sizes = Sizes(self.batch, self.sequence, meta=mode == "estimate", dtype=self.dtype)
+        asked = (self.batch, self.sequence) != (Sizes.batch, Sizes.sequence)
+        if asked and not self.model.startswith("hf:"):
+            raise OptionError("--batch, --sequence: a factory chooses its own; name a hf: model")
         rank = self.rank
         found = load_target(self.model, sizes)
         arguments = {

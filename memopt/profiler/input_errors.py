@@ -22,7 +22,7 @@ from memopt.user_code.restored_state import state_restored
 
 _REMEDY = (
     "`inputs` is a tensor, a tuple of positional or a dict of keyword arguments of the model's "
-    "forward: check names, shapes and dtypes"
+    "forward ((batch,) where the whole dict is one argument): check names, shapes and dtypes"
 )
 
 

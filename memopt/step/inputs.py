@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from memopt.step.objects import as_tuples, is_object, objects_in, opened
 from memopt.torch_private import pytree
@@ -159,6 +160,11 @@ def to_call(inputs: Any) -> Call:
         return Call((), dict(inputs))
     if isinstance(inputs, (tuple, list)):
         return Call(tuple(inputs), {})
+    if isinstance(inputs, DataLoader):
+        raise ValueError(
+            "inputs is one example batch, what the model is called with, and not a DataLoader: "
+            "take it of next(iter(loader)), without what only the loss takes"
+        )
     if isinstance(inputs, Tensor) or is_object(inputs):
         return Call((inputs,), {})
     raise ValueError(

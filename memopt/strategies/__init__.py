@@ -41,4 +41,5 @@ def resolve(strategy: str | Strategy) -> Strategy:
         if known.name == strategy:
             return known
     names = ", ".join(known.name for known in STRATEGIES)
-    raise ValueError(f"unknown strategy {strategy!r}; memopt has: {names}, or pass an instance")
+    said = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
+    raise ValueError(f"unknown strategy {said}; memopt has: {names}, or pass an instance")

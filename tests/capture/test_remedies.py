@@ -170,6 +170,11 @@ ROWS: dict[str, Row] = {
         r"it calls requires_grad_\(\): do that before the call",
         (lambda m, x: x * 2,),
     ),
+    "made": Row(
+        lambda m, x: m.linear(x) if x.dim() == 1 else torch.zeros_like(x).requires_grad_(),
+        r"it calls requires_grad_\(\): .* or leave it out",
+        (lambda m, x: m.linear(x) + torch.zeros_like(x),),
+    ),
     "backward": Row(
         lambda m, x: (m.linear(x).sum().backward(), x)[1],
         r"the forward calls torch.autograd.grad \(or backward\) itself, .*torch\.func\.grad",

@@ -177,6 +177,7 @@ def test_failures_say_what_to_do(arguments: tuple[str, ...], parts: list[str]) -
         (("mymodels:make", "--mode", "guess"), ["--mode: ", "measure", "estimate"]),
         (("mymodels:make", "--mode", "estimate"), ["--device: ", "H100"]),
         (("mymodels:make", "--optimizer", "nosuch"), ["--optimizer: ", "adamw"]),
+        (("mymodels:make", "--batch", "7"), ["--batch, --sequence: a factory chooses its own"]),
         (("mymodels:make", "--dtype", "int4"), ["--dtype: ", "bfloat16"]),
         (("mymodels:make", "--returns", "logits"), ["--returns: ", "'logits'"]),
     ],

@@ -190,3 +190,7 @@ def test_a_planned_module_keeps_the_states_of_its_models_class() -> None:
 def test_running_is_of_wrapped_and_planned_models() -> None:
     with pytest.raises(ValueError, match="neither wrapped nor planned"):
         memopt.running(nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    planned = memopt.plan(model, torch.ones(1, 2), budget=None).apply(model)
+    assert memopt.running(planned).calls is planned.calls
+    assert memopt.running(memopt.wrap(planned, "1GiB")).plans is planned.memopt.plans
