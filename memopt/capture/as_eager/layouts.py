@@ -129,8 +129,15 @@ def _row_major(value: Tensor) -> bool:
 
 
 def _static(value: Tensor) -> bool:
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    return value.layout is torch.strided and all(isinstance(size, int) for size in sizes)
+    if value.layout is not torch.strided:
+        return False
+    sizes = (
+        *value.shape,
+        *value.stride(),
+        value.storage_offset(),
+        value.untyped_storage().nbytes(),
+    )
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _measured(call: Signature, results: list[Any], device: torch.device) -> _Layouts:
