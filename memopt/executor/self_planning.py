@@ -33,7 +33,6 @@ from memopt.executor.surroundings import Surroundings
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
-from memopt.pricing.memory import can_measure
 from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, in_order, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
@@ -315,7 +314,7 @@ class SelfPlanning:
         if (ready := self.plans.last_used(kind)) is None:
             return None
         made = self._improved(kind, call, ready)
-        if not self._maker.keeps(made, kind) and can_measure(device_of(self.model, call)):
+        if not self._maker.keeps(made, kind) and self.around.can_measure(call):
             made = self._made(kind, call, made)
         if made.plan.program.offsets is None:
             self.family.idle.clear()
@@ -353,7 +352,7 @@ class SelfPlanning:
         for made in ready:
             if has_backward(made.module, used) and accepts(made.module, call):
                 return made.module
-        if not (self.around.stop() and can_measure(device_of(self.model, call))):
+        if not (self.around.stop() and self.around.can_measure(call)):
             for made in ready:
                 made.once = True
             return None
@@ -369,7 +368,7 @@ class SelfPlanning:
         beside: Charges = NO_CHARGES,
     ) -> Made:
         naming = naming_parts(self._to_part)
-        if self._maker.alone and not can_measure(device_of(self.model, call)):
+        if self._maker.alone and not self.around.can_measure(call):
             raise ProfilerBusyError
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
             made = self._maker.made(kind, kind[-1], call, beside)

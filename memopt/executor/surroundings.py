@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
-from memopt.pricing.memory import LossMeter, MemoryUse, end_metering
+from memopt.pricing.memory import LossMeter, MemoryUse, can_measure, end_metering
 from memopt.step.backend import backend_of
-from memopt.step.inputs import Call
+from memopt.step.inputs import Call, device_of
 from memopt.step.optimizer_state import state_sizes
 from memopt.step.ranks import members_of, several_are_there
 from memopt.step.shards import local_part, padded_bytes
@@ -311,6 +311,12 @@ class Surroundings:
         metered.ends.clear()
         metered.meter.close()
         return not metered.meter.profiles
+
+    def can_measure(self, call: Call) -> bool:
+        """Return whether a plan for a call can be measured now: on a CPU not while somebody else's
+        profile runs."""
+        model = self._model()
+        return model is None or can_measure(device_of(model, call))
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
