@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from memopt.step.captured import Captured, Primal
 from memopt.torch_private.modes import backward_number, when_backward_is_over
-from memopt.torch_private.tensors import gradient_hooks
+from memopt.torch_private.tensors import hook_first
 
 _SUM = torch.ops.aten.add.Tensor
 _COPIES = frozenset((torch.ops.aten.clone.default,))
@@ -48,10 +48,7 @@ class AddedLater:
         for i in self._names if backward_number() != -1 else ():
             value, gradient = primals[i], gradient_of(i)
             if isinstance(gradient, torch.Tensor) and value.requires_grad:
-                hooks = gradient_hooks(value)
-                # A hook of the user's may hand on another tensor.
-                if all(isinstance(hook, _Arrival) for hook in hooks):
-                    _Arrival(self, i, value, gradient)
+                _Arrival(self, i, value, gradient)
 
     def warn(self, position: int) -> None:
         """Say, once, that last bits can differ; `position`: the joint graph's input."""
@@ -79,7 +76,8 @@ class _Arrival:
     ) -> None:
         self._added, self._position = added, position
         self._address, self._task = gradient.data_ptr(), backward_number()
-        handle = value.register_hook(self)  # type: ignore[no-untyped-call]
+        # Before hooks of the user's, which may hand on another tensor.
+        handle = hook_first(value, self)
         when_backward_is_over(handle.remove)
 
     def __call__(self, gradient: torch.Tensor) -> None:

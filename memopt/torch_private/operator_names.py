@@ -80,6 +80,7 @@ _NAMED = (
     "_to_copy.default",
     "_trilinear.default",
     "_unsafe_view.default",
+    "_upsample_bilinear2d_aa_backward.default",
 )
 """Operators that memopt calls, or knows by name in graphs."""
 

@@ -42,9 +42,13 @@ def any_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     return any(map(any, map(_gradient_hooks, tensors)))
 
 
-def gradient_hooks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the hooks that a tensor's gradient goes through on its way."""
-    return tuple((_hooks_on_the_way(tensor) or {}).values())
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Let a tensor's gradient go through a hook before all others; return the hook's handle."""
+    handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = _hooks_on_the_way(tensor)
+    for number in [number for number in hooks if number != handle.id]:
+        hooks[number] = hooks.pop(number)  # autograd minds the order of insertion alone
+    return handle
 
 
 def held_once(tensor: torch.Tensor) -> bool:

@@ -85,7 +85,9 @@ def is_pointwise(node: Node) -> bool:
     return is_dropout(node) or cheap or _is_tagged(target)
 
 
-def _is_tagged(target: OpOverload) -> bool:
+def _is_tagged(target: Any) -> bool:
+    if not isinstance(target, OpOverload):
+        return False
     return torch.Tag.pointwise in target.tags and target.namespace in ("aten", "prims")
 
 

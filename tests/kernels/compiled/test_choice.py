@@ -10,7 +10,9 @@ import torch
 
 import memopt
 from memopt.kernels.compiled import choice, fuse, inductor
+from memopt.kernels.compiled.fusible import is_pointwise
 from memopt.step.kernel import PREFIX
+from memopt.step.operators import Substitute
 from memopt.step.region_graph import Subgraph
 from tests.kernels.compiled.steps import inputs, network, step, store_all
 from tests.kernels.compiled.test_kernels import fused
@@ -119,3 +121,9 @@ def test_compilation_can_be_interrupted(nothing_compiled: None) -> None:
     # What waits for compilers was put back.
     assert store_all()[1].peak_bytes
     torch.compile(torch.sin)(inputs())
+
+
+def test_functions_that_run_in_another_way_are_not_pointwise() -> None:
+    function = Substitute(torch.relu, lambda relu, x: relu(x))
+    node = torch.fx.Graph().call_function(function)
+    assert not is_pointwise(node)
