@@ -25,6 +25,7 @@ from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
+from memopt.step.shards import local_part
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modes import keeps_graph
@@ -281,8 +282,7 @@ def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
 
 
 def waiting_calls(*planned: nn.Module) -> int:
-    """Return how many calls of planned modules, that may be plans of one model, await their
-    backward."""
+    """Return how many calls of planned modules, or plans of one, await their backward."""
     return sum(map(len, {one.__dict__["_memopt"][2] for one in planned}))
 
 
@@ -362,11 +362,11 @@ def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
     # Gradients in one buffer count their own bytes each, at most the buffer.
     parts: dict[int, int] = {}
     whole: dict[int, int] = {}
-    for gradient in (p.grad for p in original_of(planned).parameters()):
-        if gradient is not None:
-            storage = storage_of(gradient)
-            parts[storage] = parts.get(storage, 0) + gradient.nbytes
-            whole[storage] = gradient.untyped_storage().nbytes()
+    held = (p.grad for p in original_of(planned).parameters() if p.grad is not None)
+    for gradient in map(local_part, held):
+        storage = storage_of(gradient)
+        parts[storage] = parts.get(storage, 0) + gradient.nbytes
+        whole[storage] = gradient.untyped_storage().nbytes()
     held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
     if held_bytes <= spare_bytes:
         return
