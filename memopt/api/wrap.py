@@ -189,11 +189,11 @@ def running(model: nn.Module) -> SelfPlanning | Running:
     from memopt.executor.self_planning import planning_of
 
     made = planning_of(inside_fabric(model) or model)
-    if made is None and isinstance(model, PlannedModule):
+    if made is not None:
+        return made
+    if isinstance(model, PlannedModule):
         return running_planned(model)
-    if made is None:
-        raise ValueError("this model is neither wrapped nor planned")
-    return made
+    raise ValueError("this model is neither wrapped nor planned")
 
 
 @dataclass

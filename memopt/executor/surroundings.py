@@ -177,9 +177,8 @@ class Surroundings:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
-        met = replace(met, state_bytes=state_bytes, waiting_calls=self._waiting)
-        met = replace(met, halved_calls=self._halved)
-        return met.plus(self._engine)
+        calls = {"waiting_calls": self._waiting, "halved_calls": self._halved}
+        return replace(met, state_bytes=state_bytes, **calls).plus(self._engine)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""

@@ -254,20 +254,19 @@ def cpu_profile() -> Iterator[Any]:
     """
     # Kineto prints two lines per session on stderr unless told otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    end_metering()
-    if profile_begun():
+    if not can_measure(torch.device("cpu")):
         raise ProfilerBusyError
-    activities = [torch.profiler.ProfilerActivity.CPU]
     with contextlib.ExitStack() as opened:
         with operators_alone():
-            profile = torch.profiler.profile(activities=activities, profile_memory=True)
+            # It counts no steps, as torch.profiler's does: `profile_begun` sees others by these.
+            profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             profiler = opened.enter_context(profile)
         yield profiler
 
 
 def _marked_at(profiler: Any) -> list[int]:
     """Return the times, in ns, of the marks in a finished CPU profile."""
-    events = profiler.profiler.kineto_results.events()
+    events = profiler.kineto_results.events()
     return sorted(one.start_ns() for one in events if one.name() == "memopt::profile_mark")
 
 
@@ -278,7 +277,7 @@ def _allocations(profiler: Any) -> tuple[list[tuple[int, int, int, bool]], list[
     kind = allocation_tag()
     found: list[tuple[int, int, int, bool]] = []
     waits: list[int] = []
-    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    roots = profiler.kineto_results.experimental_event_tree()
     stack = [(event, False) for event in roots]
     while stack:
         event, inside = stack.pop()

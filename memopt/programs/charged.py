@@ -53,7 +53,9 @@ def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     """Return what the calls keep that await their backward beside this one, with their outputs; or
     their gradients, if that is more, where a backward is half done."""
     calls = charges.waiting_calls
-    kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
+    if not calls:
+        return 0
+    kept_bytes = held_bytes(graph, program, outputs=True)
     gradient_bytes = sum(graph.tensors[one].size_bytes for one in set(graph.gradients))
     return calls * kept_bytes + charges.halved_calls * max(0, gradient_bytes - kept_bytes)
 

@@ -119,6 +119,9 @@ def profile_begun() -> bool:
     warms up or records: another one ends it, and torch crashes when its schedule goes on."""
     if profiler_looks_on():
         return True
+    # Their steps are counted from the time they are made: without any, none is looked for.
+    if "ProfilerStep" not in private_once("torch.autograd.profiler.KinetoStepTracker._step_dict"):
+        return False
     profile, idle = torch.profiler.profile, torch.profiler.ProfilerAction.NONE
     return any(
         getattr(one, "step_rec_fn", None) is not None and one.current_action != idle

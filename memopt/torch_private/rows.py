@@ -169,6 +169,11 @@ AUTOGRAD = (
     ),
     *rows("see whether torch's profiler runs", "torch.autograd", "_profiler_enabled"),
     *rows(
+        "see whether the caller has a profile",
+        "torch.autograd.profiler",
+        "KinetoStepTracker._step_dict",
+    ),
+    *rows(
         "end its own profile before another begins", "torch.autograd.profiler", "_prepare_profiler"
     ),
     *rows("read allocations in a profile", "torch._C._profiler", "_EventType"),

@@ -35,7 +35,7 @@ def test_ranges_of_the_caller_are_not_recorded() -> None:
     """One that outlasts its profile would write to freed memory, if another profile runs then."""
     with cpu_profile() as profiler, torch.profiler.record_function("the caller's"):
         torch.ones(8)
-    names = {one.name() for one in profiler.profiler.kineto_results.events()}
+    names = {one.name() for one in profiler.kineto_results.events()}
     assert "aten::ones" in names
     assert "the caller's" not in names
 

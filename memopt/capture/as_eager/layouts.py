@@ -13,6 +13,7 @@ query of one token), and convolutions tell whether an image of one pixel has its
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import threading
@@ -40,8 +41,7 @@ from memopt.torch_private.aot import FakeTensor
 _Layouts = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 _VIEW = torch.ops.aten.view.default
 _known = Answers()
-"""A call's text and its device → the strides of its results, () if its kernel refuses; the shape
-and strides of a tensor, and the shape of its view → that one's strides."""
+"""A call's text and its device → the strides of its results; () if its kernel refuses."""
 
 
 def computing_device(model: nn.Module, call: Call) -> torch.device | None:
@@ -90,16 +90,22 @@ def _as_viewed(viewed: Tensor, view: Tensor) -> Tensor:
     """Return the view of a fake tensor with the strides that ATen gives it."""
     if not _static(viewed):
         return view
-    sizes = tuple(viewed.shape), tuple(viewed.stride()), tuple(view.shape)
-
-    def asked() -> list[Any]:
-        meta = torch.empty_strided(*sizes[:2], device=torch.device("meta"))
-        return [meta.view(sizes[2]).stride()]
-
-    (found,) = _known.find(sizes, lambda: _in_new_thread(asked))
+    found = _strides_of_view(tuple(viewed.shape), tuple(viewed.stride()), tuple(view.shape))
     if view.stride() == found:
         return view
     return viewed.as_strided(view.shape, found, viewed.storage_offset())
+
+
+@functools.lru_cache(maxsize=10_000)
+def _strides_of_view(
+    viewed: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the strides that a tensor of shape `viewed` has when it is viewed as another shape."""
+    meta = torch.device("meta")
+    (found,) = _in_new_thread(
+        lambda: [torch.empty_strided(viewed, strides, device=meta).view(shape).stride()]
+    )
+    return tuple(found)
 
 
 def _leaves(value: Any) -> list[Any]:
