@@ -103,8 +103,9 @@ class HostAccount:
         """Do nothing: what another thread is about to count is counted anew in the child."""
 
     def in_child(self) -> None:
-        """Make the lock anew."""
-        self._lock = threading.Lock()
+        """Make the lock anew: one that its thread can take again, should an interruption between
+        two lines have left it taken."""
+        self._lock = threading.RLock()
 
     @property
     def now_bytes(self) -> int:
