@@ -33,6 +33,7 @@ from memopt.strategies import (
     Strategy,
     resolve,
 )
+from memopt.strategies.auto.strategy import ORDER, SMALL
 from memopt.strategies.base import CostModel
 from tests.models.training_graphs import overwriting
 from tests.plan.tiny import make, profiled
@@ -119,6 +120,18 @@ def test_is_the_minimum_with_offloading(seed: int) -> None:
 def test_is_the_minimum_on_graphs(seed: int) -> None:
     graph = random_graph(Random(seed), 9)
     assert check_minimum(graph, MEMBERS, Device()) > 0
+
+
+def test_names_no_more_than_another_order_needs() -> None:
+    """In a graph that is not small, too."""
+    rng = Random(1)
+    graph = random_graph(rng, SMALL)
+    named = Auto().solve(graph, 1)
+    assert "olla" in [name for name, *_ in named.stats["tried"]]
+    in_order = ORDER.solve(graph, 1).smallest_budget_bytes
+    assert in_order is not None
+    assert named.smallest_budget_bytes is not None
+    assert named.smallest_budget_bytes <= in_order
 
 
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "convolutions"])

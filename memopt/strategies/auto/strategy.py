@@ -233,7 +233,8 @@ def _in_order(
     may suffice alone, it is looked for behind the members that plan at once."""
     impossible = budget_bytes is not None and memory_lower_bound(graph) > budget_bytes
     if impossible and len(graph.operators) > SMALL:
-        return tuple(one for one in members if one.quick or one.strategy.name == LEADER)
+        soon = (LEADER, ORDER.name)
+        return tuple(one for one in members if one.quick or one.strategy.name in soon)
     if budget_bytes is None:
         # It has the fastest program at once.
         return tuple(sorted(members, key=lambda member: member.strategy.name != LEADER))
