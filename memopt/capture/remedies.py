@@ -27,6 +27,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "(torch.rand, torch.randint), or pass them as a tensor",
     ),
     (
+        r"(RandomValueSource|\bRandom\.[a-z]+)[^\0]*<@beartype\(",
+        "beartype draws random numbers to check its arguments: switch its checks off "
+        "(BeartypeConf(strategy=BeartypeStrategy.O0)), or leave this forward undecorated",
+    ),
+    (
         r"RandomValueSource|\bRandom\.[a-z]+",
         "it draws random numbers in Python, which a graph would hold as constants: draw them in "
         "torch (torch.empty(()).uniform_(a, b), torch.randint; torch.where chooses by them), or "

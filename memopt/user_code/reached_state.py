@@ -228,7 +228,7 @@ class ReachedState:
 
     def _restore_variables(self, owner: Any, before: Mapping[str, Any]) -> None:
         """Restore an object's named attributes, or a module's named globals."""
-        if isinstance(owner, dict):
+        if _is_namespace(owner):
             now: Mapping[str, Any] = dict(owner)
         elif isinstance(owner, (type, types.ModuleType)):
             now = dict(vars(owner))
@@ -308,9 +308,14 @@ def _set_content(cell: types.CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
+def _is_namespace(owner: Any) -> bool:
+    """Return whether an object is a `__dict__` or a module's globals, no dict with slots."""
+    return isinstance(owner, dict) and not _slots(type(owner))
+
+
 def _assign(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute or a dict's entry; the value `_ABSENT` deletes it."""
-    if isinstance(owner, dict):
+    """Set an attribute or a namespace's entry; the value `_ABSENT` deletes it."""
+    if _is_namespace(owner):
         if value is _ABSENT:
             del owner[name]
         else:

@@ -104,6 +104,7 @@ DRAWN: tuple[Form, ...] = (
     lambda m, x: torch.where(torch.rand(()) < 0.5, x * 2, x),
 )
 PYTHON = r"it draws random numbers in Python, .*uniform_\(a, b\)"
+CHECKED = eval(compile("lambda m, x: x * (random.getrandbits(3) > 9)", "<@beartype(f)>", "eval"))
 NUMPY = r"it draws or seeds random numbers in numpy, .*torch\.rand"
 VALUES = r"without data-dependent Python control flow .*torch\.where"
 SHAPES = r"a shape depends on the values of a tensor at .*torch\.where"
@@ -126,6 +127,7 @@ ROWS: dict[str, Row] = {
     "randint": Row(lambda m, x: x * random.randint(1, 3), PYTHON, DRAWN[1:2]),
     "choice": Row(lambda m, x: x * random.choice([1.0, 2.0]), PYTHON),
     "own Random": Row(lambda m, x: x * m.random.random(), PYTHON),
+    "beartype": Row(CHECKED, "beartype draws random numbers .*BeartypeStrategy.O0"),
     "numpy": Row(lambda m, x: x * np.random.uniform(), NUMPY),
     "numpy array": Row(
         lambda m, x: x + torch.from_numpy(np.random.rand(3)).float(),

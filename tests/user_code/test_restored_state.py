@@ -128,7 +128,20 @@ class Hiding(Slotted):
         return object()
 
 
-ANSWERING, HIDING = Answering("answering"), Hiding()
+class Frozen(dict[str, int]):
+    """A dict that keeps its hash in a slot and refuses to be changed, as beartype's do."""
+
+    __slots__ = ("_hash",)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        self._hash = len(self)
+        return self._hash
+
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError("frozen")
+
+
+ANSWERING, HIDING, FROZEN = Answering("answering"), Hiding(), Frozen(one=1)
 
 
 def test_globals_of_a_loss_that_answer_any_name_or_hide_a_slot() -> None:
@@ -139,6 +152,16 @@ def test_globals_of_a_loss_that_answer_any_name_or_hide_a_slot() -> None:
 
     with state_restored(nn.Linear(2, 2), Call((torch.ones(2),), {}), loss):
         assert loss(torch.ones(2)) == 1
+
+
+def test_a_dict_with_slots() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return output.square().mean() * hash(FROZEN) + getattr(FROZEN, "_hash", 0)
+
+    with state_restored(nn.Linear(2, 2), Call((torch.ones(2),), {}), loss):
+        assert loss(torch.ones(2)) == 2
+    assert not hasattr(FROZEN, "_hash")
+    assert FROZEN == {"one": 1}
 
 
 def test_a_whole_step() -> None:
