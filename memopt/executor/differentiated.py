@@ -238,7 +238,8 @@ def _aliased(call: Call) -> Call:
     def one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_leaf else made.setdefault(id(tensor), tensor.view_as(tensor))
 
-    return call.with_tensors(one)
+    with torch.enable_grad():  # a backward runs without
+        return call.with_tensors(one)
 
 
 def draws(captured: Captured) -> bool:

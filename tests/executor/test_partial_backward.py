@@ -209,6 +209,21 @@ def test_what_is_not_known_runs_as_the_original_and_says_so() -> None:
     assert (planned.calls.planned, planned.calls.original) == (0, 1)
 
 
+def test_what_runs_as_the_original_hands_gradients_on_to_what_computed_its_input() -> None:
+    plain, _, planned = planned_and_plain(Custom, strategy="store-all")
+    found = []
+    for one in (plain, planned):
+        torch.manual_seed(1)
+        before = torch.nn.Linear(4, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            one(before(torch.randn(5, 4)))[0].sum().backward()
+        found.append([before.weight.grad, before.bias.grad])
+    assert found[0][0] is not None
+    assert_same_bits(found[1], found[0])
+    assert planned.calls.original == 1
+
+
 def test_the_remedy_of_that_warning_works() -> None:
     torch.manual_seed(0)
     model = Custom()
