@@ -383,7 +383,8 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     state = optimizer_state(request.step.optimizer, model.parameters())
     held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return digest([code_digest(), record, asked, repr(state), call.whole_masks, held_bytes, text])
+    marks = (call.whole_masks, call.orders)
+    return digest([code_digest(), record, asked, repr(state), marks, held_bytes, text])
 
 
 _NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}

@@ -115,7 +115,7 @@ def _captured(
         check_dense(traced, {id(tensor): source for source, tensor in dependencies.tensors})
         check_objects_kept(model, call)
         trace, effects = digest(traced, model, dependencies), effects_of(traced)
-        outputs = separate_outputs(traced, gradients())
+        outputs = separate_outputs(traced, gradients(), call.orders)
         captured = _export(model, traced, call, dependencies, outputs)
         captured = replace(
             captured, device=device, dependencies=dependencies, trace=trace, effects=effects

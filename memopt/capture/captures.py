@@ -73,4 +73,4 @@ def _kind(model: nn.Module, call: Call) -> _Kind:
     ]
     tied = tuple(repeated(call.leaves).items())
     record = record_of(model, Call((), {}), device_of(model, call))
-    return record, call.spec, tuple(leaves), tied, call.whole_masks
+    return record, call.spec, tuple(leaves), tied, call.whole_masks, call.orders

@@ -1,26 +1,26 @@
-"""Warns where the gradient of an output arrives in another layout than it was captured for.
+"""Notes where the gradient of an output arrives in another layout than it was captured for.
 
 Autograd hands a kernel the gradient as the loss has laid it out; a planned backward is for the
-layouts of the outputs, or of a named loss, and copies others first. Kernels may then round
-otherwise.
+layouts of the outputs, of a named loss or of earlier calls, and copies others first. Kernels may
+then round otherwise. A wrapped model is planned for the new layout (`planning_in_backward`); of
+another one it is said.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
 from memopt.step.captured import Captured
-from memopt.step.memory_layout import is_dense
+from memopt.step.memory_layout import in_order, is_dense, order_of
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import aten
 
-_LOOKED_AT = 4
-"""Number of first calls that are looked at: a loop lays its gradients out alike in every step."""
 _AS_LAID_OUT = frozenset(
     (
         aten.convolution_backward.default,
@@ -56,45 +56,73 @@ _KEEPS_ORDER = frozenset(
 )
 """Kernels, besides functions of each element, that lay their result out as their argument."""
 _IN_A_ROW = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
-"""Of another layout they make a copy, row by row, as eager does."""
+"""Of a layout that they cannot see in the new shape they make a copy, row by row, as eager does."""
+
+ArrivedOrders: TypeAlias = dict[int, tuple[int, ...]]
+"""Positions of outputs → their gradients' dimensions, from the largest stride on."""
 
 
 class ArrivingLayouts:
-    """Looks at the gradients of the outputs of a captured model's first calls.
+    """Looks at the gradients of the outputs of a captured model's calls.
 
     Args:
         captured: the captured model.
     """
 
     def __init__(self, captured: Captured) -> None:
-        self._orders: dict[int, list[int]] = {}
-        for tangent in captured.tangents:
+        self._tangents: dict[int, Node] = {}
+        self._numbers: dict[int, int] = {}
+        self._rounds: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._said = False
+        for number, tangent in enumerate(captured.tangents):
             leaf = getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", None)
-            if leaf is not None and _rounds_as_laid_out(tangent):
-                self._orders[leaf] = _order(tangent.meta["val"])
-        self._left = _LOOKED_AT if self._orders else 0
+            if leaf is not None and _reaches_what_rounds(tangent):
+                self._tangents[leaf], self._numbers[leaf] = tangent, number
 
-    def look(self, output: Any) -> None:
-        """Look at the gradients of a call's output when they arrive."""
-        if not self._left:
+    def look(self, output: Any, arrived: ArrivedOrders) -> None:
+        """Note in `arrived`, when a call's backward begins, gradients of its output in a layout
+        with which the backward may round otherwise."""
+        if not self._tangents:
             return
-        self._left -= 1
         leaves = pytree.tree_leaves(output)
-        for position in self._orders:
+        for position in self._tangents:
             if leaves[position].requires_grad:
-                leaves[position].register_hook(partial(self._arrived, position))
+                leaves[position].register_hook(partial(self._look, arrived, position))
 
-    def _arrived(self, position: int, gradient: torch.Tensor | None) -> None:
+    def _look(self, arrived: ArrivedOrders, position: int, gradient: torch.Tensor | None) -> None:
         # An output that the loss does not use has none.
         if gradient is None or not is_dense(gradient.shape, gradient.stride()):
             return
-        expected = self._orders.get(position)
-        if expected is None or _order(gradient) == expected:
+        order = order_of(gradient)
+        rounds = self._rounds.get((position, order))
+        if rounds is None:
+            rounds = self._rounds[position, order] = _may_round(self._tangents[position], order)
+        if rounds:
+            arrived[position] = order
+
+    def as_arrived(self, orders: ArrivedOrders, tangents: list[Any]) -> list[Any]:
+        """Return the gradients with which a backward begins in the layouts in which they came."""
+        made = list(tangents)
+        for position, order in orders.items():
+            i = self._numbers[position]
+            if isinstance(given := made[i], torch.Tensor):
+                strides = in_order(given.shape, order)
+                empty = torch.empty_strided(
+                    given.shape, strides, dtype=given.dtype, device=given.device
+                )
+                made[i] = empty.copy_(given)
+        return made
+
+    def say(self, orders: ArrivedOrders) -> None:
+        """Warn, once, that gradients in these layouts are copied."""
+        if self._said:
             return
-        self._orders, self._left = {}, 0
+        self._said = True
+        position = min(orders)
+        shape = self._tangents[position].meta["val"].shape
         warnings.warn(
             f"the gradient of output {position} of a planned model, of shape "
-            f"{list(gradient.shape)}, arrives in another memory layout than the output's: it is "
+            f"{list(shape)}, arrives in another memory layout than the output's: it is "
             "copied first, and gradients can differ in their last bits. Return the output "
             "contiguous (output.contiguous()), or name the loss (loss_fn= of memopt.plan or "
             "memopt.wrap)",
@@ -102,24 +130,68 @@ class ArrivingLayouts:
         )
 
 
-def _order(value: torch.Tensor) -> list[int]:
-    """Return a tensor's dimensions, those of size 1 left out, from the largest stride on."""
-    strides, shape = value.stride(), value.shape
-    several = (i for i, size in enumerate(shape) if size > 1)
-    return sorted(several, key=lambda i: -strides[i])
+def _lies_as_before(target: Any) -> bool:
+    """Return whether an operator's result is laid out by its argument."""
+    tags = getattr(target, "tags", ())
+    keeps = torch.Tag.pointwise in tags or getattr(target, "is_view", False)
+    return bool(keeps) or target in _KEEPS_ORDER or target in _IN_A_ROW
 
 
-def _rounds_as_laid_out(tangent: Node) -> bool:
+def _reaches_what_rounds(tangent: Node) -> bool:
     """Return whether a kernel may round a gradient, or what has its layout, as it lies there."""
     waiting, seen = [tangent], {tangent}
     while waiting:
         for user in waiting.pop().users:
-            target: Any = user.target
-            if target in _AS_LAID_OUT:
+            if user.target in _AS_LAID_OUT:
                 return True
-            tags = getattr(target, "tags", ())
-            keeps = torch.Tag.pointwise in tags or getattr(target, "is_view", False)
-            if (keeps or target in _KEEPS_ORDER) and target not in _IN_A_ROW and user not in seen:
+            if _lies_as_before(user.target) and user not in seen:
                 seen.add(user)
                 waiting.append(user)
     return False
+
+
+def _may_round(tangent: Node, order: tuple[int, ...]) -> bool:
+    """Return whether a kernel is reached that may round otherwise if a gradient's dimensions lie in
+    this order."""
+    shape = tangent.meta["val"].shape
+    waiting = [(tangent, in_order(shape, order))]
+    seen = {tangent}
+    while waiting:
+        node, strides = waiting.pop()
+        given = node.meta["val"]
+        laid = torch.empty_strided(given.shape, strides, dtype=given.dtype, device="meta")
+        if _several(laid) == _several(given):
+            continue
+        for user in node.users:
+            if user.target in _AS_LAID_OUT:
+                return True
+            if _lies_as_before(user.target) and user not in seen:
+                seen.add(user)
+                waiting += ((user, strides) for strides in _strides_after(user, node, laid))
+    return False
+
+
+def _several(value: torch.Tensor) -> list[int]:
+    """Return the dimensions of more than one element, from the largest stride on."""
+    return [i for i in order_of(value) if value.shape[i] > 1]
+
+
+def _strides_after(user: Node, node: Node, laid: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the strides of an operator's result where its argument `node` is laid out so."""
+    result = user.meta["val"]
+    if not isinstance(result, torch.Tensor):
+        return
+    if user.target in _IN_A_ROW:
+        try:
+            yield laid.view(result.shape).stride()
+        except RuntimeError:
+            yield in_order(result.shape, range(result.dim()))
+    elif getattr(user.target, "is_view", False):
+        args = [laid if given is node else given for given in user.args]
+        yield user.target(*args, **user.kwargs).stride()  # type: ignore[operator]
+    elif user.kwargs.get("memory_format") is torch.contiguous_format:
+        yield in_order(result.shape, range(result.dim()))
+    elif result.dim() == laid.dim():
+        yield in_order(result.shape, order_of(laid))
+    else:
+        yield in_order(result.shape, range(result.dim()))

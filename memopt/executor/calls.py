@@ -38,6 +38,7 @@ def difference(before: Any, now: Any) -> str:
 _OF_A_KIND = (
     "autocast is on, off or of another dtype",
     "a mask lets all through, or no longer does",
+    "in which memory layouts gradients of the outputs arrive",
     "which parameters are trained (requires_grad)",
     "whether there are gradients already when the forward begins (zero_grad)",
 )

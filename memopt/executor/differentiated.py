@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.unplanned import unplanned
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.captured import Captured
-from memopt.step.inputs import Call
+from memopt.step.inputs import Call, Orders
 from memopt.step.model_outputs import TracedOutputs
 from memopt.step.nodes import is_random
 from memopt.torch_private import pytree
@@ -48,7 +48,13 @@ HALVED = (
     "a second backward of a planned call, after one for its inputs alone (the first half of a "
     "pipeline's split backward), begins with other gradients, or asks for others"
 )
+IN_OTHER_ORDER = (
+    "the gradient of an output of a planned call arrives in another memory layout than it was "
+    "planned for, in which kernels round otherwise"
+)
 REMEDIES = {
+    IN_OTHER_ORDER: "return the output contiguous (output.contiguous()), or name the loss that you "
+    "train with (loss_fn= of memopt.wrap)",
     OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",
     DIFFERENTIATED: "train it without a plan (memopt.unwrap(model), or planned.original)",
     HALVED: "train it without a plan (memopt.unwrap(model), or planned.original)",
@@ -56,6 +62,13 @@ REMEDIES = {
     "without a plan (memopt.unwrap(model), or planned.original)",
 }
 """Why the unplanned model runs in place of a planned backward → what to do if it cannot."""
+
+
+Again: TypeAlias = Callable[[Call], nn.Module | None]
+"""Returns the module for a call that runs once more in a backward; None: the unplanned one."""
+OtherOrder: TypeAlias = Callable[[Orders, int], Again | None]
+"""Given in which orders gradients arrive, and their bytes, returns what runs a call planned for
+that; None: they are to be copied."""
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
@@ -84,6 +97,7 @@ class AsOriginal:
         guard: checks whether the call is still the planned one.
         random: random states of the device; None: the call draws no random numbers.
         used: is told why, before the call runs again, and whether it does so under a plan.
+        other_order: returns what runs it planned for gradients in other layouts (`OtherOrder`).
     """
 
     def __init__(
@@ -94,7 +108,9 @@ class AsOriginal:
         guard: Guard,
         random: RandomStates | None,
         used: Callable[[str, bool], None],
+        other_order: OtherOrder | None = None,
     ) -> None:
+        self._other_order = other_order
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used = autocast_state(), used
         self._random = random
@@ -119,26 +135,47 @@ class AsOriginal:
                 "without a plan (memopt.unwrap(model), or planned.original)"
             )
 
-    def gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
+    def gradients(
+        self, tangents: list[Any], why: str, planned: Again | None = None
+    ) -> tuple[Any, ...]:
         """Return the gradients of the joint graph's inputs, differentiable under
         `create_graph=True`.
 
         Args:
             tangents: the gradients of its outputs, in the joint graph's order; None: it has none.
             why: why it runs, a key of `REMEDIES`.
+            planned: as of `gradients_from`; None: the unplanned model runs.
 
         Raises:
             ExecutionError: the forward cannot run again as it ran.
         """
         run = self._gradients if self._random is None else self._random.settling(self._gradients)
-        found: tuple[Any, ...] = run(tangents, why)
+        found: tuple[Any, ...] = run(tangents, why, planned)
         return found
+
+    def in_order(self, orders: Mapping[int, tuple[int, ...]], given: list[Any]) -> Again | None:
+        """Return what runs the call planned for gradients that arrive in these orders; None: it
+        cannot run again.
+
+        Args:
+            orders: dimensions, from the largest stride on, by the outputs' positions.
+            given: the gradients.
+        """
+        if self._other_order is None:
+            return None
+        try:
+            self._check_runs_again(IN_OTHER_ORDER)
+            self._guard.check(self._model, self._call)
+        except (ExecutionError, GuardError):
+            return None
+        given_bytes = sum(one.nbytes for one in given if one is not None)
+        return self._other_order(tuple(sorted(orders.items())), given_bytes)
 
     def gradients_from(
         self,
         gradients: Mapping[int, torch.Tensor],
         wanted: Sequence[torch.Tensor],
-        planned: Callable[[Call], nn.Module | None],
+        planned: Again,
     ) -> tuple[Any, ...]:
         """Return the gradients of the tensors `wanted` from those of output leaves, by position,
         of which some have no planned backward.
@@ -154,8 +191,7 @@ class AsOriginal:
 
         def run() -> tuple[Any, ...]:
             self._check_runs_again(OTHER_LOSS)
-            with autocast_as(self._autocast), torch.enable_grad():
-                instead = planned(self._call)
+            instead = self._planned(planned)
             leaves = self._outputs_again(self._call, OTHER_LOSS, instead)
             pairs = [(leaves[position], gradient) for position, gradient in gradients.items()]
             del leaves
@@ -164,13 +200,18 @@ class AsOriginal:
         found = run() if self._random is None else self._random.settling(run)()
         return found
 
-    def _gradients(self, tangents: list[Any], why: str) -> tuple[Any, ...]:
+    def _planned(self, planned: Again) -> nn.Module | None:
+        with autocast_as(self._autocast), torch.enable_grad():
+            return planned(self._call)
+
+    def _gradients(self, tangents: list[Any], why: str, planned: Again | None) -> tuple[Any, ...]:
+        instead = None if planned is None else self._planned(planned)
         captured, model, call = self._captured, self._model, self._call
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
         # Hooks of the user's tensors run when they get these gradients, so they must not run here.
         inner = _aliased(call)
         primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
-        found = self._outputs_again(inner, why)
+        found = self._outputs_again(inner, why, instead)
         if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: a gradient comes from "

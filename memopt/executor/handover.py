@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -234,7 +234,7 @@ class HandoverOrder:
                 leaves[primal.index] = values[i]
         held = [values[i] for i, primal in enumerate(primals) if primal.held]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-        return chain, held, Call(args, kwargs, call.whole_masks)
+        return chain, held, replace(call, args=args, kwargs=kwargs)
 
     def _bytes(self, position: int) -> int:
         value = self.captured.primals[position].node.meta["val"]

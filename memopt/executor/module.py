@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
-from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, pattern
+from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, OtherOrder, pattern
 from memopt.executor.guard import Guard
-from memopt.executor.refused_outputs import refusing_gradients
+from memopt.executor.refused_outputs import (
+    OtherLoss,
+    gradients_of_other_loss,
+    refusing_gradients,
+    trained,
+)
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
@@ -28,15 +32,10 @@ from memopt.step.memory_layout import storage_of
 from memopt.step.shards import local_part
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
-from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that was not planned, the difference) → the module to call."""
-
-OtherLoss: TypeAlias = Callable[[Call, frozenset[int], int], nn.Module | None]
-"""(a call, the positions of its output's leaves that have got gradients, the bytes of these) → the
-model under a plan for a loss that uses these leaves; None: none can be made now."""
 
 
 class PlannedModule(nn.Module):
@@ -73,6 +72,7 @@ class PlannedModule(nn.Module):
         self.__dict__["_memopt_spare"] = spare_bytes
         self.__dict__["_memopt_arrived"] = None
         self.__dict__["_memopt_other_loss"] = None
+        self.__dict__["_memopt_other_order"] = None
         own = guard or Guard.of(model, captured.call, captured, dependencies)
         self.__dict__["_memopt_guard"] = own
 
@@ -224,7 +224,8 @@ class PlannedModule(nn.Module):
             calls.take_back(why)
 
         random = runtime.random
-        again = AsOriginal(captured, model, call, guard, random, used)
+        other_order: OtherOrder | None = self.__dict__["_memopt_other_order"]
+        again = AsOriginal(captured, model, call, guard, random, used, other_order)
         run = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
         output = _refusing(self, run, call, again)
         if not captured.effects:
@@ -281,6 +282,12 @@ def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
     planned.__dict__["_memopt_other_loss"] = met
 
 
+def when_arrives_otherwise(planned: PlannedModule, met: OtherOrder) -> None:
+    """Let the module that `met` returns run in place of a backward whose gradients arrive in other
+    memory layouts than it was planned for; else they are copied."""
+    planned.__dict__["_memopt_other_order"] = met
+
+
 def waiting_calls(*planned: nn.Module) -> int:
     """Return how many calls of planned modules, or plans of one, await their backward."""
     return sum(map(len, {one.__dict__["_memopt"][2] for one in planned}))
@@ -304,34 +311,9 @@ def _refusing(planned: PlannedModule, output: Any, call: Call, again: AsOriginal
     other_loss: OtherLoss | None = planned.__dict__["_memopt_other_loss"]
     if not refused or other_loss is None:
         return refusing_gradients(output, refused)
-    wanted = _trained(model, call)
-    other = partial(_gradients_of_other_loss, again, runtime, wanted, other_loss)
+    wanted = trained(model, call)
+    other = partial(gradients_of_other_loss, again, runtime, wanted, other_loss)
     return refusing_gradients(output, refused, other, wanted)
-
-
-def _trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
-    """Return the leaves of autograd that a call may have gradients of."""
-    given = [one for one in call.tensors() if one.requires_grad]
-    return [*(one for one in model.parameters() if one.requires_grad), *given]
-
-
-def _gradients_of_other_loss(
-    again: AsOriginal,
-    runtime: Runtime,
-    wanted: Sequence[torch.Tensor],
-    met: OtherLoss,
-    gradients: Mapping[int, torch.Tensor],
-) -> Sequence[Any]:
-    differentiated = torch.is_grad_enabled()  # and a plan's backward has no derivative
-    if not keeps_graph():
-        runtime.drop(again)
-
-    def planned(call: Call) -> nn.Module | None:
-        if differentiated:
-            return None
-        return met(call, frozenset(gradients), sum(one.nbytes for one in gradients.values()))
-
-    return again.gradients_from(gradients, wanted, planned)
 
 
 def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
@@ -388,6 +370,7 @@ _OWN = (
     "_memopt_spare",
     "_memopt_arrived",
     "_memopt_other_loss",
+    "_memopt_other_order",
     "_memopt_twice",
 )
 

@@ -6,9 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from memopt.errors import ExecutionError
+from memopt.executor.differentiated import AsOriginal
+from memopt.executor.runtime import Runtime
+from memopt.step.inputs import Call
 from memopt.torch_private import pytree
+from memopt.torch_private.modes import keeps_graph
+
+OtherLoss: TypeAlias = Callable[[Call, frozenset[int], int], nn.Module | None]
+"""(a call, the positions of its output's leaves that have got gradients, the bytes of these) → the
+model under a plan for a loss that uses these leaves; None: none can be made now."""
 
 Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 """Returns gradients of a call's operands from those of the leaves of its output, by position."""
@@ -85,3 +94,30 @@ def refusing_gradients(
     by_value = dict(zip((*refused, *planned), made, strict=True))
     leaves = [by_value.get(id(leaf), leaf) for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """Return the leaves of autograd that a call may have gradients of."""
+    given = [one for one in call.tensors() if one.requires_grad]
+    return [*(one for one in model.parameters() if one.requires_grad), *given]
+
+
+def gradients_of_other_loss(
+    again: AsOriginal,
+    runtime: Runtime,
+    wanted: Sequence[torch.Tensor],
+    met: OtherLoss,
+    gradients: Mapping[int, torch.Tensor],
+) -> Sequence[Any]:
+    """Return the gradients of the tensors `wanted` from those of output leaves, by position, of
+    which some have no planned backward: of the call run again as `met` plans it."""
+    differentiated = torch.is_grad_enabled()  # and a plan's backward has no derivative
+    if not keeps_graph():
+        runtime.drop(again)
+
+    def planned(call: Call) -> nn.Module | None:
+        if differentiated:
+            return None
+        return met(call, frozenset(gradients), sum(one.nbytes for one in gradients.values()))
+
+    return again.gradients_from(gradients, wanted, planned)

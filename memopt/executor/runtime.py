@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -21,9 +20,11 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.executor.added_later import AddedLater
 from memopt.executor.arriving_layouts import ArrivingLayouts
+from memopt.executor.autocast_backward import AutocastBackward
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
     HALVED,
+    IN_OTHER_ORDER,
     PARTIAL,
     REMEDIES,
     AsOriginal,
@@ -38,11 +39,9 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.tied_values import TiedValue, tie
 from memopt.executor.values import Halves
-from memopt.step.backend import autocast_off, autocast_state
+from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
-from memopt.step.casts import backward_would_cast
 from memopt.step.inputs import Call
-from memopt.step.loss import differentiable
 from memopt.step.model_outputs import as_users_see, in_memory_of_its_own
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.tensors import version_of
@@ -108,6 +107,7 @@ class _State:
     again: AsOriginal | None
     handover: Handover | None
     arrived: Arrived | None
+    orders: dict[int, tuple[int, ...]]
     first_half: FirstHalf | None = None
 
 
@@ -121,6 +121,7 @@ class _Call:
         arrived: called when its backward begins.
         handover: hands its gradients over as they are complete; None: all come at the end.
         moves: (updated tensor, new value) pairs, once the whole forward has run.
+        orders: of the dimensions of gradients that arrive otherwise than planned.
     """
 
     program: Installed
@@ -128,6 +129,7 @@ class _Call:
     arrived: Arrived | None = None
     handover: Handover | None = None
     moves: list[tuple[Any, Any]] | None = None
+    orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _ThreadCall(threading.local):
@@ -142,7 +144,7 @@ class Runtime:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._casts = backward_would_cast(captured.module)
+        self._autocast = AutocastBackward(captured)
         self._added_later, self._layouts = AddedLater(captured), ArrivingLayouts(captured)
         self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
@@ -198,10 +200,8 @@ class Runtime:
                 output = self._captured.compiled(*held, *args, **kwargs)
             if torch.is_grad_enabled():
                 prepare_backward(output, self._captured.outputs)
-                self._layouts.look(output)
-            if self._casts and any(autocast_state()):
-                for value in differentiable(output).values():
-                    value.register_hook(self._look_for_autocast)  # type: ignore[no-untyped-call]
+                self._layouts.look(output, made.orders)
+            self._autocast.look(output)
             return as_users_see(output, self._captured.outputs)
         except BaseException:
             self._settle(made.moves, drawn)
@@ -250,6 +250,7 @@ class Runtime:
             call.again,
             call.handover,
             call.arrived,
+            call.orders,
         )
         tie(self._states, token, state)
         mutated = self._captured.mutated
@@ -292,14 +293,7 @@ class Runtime:
             )
         state = kept.value
         program = state.program
-        for position, version in zip(program.watched, state.versions, strict=True):
-            if version_of(state.primals[position]) != version:
-                raise ExecutionError(
-                    f"{program.names[position]} was changed in place between this step's forward "
-                    "and its backward; the gradients would be wrong. Update parameters after "
-                    "backward()"
-                )
-        self._check_outputs(state)
+        self._check_unchanged(state)
         if state.again is not None:
             state.again.check_unchanged(state.primals)
         if torch.is_grad_enabled() and state.again is not None:
@@ -310,6 +304,8 @@ class Runtime:
                 return self._as_original(state, args[1:], HALVED)
             return self._given(state, found)
         half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
+        if state.orders and half is None and (found := self._in_other_order(kept, args[1:])):
+            return found
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
@@ -349,6 +345,23 @@ class Runtime:
             )
         return self._given(state, state.again.gradients(tangents, why))
 
+    def _in_other_order(
+        self, kept: TiedValue[_State], tangents: list[Any]
+    ) -> tuple[Any, ...] | None:
+        """Return the gradients of a call that runs again, planned for the layouts in which its
+        outputs' gradients arrived; None: they are copied."""
+        state = kept.value
+        again = None if self._sharded or state.handover is not None else state.again
+        given = self._layouts.as_arrived(state.orders, tangents)
+        planned = None if again is None else again.in_order(state.orders, given)
+        if again is None or planned is None:
+            self._layouts.say(state.orders)
+            return None
+        if not keeps_graph():
+            self._states.discard(kept)
+            state.saved = []
+        return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
+
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients that AOTAutograd takes, of a step that had some."""
         self._added_later.look(state.primals, gradients.__getitem__)
@@ -360,19 +373,16 @@ class Runtime:
             return gradients
         return tuple(gradients[i] for i in given)
 
-    def _look_for_autocast(self, _gradient: torch.Tensor) -> None:
-        """Warn, once, of a backward under autocast; the planned one itself runs without."""
-        if self._casts and any(autocast_state()):
-            self._casts = False
-            warnings.warn(
-                "backward() was called inside torch.autocast, which casts what the backward "
-                "computes in float32; a planned one computes it in float32, as after the `with`: "
-                "gradients differ in their last bits. Call backward() after it, as torch advises",
-                stacklevel=2,
-            )
-
-    def _check_outputs(self, state: _State) -> None:
-        positions = state.program.watched_outputs
+    def _check_unchanged(self, state: _State) -> None:
+        program = state.program
+        for position, version in zip(program.watched, state.versions, strict=True):
+            if version_of(state.primals[position]) != version:
+                raise ExecutionError(
+                    f"{program.names[position]} was changed in place between this step's forward "
+                    "and its backward; the gradients would be wrong. Update parameters after "
+                    "backward()"
+                )
+        positions = program.watched_outputs
         for position, value, version in zip(
             positions, state.outputs, state.output_versions, strict=True
         ):

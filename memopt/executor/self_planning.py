@@ -24,9 +24,10 @@ from memopt.errors import GuardError, InputsError, NothingToTrainError, Profiler
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
-from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
+from memopt.executor.module import accepts, count_in, when_other_loss
 from memopt.executor.part_names import check_call, naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
+from memopt.executor.planning_in_backward import PlanningInBackward
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
@@ -122,6 +123,14 @@ class SelfPlanning:
         self._planner = planner
         self._maker = self._makes_plans(alone=ranks_of(model) is None)
         self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)
+        self._backward = PlanningInBackward(
+            planner,
+            self.plans,
+            self.around,
+            self._made,
+            self._without_idle_masks,
+            self._lengths.forget,
+        )
         self._planning, self._in_call = ForkedLock(), _InCall()
         self._asked, self._last_kind = 0, None
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
@@ -268,7 +277,7 @@ class SelfPlanning:
         if self._rounds_by_mask and self._on_mismatch == "plan":
             self._none_masks = none_masks(self.model, call)
             call = replace(call, whole_masks=self._none_masks)
-        return call, self._kind(call)
+        return self._backward.as_arrives(call, self._kind(call))
 
     def _kind(self, call: Call) -> Any:
         """Return the key of calls that one plan may serve."""
@@ -280,7 +289,8 @@ class SelfPlanning:
             trained.append(parameter.requires_grad)
             holding = holding or parameter.grad is not None
         leaves = tuple(map(described, call.leaves))
-        return call.spec, leaves, autocast_state(), call.whole_masks, tuple(trained), holding
+        marks = (call.whole_masks, call.orders)
+        return call.spec, leaves, autocast_state(), *marks, tuple(trained), holding
 
     def _planned(self, kind: Any, call: Call) -> Made | None:
         """Return the model under a plan for calls such as this one, made now if there is none. That
@@ -336,29 +346,10 @@ class SelfPlanning:
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
         """Prepare a module under a new plan to be called."""
         count_in(made.module, self.calls)
-        if self._maker.alone and self._planner.guesses_loss(call):
-            when_other_loss(made.module, partial(self._for_other_loss, kind))
-
-    def _for_other_loss(
-        self, kind: Any, call: Call, used: frozenset[int], gradient_bytes: int
-    ) -> nn.Module | None:
-        """Return the module for a call that was planned for another loss than one that uses these
-        leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
-        _LOG.info("the loss uses other outputs than planned: planning for it")
-        self._planner.train_with(used)
-        self._lengths.forget()
-        call = self._without_idle_masks(call)
-        ready = self.plans.of(kind)
-        for made in ready:
-            if has_backward(made.module, used) and accepts(made.module, call):
-                return made.module
-        if not (self.around.stop() and self.around.can_measure(call)):
-            for made in ready:
-                made.once = True
-            return None
-        beside = Charges(kept_bytes=self.around.held_bytes(), forward_bytes=gradient_bytes)
-        with unplanned():
-            return self._made(kind, call, ready[-1] if ready else None, beside).module
+        if self._maker.alone:
+            self._backward.watch(kind, made.module)
+            if self._planner.guesses_loss(call):
+                when_other_loss(made.module, partial(self._backward.for_other_loss, kind))
 
     def _made(
         self,
@@ -380,7 +371,7 @@ class SelfPlanning:
         """Return the module for a call whose plan no longer fits because something beside the call
         has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
         call = self._without_idle_masks(call)
-        kind = self._kind(call)
+        call, kind = self._backward.as_arrives(call, self._kind(call))
         for made in self.plans.of(kind):
             if accepts(made.module, call):
                 self.plans.use(kind, made)

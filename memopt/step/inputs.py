@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 
 from memopt.step.objects import as_tuples, is_object, objects_in, opened
 from memopt.torch_private import pytree
+
+Orders: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""(position among an output's leaves, dimensions of its gradient from the largest stride on)."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,14 @@ class Call:
         args, kwargs: the arguments.
         whole_masks: whether all its attention masks mask nothing, and it is captured without them
             (`memopt.capture.as_eager.masks`).
+        orders: how gradients of its outputs arrive, if it is captured for other layouts than the
+            outputs'.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     whole_masks: bool = False
+    orders: Orders = ()
 
     @cached_property
     def opened(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

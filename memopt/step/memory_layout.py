@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,6 +53,22 @@ def same_strides(value: torch.Tensor, strides: Iterable[int]) -> bool:
     """Return whether a tensor has these strides, apart from dimensions of size 1 or less."""
     pairs = zip(value.shape, value.stride(), strides, strict=True)
     return all(size <= 1 or stride == other for size, stride, other in pairs)
+
+
+def order_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions, from the largest stride on."""
+    strides = value.stride()
+    return tuple(sorted(range(value.dim()), key=lambda i: -strides[i]))
+
+
+def in_order(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps whose dimensions lie in this order, that of the
+    largest stride first."""
+    strides, room = [0] * len(shape), 1
+    for i in reversed(tuple(order)):
+        strides[i] = room
+        room *= max(int(shape[i]), 1)
+    return tuple(strides)
 
 
 def storage_of(value: torch.Tensor) -> int:

@@ -25,7 +25,8 @@ from torch.fx import GraphModule, Node
 from memopt.errors import CaptureError
 from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.step.dropped_outputs import without
-from memopt.step.memory_layout import is_dense, storage_of
+from memopt.step.inputs import Orders
+from memopt.step.memory_layout import in_order, is_dense, storage_of
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import descriptor_types
 from memopt.torch_private.tensors import version_of
@@ -78,7 +79,9 @@ class TracedOutputs:
 NO_OUTPUTS = TracedOutputs()
 
 
-def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedOutputs:
+def separate_outputs(
+    traced: GraphModule, gradients: OutputGradients, orders: Orders = ()
+) -> TracedOutputs:
     """Replace the outputs of a dynamo graph by copies, each with a gradient of its own, in place.
 
     Args:
@@ -86,6 +89,7 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
         gradients: how the user's loss uses the outputs. Unused ones are traced without a gradient,
             or not returned at all; the others' gradients get the layout in which the loss gives
             them.
+        orders: of outputs' dimensions in gradients that arrive otherwise, see `Call`.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
@@ -101,6 +105,8 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
         )
     inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
     values = [None if i in gradients.dropped else _value(leaf) for i, leaf in enumerate(leaves)]
+    if orders:
+        gradients = _laid_out(gradients, orders, values)
     outputs = _outputs(values, [_value(n) for n in inputs], gradients)
     strides = dict(gradients.strides)
     earlier = dict(outputs.repeated)
@@ -119,6 +125,16 @@ def separate_outputs(traced: GraphModule, gradients: OutputGradients) -> TracedO
     traced.recompile()
     recomputes = any(_is_checkpoint(node) for node in _all_nodes(traced))
     return replace(outputs, makes_zeros=_makes_zeros(traced), recomputes=recomputes)
+
+
+def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> OutputGradients:
+    """Return the facts known of a loss, and that gradients arrive in these orders."""
+    known = dict(gradients.strides)
+    for position, order in orders:
+        value = values[position] if position < len(values) else None
+        if isinstance(value, torch.Tensor) and value.dim() == len(order):
+            known[position] = in_order(value.shape, order)
+    return replace(gradients, strides=tuple(sorted(known.items())))
 
 
 def _makes_zeros(traced: GraphModule) -> bool:

@@ -81,3 +81,129 @@ def test_it_is_said_of_what_is_scaled_up_with_its_channels_last() -> None:
     step = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
     with pytest.warns(UserWarning, match="another memory layout"):
         step(x).square().mean().backward()
+
+
+def test_it_is_said_of_what_a_view_lays_out_otherwise() -> None:
+    """A bias for attention: with one sequence, eager's backward sees other rows in the gradient,
+    and copies nothing."""
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2).reshape(2, 12, 12)
+
+    model = nn.Sequential(nn.Linear(32, 2), Returned(heads_first))
+    x = torch.randn(1, 12, 12, 32)
+    step = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    with pytest.warns(UserWarning, match="another memory layout"):
+        (step(x) * torch.randn(2, 12, 12)).sum().backward()
+
+
+class Returned(nn.Module):
+    """Returns what a function makes of its input."""
+
+    def __init__(self, returned: Return) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.returned(x)
+
+
+class Head(nn.Module):
+    """A small network of images, with dropout and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Conv2d(8, 3, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module, steps: int, switched: int) -> list[list[Tensor]]:
+    """What steps leave behind, whose gradients have their channels last from one step on."""
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        output = model(torch.randn(4, 3, 12, 12))
+        weights = torch.randn(output.shape)
+        if step >= switched:
+            weights = weights.contiguous(memory_format=torch.channels_last)
+        model.zero_grad()
+        (output * weights).sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([*gradients, *model.buffers(), torch.get_rng_state()])
+    return found
+
+
+def test_a_wrapped_model_is_planned_for_the_layout_that_arrives() -> None:
+    torch.manual_seed(0)
+    model = Head()
+    expected = trained(copy.deepcopy(model), 8, switched=5)
+    memopt.wrap(model, "min", strategy="rotor", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(model, 8, switched=5)
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+    calls = memopt.running(model).calls
+    assert (calls.planned, calls.original) == (8, 0)
+    assert len(memopt.running(model).plans) > 1
+
+
+def test_a_first_step_that_is_metered_runs_as_the_original_where_it_cannot_be_planned() -> None:
+    torch.manual_seed(0)
+    model = Head()
+    expected = trained(copy.deepcopy(model), 3, switched=0)
+    memopt.wrap(model, "min", strategy="rotor", progress=False)
+    with pytest.warns(UserWarning, match="arrives in another memory layout.*the original"):
+        found = trained(model, 3, switched=0)
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+    calls = memopt.running(model).calls
+    assert (calls.planned, calls.original) == (2, 1)
+
+
+def alternate(model: nn.Module) -> None:
+    """Steps whose gradients arrive in one layout and in another, in turns."""
+    for step in range(12):
+        output = model(torch.randn(4, 3, 12, 12))
+        last = torch.channels_last if step % 2 else torch.contiguous_format
+        (output * torch.randn(output.shape).contiguous(memory_format=last)).sum().backward()
+
+
+def test_a_loss_that_lays_its_gradients_out_otherwise_each_time_is_said() -> None:
+    torch.manual_seed(0)
+    model = Head()
+    memopt.wrap(model, "min", strategy="store-all", progress=False)
+    with pytest.warns(UserWarning, match="another memory layout.*copied first"):
+        alternate(model)
+
+
+def test_parts_are_planned_for_the_layouts_that_arrive() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.part(self.first(x).tanh())
+            return y.mT @ y if y.sum().item() < 1e9 else y
+
+    torch.manual_seed(0)
+    model, x = Whole(), torch.randn(6, 8)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        memopt.wrap(model, "min", parts="auto", progress=False)
+        for _ in range(3):
+            for one in (model, plain):
+                one.zero_grad()
+                (one(x) * torch.arange(64.0).view(8, 8)).sum().backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
