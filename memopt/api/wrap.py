@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from memopt.executor.module import OnMismatch, PlannedModule, Running
     from memopt.executor.plan_maker import Asked
     from memopt.executor.self_planning import SelfPlanning
-    from memopt.step.inputs import Call
+    from memopt.step.shards import held_gradients
+from memopt.step.inputs import Call
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -382,7 +383,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     state = optimizer_state(request.step.optimizer, model.parameters())
-    held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    held_bytes = sum(gradient.nbytes for gradient in held_gradients(model))
     return digest([code_digest(), record, asked, repr(state), call.whole_masks, held_bytes, text])
 
 
