@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from memopt.executor.module import OnMismatch, PlannedModule, Running
     from memopt.executor.plan_maker import Asked
     from memopt.executor.self_planning import SelfPlanning
-    from memopt.step.shards import held_gradients
-from memopt.step.inputs import Call
+    from memopt.step.inputs import Call
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -370,6 +369,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.step.inputs import device_of
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
+    from memopt.step.shards import held_gradients
 
     text: str | None = ""
     if request.step.loss_fn is not None:
