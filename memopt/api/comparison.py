@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.api.plan import Plan
 from memopt.comparison_record import CellRecord, ComparisonRecord
 from memopt.errors import InfeasibleBudgetError
+from memopt.models.folders import write_whole
 from memopt.report.comparison_text import csv_text, data_frame, html, markdown, text
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Comparison(ComparisonRecord[Cell]):
         """
         made = csv_text(self, _FIGURES)
         if path is not None:
-            Path(path).write_text(made, encoding="utf-8", newline="")
+            write_whole(path, made.encode())
         return made
 
     def report(self, path: str | PathLike[str] | None = None, *, title: str | None = None) -> Page:

@@ -369,6 +369,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     from memopt.step.inputs import device_of
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.record import record_of
+    from memopt.step.shards import held_gradients
 
     text: str | None = ""
     if request.step.loss_fn is not None:
@@ -382,7 +383,7 @@ def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
     options = request.options
     asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
     state = optimizer_state(request.step.optimizer, model.parameters())
-    held_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    held_bytes = sum(gradient.nbytes for gradient in held_gradients(model))
     marks = (call.whole_masks, call.orders)
     return digest([code_digest(), record, asked, repr(state), marks, held_bytes, text])
 

@@ -68,18 +68,6 @@ class Fakes:
         return pytree.tree_map_only(torch.Tensor, self.tensor, real)
 
 
-def real_call(call: Call) -> Call:
-    """Return the call with zeros on the CPU in place of tensors without values (meta, fake)."""
-
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "meta" and type(tensor) in (torch.Tensor, nn.Parameter):
-            return tensor
-        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
-        return zeros.requires_grad_(tensor.requires_grad)
-
-    return call.with_tensors(made)
-
-
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
     """Trace attention with dropout as one operator, as CUDA runs it.

@@ -12,6 +12,7 @@ import memopt
 from memopt.api.comparison import Cell, Comparison
 from memopt.commands import options
 from memopt.commands.output import baseline_figures, say, say_json
+from memopt.models.folders import write_whole
 
 
 @options.with_model_options
@@ -39,8 +40,7 @@ def compare(
     budgets = [options.budget_of(one) for one in budget or ()]
     for one in strategy or ():
         options.check_strategy(one)
-    options.check_writable("--out", out)
-    options.check_picture(plot)
+    options.check_outputs({"--out": out, "--plot": plot})
     made = memopt.compare(
         **model.arguments(),
         budgets=budgets or None,
@@ -49,7 +49,7 @@ def compare(
         time_limit_s=time_limit,
     )
     if out is not None:
-        out.write_text(made.to_markdown() + "\n", encoding="utf-8")
+        write_whole(out, (made.to_markdown() + "\n").encode())
     if plot is not None:
         _draw(made, plot)
     if model.as_json:

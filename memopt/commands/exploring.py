@@ -56,8 +56,7 @@ def explore(
 ) -> None:
     """Write one HTML page that explains a model's plans: curve, memory, streams, modules."""
     written = {"--out": out, "--csv": csv, "--snapshot": snapshot}
-    for option, path in written.items():
-        options.check_writable(option, path)
+    options.check_outputs(written, read=Path(target))
     for name in strategy or ():
         options.check_strategy(name)
     if Path(target).is_file() and not target.endswith(".py"):

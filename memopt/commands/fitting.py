@@ -17,6 +17,7 @@ from memopt.api.solving import budget_on
 from memopt.commands import options
 from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
+from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.options import StepOptions, parse_returns
 from memopt.report.ladder import CHUNKED, Ladder, Rung
 from memopt.report.meshes import MeshRung, best_mesh, mesh_figures, mesh_table
@@ -48,6 +49,9 @@ def fits(
 ) -> None:
     """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
     limit = options.budget_of(budget)
+    with value_of("--budget"):
+        if isinstance(limit, str) and (limit == MINIMUM or parse_budget(limit, 1) in (0, 1)):
+            raise ValueError(f'{limit!r} is no number of bytes of a device: write "60GiB"')
     model = replace(model, mode=model.how)
     for name in strategy or ():
         options.check_strategy(name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -84,6 +85,9 @@ Optimizer = Annotated[
 ]
 Cache = Annotated[bool, typer.Option(help="Keep measured costs of kernels on disk.")]
 TimeLimit = Annotated[float | None, typer.Option(min=0.0, help="Seconds for the solver.")]
+
+
+_MOST_RANK = 2**16
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ def rank_of(text: str | None) -> int:
         if text is None:
             return 0
         number = text.strip().removeprefix("r=")
-        if not number.isdecimal() or int(number) < 1:
+        if not number.isdecimal() or not 1 <= int(number) <= _MOST_RANK:
             raise ValueError(f"{text!r} is no rank of adapters: write r=16")
         return int(number)
 
@@ -196,8 +200,9 @@ def _on_ranks(arguments: dict[str, Any], ranks: int | None) -> dict[str, Any]:
                 "asks about a cluster that is not there: name its device (--device H100)"
             )
     whole = arguments["model"]
-    sharded = {"model": lambda mesh: memopt.shard(whole, mesh), "mesh": memopt.Mesh(data=ranks)}
-    return arguments | sharded
+    with value_of("--ranks"):
+        mesh = memopt.Mesh(data=ranks)
+    return arguments | {"model": lambda mesh: memopt.shard(whole, mesh), "mesh": mesh}
 
 
 def check_dtype(name: str | None) -> None:
@@ -221,23 +226,43 @@ def check_strategy(name: str) -> None:
         resolve(name)
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Fail before the work if a file cannot be written."""
-    with value_of(option):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+def check_outputs(outputs: Mapping[str, Path | None], read: Path | None = None) -> None:
+    """Fail before the work if a file cannot be written.
 
-
-def check_picture(path: Path | None) -> None:
-    """Fail before the work if this file of --plot cannot be drawn.
+    Args:
+        outputs: option → the file that it names.
+        read: the file that the command reads, which none of them may be.
 
     Raises:
-        ImportError: matplotlib is missing; the message names the extra.
-        OptionError: no folder, or an ending that matplotlib does not write.
+        ImportError: --plot, and matplotlib is missing; the message names the extra.
+        OptionError: no folder or one that cannot be written in, a folder instead of a file, a file
+            that is read or named twice, or an ending that matplotlib does not write.
     """
-    if path is None:
-        return
-    check_writable("--plot", path)
+    taken = {} if read is None else {os.path.realpath(read): "it is the file that is read"}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        with value_of(option):
+            if (why := taken.get(os.path.realpath(path)) or _unwritable(path)) is not None:
+                raise ValueError(f"cannot write {path}: {why}")
+        if path.is_file() or not path.exists():
+            taken[os.path.realpath(path)] = f"{option} writes it"
+        if option == "--plot":
+            _check_picture(path)
+
+
+def _unwritable(path: Path) -> str | None:
+    """Say why a file cannot be written; None: nothing is known."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "it is a folder, no file; name another path"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    is_device = path.exists() and not path.is_file()
+    return None if is_device or os.access(folder, os.W_OK) else f"{folder} may not be written in"
+
+
+def _check_picture(path: Path) -> None:
     from memopt.report.style import picture_types
 
     kinds = picture_types()

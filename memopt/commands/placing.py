@@ -24,6 +24,7 @@ def place(
     as_json: options.Json = False,
 ) -> None:
     """Give buffers with known lifetimes addresses in as little memory as possible."""
+    options.check_outputs({"--out": out}, read=instance)
     from memopt.passes.place.csv_files import read_buffers, write_buffers
     from memopt.passes.place.placement import place as place_buffers
 

@@ -35,8 +35,7 @@ def plan(
     options.check_strategy(strategy)
     with value_of("--host-budget"):
         parse_host_budget(host_bytes := host_budget_of(host_budget))
-    options.check_writable("--out", out)
-    options.check_picture(plot)
+    options.check_outputs({"--out": out, "--plot": plot})
     made = memopt.plan(
         **model.arguments(),
         budget=limit,
@@ -75,8 +74,7 @@ def show(
     """Show a saved plan, after checking it again."""
     if measure is not None and trace is None:
         raise OptionError("--measure traces a step: say where to, with --trace FILE.json")
-    options.check_picture(plot)
-    options.check_writable("--trace", trace)
+    options.check_outputs({"--plot": plot, "--trace": trace}, read=file)
     options.check_dtype(dtype)
     saved = load(file)
     if plot is not None:
@@ -98,7 +96,7 @@ def show(
 
 def host_budget_of(text: str | None) -> int | str | None:
     """Read a host budget as typed: whole numbers are bytes."""
-    return int(text) if text is not None and text.isdigit() else text
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def show_plan(plan: Plan, as_json: bool) -> None:

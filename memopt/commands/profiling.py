@@ -26,7 +26,7 @@ def profile(
     top: Annotated[int, typer.Option(min=1, help="How many operators to list.")] = 10,
 ) -> None:
     """Measure what a model's training step costs, operator by operator."""
-    options.check_writable("--out", out)
+    options.check_outputs({"--out": out})
     graph = memopt.profile(
         **model.arguments(),
     )

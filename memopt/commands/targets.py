@@ -8,7 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -90,9 +90,12 @@ def load_target(name: str, sizes: Sizes | None = None) -> NamedModel:
 
 def _import(module_name: str) -> ModuleType:
     try:
-        if module_name.endswith(".py"):
-            return _import_file(Path(module_name))
-        return importlib.import_module(module_name)
+        with redirect_stdout(sys.stderr):
+            if module_name.endswith(".py"):
+                return _import_file(Path(module_name))
+            return importlib.import_module(module_name)
+    except TargetError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and module_name.split(".")[0] == error.name.split(".")[0]:
             raise TargetError(
@@ -100,7 +103,7 @@ def _import(module_name: str) -> ModuleType:
                 "packages: run memopt in the folder of your code, or name a FILE.py:FACTORY"
             ) from error
         raise TargetError(f"importing {module_name} fails: {_last_line(error)}") from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise TargetError(f"importing {module_name} fails: {_last_line(error)}") from error
 
 
@@ -119,8 +122,9 @@ def _import_file(path: Path) -> ModuleType:
 
 def _called(name: str, factory: Callable[..., Any]) -> NamedModel:
     try:
-        made = factory()
-    except Exception as error:  # a user's factory may raise anything
+        with redirect_stdout(sys.stderr):  # standard output is the command's
+            made = factory()
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything
         raise TargetError(
             f"{name}() fails: {_last_line(error)}. It is called without arguments and returns "
             "(model, inputs) or (model, inputs, loss_fn)"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import CaptureError
 from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
 from memopt.step.reader import described_text
 from memopt.torch_private import pytree
@@ -52,6 +53,16 @@ def uses(model: nn.Module, name: str) -> bool:
     classes = type(model).__mro__[: type(model).__mro__.index(nn.Module)]
     codes = [getattr(x, "__code__", None) for one in classes for x in vars(one).values()]
     return any(name in (*c.co_names, *c.co_consts) for c in codes if c is not None)
+
+
+def refuse_script() -> None:
+    """Raise CaptureError in torch.jit.script of a wrapped model or of one around it. (torch asks a
+    module for what it is to compile, and puts the answer in the module's place.)"""
+    raise CaptureError(
+        "torch.jit.script compiles a model's own code, not what memopt.wrap makes of it: call "
+        "memopt.unwrap(model) before, or script copy.copy(model), which is a plain model over the "
+        "same parameters"
+    )
 
 
 _MANY = (8, 32, 128, 512, 2048)

@@ -29,7 +29,7 @@ from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
 from memopt.step.memory_layout import storage_of
-from memopt.step.shards import local_part
+from memopt.step.shards import held_gradients, local_part
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
@@ -344,8 +344,7 @@ def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
     # Gradients in one buffer count their own bytes each, at most the buffer.
     parts: dict[int, int] = {}
     whole: dict[int, int] = {}
-    held = (p.grad for p in original_of(planned).parameters() if p.grad is not None)
-    for gradient in map(local_part, held):
+    for gradient in map(local_part, held_gradients(original_of(planned))):
         storage = storage_of(gradient)
         parts[storage] = parts.get(storage, 0) + gradient.nbytes
         whole[storage] = gradient.untyped_storage().nbytes()

@@ -24,6 +24,7 @@ from memopt.programs.charged import backward_bytes, needed_bytes
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
+from memopt.step.shards import held_gradients
 from memopt.torch_private.modules import reducing_later
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ class PlanMaker:
         except InfeasibleBudgetError as error:
             if not holding or not self.alone or reducing_later():
                 raise
-            held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
+            held_bytes = bytes_of(held_gradients(self._model))
             until_backward = replace(charges, held_bytes=held_bytes)
             try:
                 made = self._planned(call, Asked(False, until_backward, budget_bytes))
@@ -364,7 +365,7 @@ class PlanMaker:
             InfeasibleBudgetError: gradients are held that do not fit.
         """
         self._around.arrived(tangents)
-        held_bytes = bytes_of(parameter.grad for parameter in self._model.parameters())
+        held_bytes = bytes_of(held_gradients(self._model))
         if plan.budget is None or not held_bytes:
             return
         if held_bytes + backward_bytes(plan.graph, plan.program) <= plan.budget:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from memopt.torch_private.modes import inside_transform, saved_tensor_hooks
+from memopt.torch_private.modes import inside_transform, saved_tensor_hooks, traced_by_jit
 from memopt.torch_private.modules import parametrized_cached
 from memopt.user_code.aside import mode_around
 
@@ -28,6 +28,7 @@ _CACHED = (
 )
 
 _TRANSFORM = "it is inside of torch.func (vmap, grad, jvp), which sees no planned backward"
+_TRACED = "it is traced by torch.jit.trace, which sees the operators of the model alone"
 
 
 def why_not_inside() -> str | None:
@@ -42,6 +43,8 @@ def why_not_inside() -> str | None:
         return _CACHED
     if inside_transform():
         return _TRANSFORM
+    if traced_by_jit():
+        return _TRACED
     pack = _pack_around()
     if pack is None or _home(pack).partition(".")[0] in ("torch", "memopt"):
         return None

@@ -22,7 +22,7 @@ from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_m
 from memopt.capture.taken import check_leaves
 from memopt.errors import GuardError, InputsError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
+from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, count_in, when_other_loss
 from memopt.executor.part_names import check_call, naming_parts
@@ -38,6 +38,7 @@ from memopt.step.backend import autocast_state
 from memopt.step.inputs import Call, asks_for_gradients, device_of, in_order, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
 from memopt.step.reader import described
+from memopt.step.shards import held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, has_engine, with_engine_around
@@ -136,7 +137,8 @@ class SelfPlanning:
         self._run: Callable[..., Any] = torch.compiler.disable(self._running)  # type: ignore[no-untyped-call]
         setattr(model, _CALL, self._call)
         self._hook = model.register_forward_pre_hook(_opaque, prepend=True)  # before the others
-        shown = {"memopt": self, "calls": self.calls, "plans": self.plans}
+        shown: dict[str, Any] = {"memopt": self, "calls": self.calls, "plans": self.plans}
+        shown["__prepare_scriptable__"] = refuse_script
         self._shown = {name: one for name, one in shown.items() if not uses(model, name)}
         model.__dict__.update(self._shown)
         model.__dict__[_STATE] = self._plain_state
@@ -284,10 +286,8 @@ class SelfPlanning:
         with naming_parts(self._to_part):
             check_leaves(call)
         # What accumulates has a plan with room for gradients from its first micro-batch on.
-        trained, holding = [], reducing_later()
-        for parameter in self.model.parameters():
-            trained.append(parameter.requires_grad)
-            holding = holding or parameter.grad is not None
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        holding = reducing_later() or next(held_gradients(self.model), None) is not None
         leaves = tuple(map(described, call.leaves))
         marks = (call.whole_masks, call.orders)
         return call.spec, leaves, autocast_state(), *marks, tuple(trained), holding

@@ -28,6 +28,7 @@ from memopt.pricing.step_meter import StepMeter
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.ranks import Ranks, ranks_of
+from memopt.step.shards import held_gradients
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -196,7 +197,7 @@ class SharedBudget:
         """Run the forward of a part inside."""
         if self._meter is not None:
             # `fully_shard` shows gradients that it accumulates when it has gathered their module.
-            self._held |= memory_of(parameter.grad for parameter in self._model.parameters())
+            self._held |= memory_of(held_gradients(self._model))
         self._mark(StepSection(self._waiting(), part, True))
         yield
         self._mark(StepSection(self._waiting()))
@@ -221,7 +222,7 @@ class SharedBudget:
         if not LossMeter.possible(device):
             return
         block_bytes = backend_of(device).block_bytes
-        gradients = (parameter.grad for parameter in self._model.parameters())
+        gradients = held_gradients(self._model)
         held = [*self._model.parameters(), *self._model.buffers(), *call.tensors(), *gradients]
         self._held = memory_of(held)
         plans = {part: self._of(self.plan_of(part)) for part in self._parts}

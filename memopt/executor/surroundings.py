@@ -30,7 +30,7 @@ from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.optimizer_state import state_sizes
 from memopt.step.ranks import members_of, several_are_there
-from memopt.step.shards import local_part, padded_bytes
+from memopt.step.shards import held_gradients, local_part, padded_bytes
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around, reducing_later
 
@@ -72,7 +72,7 @@ def _bucket_bytes(model: nn.Module) -> int:
     around = data_parallel_around()
     if around is None:
         return 0
-    held = reducing_later() or any(one.grad is not None for one in model.parameters())
+    held = reducing_later() or next(held_gradients(model), None) is not None
     if around.gradient_as_bucket_view and held:
         return 0
     trained = [one for one in around.parameters() if one.requires_grad]
@@ -246,7 +246,7 @@ class Surroundings:
         one.steps += 1
         if model is None or not due:
             return
-        before |= memory_of(parameter.grad for parameter in model.parameters())
+        before |= memory_of(held_gradients(model))
         meter = LossMeter(device, partial(self._found, kind, device, met, times))
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))

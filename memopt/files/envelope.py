@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import stat
 from pathlib import Path
 from typing import Any
 
 from memopt.errors import PlanFileError
-from memopt.models.folders import UNFINISHED
+from memopt.models.folders import write_whole
 from memopt.models.reader import Reader, canonical, parse
 
 FORMAT = "memopt plan"
@@ -67,34 +66,21 @@ def _digest(rest: bytes) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a temporary file beside the path, then rename it: no reader sees it half-written. A
-    link stays a link, and its target is written.
+    """Write a file whole or not at all, as `write_whole` does.
 
     Raises:
         PlanFileError: the path exists and is no regular file; it is left unchanged.
         OSError: the folder does not exist or cannot be written.
     """
-    target = Path(os.path.realpath(path))
     try:
-        there = os.stat(target)
+        there = os.stat(path)
     except FileNotFoundError:
         there = None
     if there is not None and not stat.S_ISREG(there.st_mode):
         raise PlanFileError(
             f"cannot write {path}: it is {_kind(there)}, no file; name another path"
         )
-    # Its name is known before it is created, so that it can be removed after any interrupt.
-    beside = target.parent / f"{UNFINISHED}{secrets.token_hex(8)}"
-    try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINE_ENDS, 0o666)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
 
 
 def read_plan(path: Path) -> Reader:
@@ -133,7 +119,6 @@ def read_bytes(path: Path, beginning: bytes = b"") -> bytes:
 
 
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
-_NO_LINE_ENDS = getattr(os, "O_BINARY", 0)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 SHARING = frozenset({"tensor", "tp", "context", "cp", "sequence", "sp", "pipeline", "pp", "pipe"})
 """Names of dimensions along which ranks work on the same batch."""
+MOST_RANKS = 2**17
+"""torch lists the ranks of a mesh; of so many in ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -27,6 +29,8 @@ class Mesh:
             if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
                 raise ValueError(f"Mesh: {name} must be a number of ranks, at least 1: {ranks!r}")
         object.__setattr__(self, "sizes", tuple(sizes.items()))
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"Mesh: {self.ranks:,} ranks are more than {MOST_RANKS:,}")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memopt.capture.capture import capture
-from memopt.capture.fake import Fakes, fused_attention, real_call
+from memopt.capture.fake import Fakes, fused_attention
 from memopt.capture.training_call import training_call
 from memopt.kernels.compiled.choice import check_kernels
 from memopt.kernels.compiled.fuse import planned_regions
@@ -80,8 +80,7 @@ def estimate_model(
         progress: called with (fraction, what).
 
     Returns:
-        A Profiled whose baseline is replayed and whose call holds the user's inputs (zeros for
-        meta ones), so that a plan can be applied to a real model.
+        A Profiled whose baseline is replayed and whose call holds the user's inputs.
 
     Raises:
         CaptureError, ValueError: see `capture`, `to_call`, `work_time_s`.
@@ -128,7 +127,7 @@ def estimate_model(
     return Profiled(
         graph=graph,
         lowering=lowering,
-        captured=replace(captured, call=real_call(call)),
+        captured=replace(captured, call=call),
         baseline=Baseline(timeline.peak_bytes, timeline.time_s, measured=False),
         torch_device=cpu,
         record=record,

@@ -14,10 +14,10 @@ from __future__ import annotations
 import pickle
 from bisect import insort
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from memopt.models.device import Device
+from memopt.models.folders import write_whole
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import Lifetime, lifetimes
@@ -47,7 +47,7 @@ def write_snapshot(
     path: str | PathLike[str], graph: Graph, program: Program, device: Device | None = None
 ) -> None:
     """Write a snapshot to a file, ".pickle"."""
-    Path(path).write_bytes(pickle.dumps(memory_snapshot(graph, program, device)))
+    write_whole(path, pickle.dumps(memory_snapshot(graph, program, device)))
 
 
 class _Snapshot:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from os import PathLike
-from pathlib import Path
 
+from memopt.models.folders import write_whole
 from memopt.report.lanes import Lane, StepLanes
 
 LANES = (Lane.COMPUTE, Lane.OUT, Lane.IN, Lane.NETWORK, Lane.HOST)
@@ -63,4 +63,4 @@ def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
         steps: for example a predicted and a measured step.
     """
     content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    write_whole(path, json.dumps(content).encode())

@@ -232,3 +232,15 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
+
+
+def real_call(call: Call) -> Call:
+    """Return the call with zeros on the CPU in place of tensors without values (meta, fake)."""
+
+    def made(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta" and type(tensor) in (Tensor, nn.Parameter):
+            return tensor
+        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+        return zeros.requires_grad_(tensor.requires_grad)
+
+    return call.with_tensors(made)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import nn
 
 from memopt.torch_private.tensors import SHARD, shard_of, spec_of
 
@@ -53,6 +54,13 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         setattr(tensor, SHARD, data)
     else:
         tensor.data = data
+
+
+def held_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the gradients that a model's parameters hold. (Computed tensors hold none, which
+    `torch.func.functional_call` puts in the parameters' places; torch warns of asking them.)"""
+    leaves = (one for one in model.parameters() if one.is_leaf)
+    return (one.grad for one in leaves if one.grad is not None)
 
 
 def padded_bytes(tensor: torch.Tensor) -> tuple[int, int]:

@@ -165,6 +165,11 @@ def inside_transform() -> bool:
     return private_once("torch._C._functorch.maybe_current_level")() is not None
 
 
+def traced_by_jit() -> bool:
+    """Whether torch.jit.trace traces what this thread runs."""
+    return bool(private_once("torch._C._is_tracing")())
+
+
 def backward_number() -> int:
     """Return the number of the backward that this thread runs; -1: it runs none."""
     return int(private_once("torch._C._current_graph_task_id")())

@@ -140,6 +140,7 @@ AUTOGRAD = (
         "torch._C._functorch",
         "maybe_current_level",
     ),
+    *rows("know whether torch.jit.trace traces a thread", "torch._C", "_is_tracing"),
     *rows("name autograd's nodes in their order", "torch.autograd.graph.Node", "_sequence_nr"),
     *rows(
         "keep what a backward with retain_graph=True keeps",

@@ -172,6 +172,10 @@ def test_failures_say_what_to_do(arguments: tuple[str, ...], parts: list[str]) -
             ["--host-budget: ", "host_budget: ", "'much'"],
         ),
         (("mymodels:make", "--out", "none/p.json"), ["--out: ", "no folder"]),
+        (("mymodels:make", "--out", "."), ["--out: ", "it is a folder"]),
+        (("mymodels:make", "--out", "p.svg", "--plot", "./p.svg"), ["--plot: ", "--out writes"]),
+        (("mymodels:make", "--lora", "r=99999999"), ["--lora: ", "no rank"]),
+        (("mymodels:make", "--device", "H100", "--ranks", "99999999"), ["--ranks: ", "more than"]),
         (("mymodels:make", "--plot", "p.nix"), ["--plot: ", "p.nix: its name must end in", "png"]),
         (("mymodels:make", "--device", "Z80"), ["--device: ", "unknown device 'Z80'", "H100"]),
         (("mymodels:make", "--mode", "guess"), ["--mode: ", "measure", "estimate"]),
@@ -339,8 +343,35 @@ def test_place() -> None:
     assert refused.exit_code == ExitCode.INFEASIBLE
     assert "--capacity 8" in " ".join(refused.stderr.split())
     assert not Path("refused.csv").exists()
-    Path("buffers.csv").write_text("id,lower,upper\na,0,3\n")
-    assert "no column 'size'" in run("place", "buffers.csv").stderr
+    itself = run("place", "buffers.csv", "--out", "./buffers.csv")
+    assert itself.exit_code == ExitCode.USAGE
+    assert "the file that is read" in " ".join(itself.stderr.split())
+    for text, said in (
+        ("id,lower,upper\na,0,3\n", "no column 'size'"),
+        ("id,lower,upper,size\na,0,3\n", "line 2: there is no size"),
+        (f"id,lower,upper,size\na,0,3,{2**70}\n", "must be below 2^62"),
+        (f"id,lower,upper,size\na,0,{2**70},3\n", "must be below 2^62"),
+    ):
+        Path("buffers.csv").write_text(text)
+        wrong = run("place", "buffers.csv")
+        assert wrong.exit_code == ExitCode.FAILED
+        assert said in " ".join(wrong.stderr.split())
+    # As spreadsheets save it.
+    Path("buffers.csv").write_text("id,lower,upper,size\na,0,3,4\n", encoding="utf-8-sig")
+    assert run_json("place", "buffers.csv")["peak_bytes"] == 4
+
+
+def test_what_a_factory_prints_and_how_it_ends() -> None:
+    """Standard output is the command's; a factory that ends the process has failed."""
+    Path("noisy.py").write_text(
+        "import sys\nimport mymodels\nprint('imported')\n"
+        "def make():\n    print('made')\n    return mymodels.two()\n"
+        "def leave():\n    sys.exit(0)\n"
+    )
+    assert run_json("plan", "noisy.py:make", "--strategy", "store-all")["status"]
+    left = run("plan", "noisy.py:leave")
+    assert left.exit_code == ExitCode.FAILED
+    assert "leave() fails: SystemExit: 0" in " ".join(left.stderr.split())
 
 
 def test_version() -> None:

@@ -40,5 +40,9 @@ def test_wrong_use() -> None:
     assert run("explore", "mymodels:make", "--strategy", "none").exit_code == ExitCode.USAGE
     assert run("explore", "mymodels:make", "--out", "no/r.html").exit_code == ExitCode.USAGE
     assert run("explore", "mymodels:make", "--points", "1").exit_code == ExitCode.USAGE
+    twice = run("explore", "mymodels:make", "--out", "r.html", "--csv", "r.html")
+    assert twice.exit_code == ExitCode.USAGE
     Path("damaged.json").write_text("{}")
+    itself = run("explore", "damaged.json", "--out", "damaged.json")
+    assert itself.exit_code == ExitCode.USAGE
     assert run("explore", "damaged.json").exit_code == ExitCode.PLAN_FILE

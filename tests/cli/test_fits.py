@@ -67,6 +67,8 @@ def test_the_mesh_with_the_most_tokens_per_second() -> None:
         ((*CARD, "--returns", "none"), '--returns: returns= is "all" or "loss"'),
         ((*CARD, "--device-file", "d.json"), "--device-file: the file names a device, and"),
         (("--device-file", "d.json"), "--device-file: d.json: a device has no memory; it has"),
+        (("--budget", "0.5"), "--budget: '0.5' is no number of bytes of a device"),
+        (("--budget", "min"), "--budget: 'min' is no number of bytes of a device"),
         (("--solve", "batch"), "--solve: goes with an estimate (--device H100)"),
         ((), "name a device (--gpu RTX4090), or a budget of this one"),
     ],

@@ -204,3 +204,11 @@ def test_a_loss_that_the_model_returns() -> None:
     assert picked.peak_bytes <= bare.peak_bytes
     assert "gradients of 128 B" in " ".join(bare.notes)
     assert "gradients of" not in " ".join(picked.notes)
+
+
+def test_inputs_without_values_take_no_memory() -> None:
+    """A batch of 4 TiB can be estimated anywhere."""
+    with torch.device("meta"):
+        model, x = nn.Linear(2**20, 1), torch.zeros(2**20, 2**20)
+    graph = memopt.profile(model, x, device="H100", mode="estimate", progress=False)
+    assert graph.resident_bytes > 2**42

@@ -133,6 +133,30 @@ def test_parametrized_tensors_that_are_cached(wrapped: bool) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
+def test_traced_by_jit_in_training(wrapped: bool) -> None:
+    model, x = _model(), torch.randn(4, 6)
+    if wrapped:
+        run: Any = memopt.wrap(model, strategy="store-all", progress=False)
+    else:
+        run = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    with pytest.warns(UserWarning, match=r"traced by torch\.jit\.trace"):
+        found = torch.jit.trace(run, x, check_trace=False)
+    assert torch.equal(found(2 * x), _model()(2 * x))
+    assert (run.calls.planned, run.calls.original) == (0, 1)
+
+
+def test_computed_parameters_are_not_asked_for_their_gradients() -> None:
+    model, x = _model(), torch.randn(4, 6)
+    memopt.wrap(model, strategy="store-all", progress=False)
+    doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.func.functional_call(model, doubled, (x,)).sum().backward()
+    assert not [one for one in said if "not a leaf" in str(one.message)]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
 def test_gradients_of_each_example(wrapped: bool) -> None:
     """By torch.func, whose tensors of many examples no plan holds."""
     model, x = _model(), torch.randn(4, 6)

@@ -82,3 +82,20 @@ def test_planned_addresses_are_kept() -> None:
     found = {e["addr"] for e in snapshot["device_traces"][0] if e["action"] == "alloc"}
     assert {ARENA + offset for _, _, offset in plan.program.offsets} <= found
     assert snapshot["segments"][1]["total_size"] == replay(plan.graph, plan.program).arena_bytes
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "trace"])
+def test_an_interrupted_write_leaves_the_old_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, path = getattr(random_plan(0), kind), tmp_path / "step"
+    path.write_text("old")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(path)
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
+    write(Path("/dev/null"))

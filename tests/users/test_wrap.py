@@ -14,7 +14,7 @@ from torch import nn
 
 import memopt
 from memopt.api import wrap as wrap_module
-from memopt.errors import GuardError, InfeasibleBudgetError
+from memopt.errors import CaptureError, GuardError, InfeasibleBudgetError
 from memopt.pricing.memory import metered
 
 
@@ -211,6 +211,8 @@ def test_what_cannot_be_is_refused() -> None:
     model = memopt.wrap(network(), 1000, progress=False)
     with pytest.raises(ValueError, match="taken already"):
         memopt.wrap(model, "min")
+    with pytest.raises(CaptureError, match=r"copy\.copy\(model\)"):
+        torch.jit.script(nn.Sequential(model))
     with pytest.raises(InfeasibleBudgetError, match="smallest feasible budget"):
         model(torch.randn(8, 32))
     assert all(p.grad is None for p in model.parameters())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from memopt.models.folders import write_whole
 from memopt.passes.place.buffers import Buffer
 
 REQUIRED = ("id", "lower", "upper", "size")
@@ -21,15 +23,20 @@ def read_buffers(path: str | Path) -> tuple[tuple[Buffer, ...], dict[str, int] |
     """
     buffers: list[Buffer] = []
     offsets: dict[str, int] = {}
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = csv.DictReader(file)
         columns = [name.strip() for name in rows.fieldnames or ()]
         rows.fieldnames = columns
         missing = [name for name in REQUIRED if name not in columns]
         if missing:
-            raise ValueError(f"{path}: there is no column {missing[0]!r}")
+            raise ValueError(
+                f"{path}: there is no column {missing[0]!r}; its first line must name the columns "
+                f"{', '.join(REQUIRED)}, with commas between them"
+            )
         for row in rows:
             try:
+                if empty := [name for name in REQUIRED if row[name] is None]:
+                    raise ValueError(f"there is no {empty[0]}")
                 buffers.append(
                     Buffer(
                         row["id"],
@@ -57,8 +64,9 @@ def write_buffers(
         columns.append("alignment")
     if offsets is not None:
         columns.append("offset")
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for buffer in listed:
-            writer.writerow({**asdict(buffer), "offset": (offsets or {}).get(buffer.id)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for buffer in listed:
+        writer.writerow({**asdict(buffer), "offset": (offsets or {}).get(buffer.id)})
+    write_whole(path, text.getvalue().encode())

@@ -25,6 +25,8 @@ NEAR_PER_MILLE = 7
 NEAR_STEPS = 8
 """A round ends when the capacities left to try span at most 1/8 of those from bound to peak."""
 WITHOUT_LIMIT = 10**18
+_LARGEST = 2**62
+"""Sums of sizes, and times, are computed in 64 bits."""
 DEFAULT_WORK_LIMIT = 6_000_000_000
 """Units of search work: some seconds, and the same result on every machine."""
 
@@ -58,7 +60,7 @@ def place(
         on_improvement: called with (seconds since the start, peak, bound) at each better one.
 
     Raises:
-        ValueError: two buffers have the same id.
+        ValueError: two buffers have the same id, or numbers are too large for 64 bits.
     """
     run = _PlacementSearch(tuple(buffers), capacity, time_limit_s, on_improvement)
     try:
@@ -95,6 +97,9 @@ class _PlacementSearch(TimedSearch):
     ) -> None:
         super().__init__(time_limit_s, on_improvement)
         self.buffers = buffers
+        times = (abs(time) for one in buffers for time in (one.lower, one.upper, one.alignment))
+        if max(sum(one.extent for one in buffers), *times, 0) >= _LARGEST:
+            raise ValueError("place: times, alignments, and all sizes together must be below 2^62")
         self.layout = Layout([buffer for buffer in buffers if buffer.size > 0])
         if len({buffer.id for buffer in buffers}) != len(buffers):
             raise ValueError("place: two buffers have the same id")

@@ -19,6 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from memopt.models.folders import write_whole
 from memopt.report.page.data import Subject, page_data
 from memopt.report.page.figures import MISSING, colors, figure_items
 
@@ -68,7 +69,7 @@ class Page:
         Raises:
             ImportError: bokeh is missing. OSError: the file cannot be written.
         """
-        Path(path).write_text(self.html, encoding="utf-8")
+        write_whole(path, self.html.encode())
 
     def _repr_html_(self) -> str:
         return (
