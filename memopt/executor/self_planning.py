@@ -24,7 +24,7 @@ from memopt.errors import GuardError, InputsError, NothingToTrainError, Profiler
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
-from memopt.executor.module import accepts, count_in, has_backward, when_other_loss
+from memopt.executor.module import accepts, captured_of, count_in, has_backward, when_other_loss
 from memopt.executor.part_names import check_call, naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.ready_plans import ReadyPlans
@@ -334,7 +334,8 @@ class SelfPlanning:
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
-        """Prepare a module under a new plan to be called."""
+        """Prepare a module under a new plan to be called, which holds no example any longer."""
+        captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone and self._planner.guesses_loss(call):
             when_other_loss(made.module, partial(self._for_other_loss, kind))
@@ -371,7 +372,7 @@ class SelfPlanning:
         if self._maker.alone and not self.around.can_measure(call):
             raise ProfilerBusyError
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
-            made = self._maker.made(kind, kind[-1], call, beside)
+            made = self._maker.made(kind, kind[-1], replace(call), beside)
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)
         return made
