@@ -196,9 +196,7 @@ class SelfPlanning:
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         if runs_unplanned():
-            # Planning, or a backward that runs the forward again, inside of an engine's hooks.
-            with engine_off(model):
-                return plain_call(model, *args, **kwargs)
+            return plain_call(model, *args, **kwargs)
         if not (model.training and torch.is_grad_enabled()):
             with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
@@ -358,7 +356,7 @@ class SelfPlanning:
                 made.once = True
             return None
         beside = Charges(kept_bytes=self.around.held_bytes(), forward_bytes=gradient_bytes)
-        with unplanned():
+        with unplanned(), engine_off(self.model):
             return self._made(kind, call, ready[-1] if ready else None, beside).module
 
     def _made(

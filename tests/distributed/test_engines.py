@@ -110,6 +110,26 @@ def test_gradients_that_fully_shard_accumulates_are_counted(alone: DeviceMesh) -
     assert 0 <= predicted - (x.nbytes + own_bytes + used.peak_bytes) < own_bytes
 
 
+def test_evaluation_of_sharded_blocks_gathers_them(alone: DeviceMesh) -> None:
+    """Before the first step, between steps, and without gradients in training mode."""
+    found, x = [], torch.randn(8, 16)
+    for planned in (False, True):
+        model = cases.mlp()
+        for block in (*model[:3], model):
+            fully_shard(block, mesh=alone)
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        outputs = []
+        for step in range(3):
+            model.train(step == 1)
+            with torch.no_grad():
+                outputs.append(model(x))
+            model.train()
+            model(x).square().mean().backward()
+        found.append([*outputs, *(cases.local(one.grad) for one in model.parameters())])
+    assert cases.same(*found)
+
+
 def test_buckets_beside_gradients_that_are_no_views_of_them(alone: DeviceMesh) -> None:
     """`no_sync` makes such gradients after `zero_grad()`, though DDP makes views of its buckets."""
     model, x = cases.mlp(), torch.randn(8, 16)
