@@ -221,19 +221,19 @@ def _as_planned(plan: PlanRecord) -> AbstractContextManager[object]:
 
 def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call:
     """Return the user's inputs as a call, keywords in the planned order; without inputs, the
-    example call (zeros in place of meta tensors, and if the plan comes from a file).
+    example call (zeros if the plan comes from a file or has let it go, and for meta tensors).
 
     Raises:
         ValueError: the plan has no example call.
     """
     if inputs is not None:
-        call = training_call(model, inputs)
+        call = training_call(model, inputs).filled()
         names = () if plan.record is None else plan.record.kwargs.keys
         if set(names) != call.kwargs.keys():
             return call
         return replace(call, kwargs={name: call.kwargs[name] for name in names})
     if plan.profiled is not None:
-        return real_call(plan.profiled.captured.call)
+        return real_call(plan.profiled.captured.call.filled())
     if plan.record is None:
         raise ValueError("this plan was made from a cost model: it has no example inputs")
     return example_call(plan.record)

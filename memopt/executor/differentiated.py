@@ -26,6 +26,7 @@ from memopt.step.inputs import Call, Orders
 from memopt.step.model_outputs import TracedOutputs
 from memopt.step.nodes import is_random
 from memopt.torch_private import pytree
+from memopt.torch_private.engine_hooks import engine_off
 from memopt.torch_private.modes import differentiate_twice, function_of
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.user_code.own_backward import gradient_hooks_off
@@ -243,6 +244,7 @@ class AsOriginal:
         with ExitStack() as stack:
             stack.enter_context(state_restored(model, call))
             stack.enter_context(unplanned())
+            stack.enter_context(engine_off(model))
             for one in self._replay:
                 stack.enter_context(one)
             stack.enter_context(autocast_as(self._autocast))

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
@@ -261,14 +261,17 @@ def running(planned: PlannedModule) -> Running:
 
 def original_of(planned: PlannedModule) -> nn.Module:
     """Return the unplanned model of a planned module."""
-    model: nn.Module = planned.__dict__["_memopt"][0]
-    return model
+    return cast("nn.Module", planned.__dict__["_memopt"][0])
 
 
 def program_of(planned: PlannedModule) -> Installed:
     """Return the program that a planned module runs."""
-    program: Installed = planned.__dict__["_memopt"][3]
-    return program
+    return cast("Installed", planned.__dict__["_memopt"][3])
+
+
+def captured_of(planned: PlannedModule) -> Captured:
+    """Return the capture that a planned module runs."""
+    return cast("Captured", planned.__dict__["_memopt"][1])
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:
@@ -300,8 +303,7 @@ def most_halved(*planned: nn.Module) -> int:
 
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     """Return whether all leaves of the output at these positions have a planned backward."""
-    captured: Captured = planned.__dict__["_memopt"][1]
-    return positions.isdisjoint(captured.outputs.gradients.refused)
+    return positions.isdisjoint(captured_of(planned).outputs.gradients.refused)
 
 
 def _refusing(planned: PlannedModule, output: Any, call: Call, again: AsOriginal) -> Any:
@@ -325,8 +327,8 @@ def accepts(planned: PlannedModule, call: Call) -> bool:
     """Return whether a call, made now, would be the one that a module is planned for."""
     model, captured = planned.__dict__["_memopt"][:2]
     guard: Guard = planned.__dict__["_memopt_guard"]
+    kwargs = as_planned(captured.call, call.kwargs)
     try:
-        kwargs = as_planned(captured.call, call.kwargs)
         guard.check(model, align(model, captured.call, call.args, kwargs))
     except GuardError:
         return False
@@ -376,7 +378,5 @@ _OWN = (
 
 def _shared_names(model: nn.Module) -> list[str]:
     """Return the attributes that a planned module shares with its model."""
-    return [
-        *REGISTRIES,
-        *(name for name in model.__dict__ if "state_dict" in name and "hooks" in name),
-    ]
+    hooks = (name for name in model.__dict__ if "state_dict" in name and "hooks" in name)
+    return [*REGISTRIES, *hooks]

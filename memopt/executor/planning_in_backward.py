@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -17,8 +17,7 @@ from memopt.executor.module import PlannedModule, accepts, has_backward, when_ar
 from memopt.executor.plan_maker import Made, Planner
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.surroundings import Surroundings
-from memopt.executor.unplanned import unplanned
-from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.charges import Charges
 from memopt.step.inputs import Call, Orders
 
 _LOG = logging.getLogger(__name__)
@@ -29,12 +28,8 @@ _ORDERS = 4
 """Where the orders are in a kind of call, see `SelfPlanning._kind`."""
 
 
-class Make(Protocol):
-    """Makes a plan of a kind of call and keeps it ready; see `SelfPlanning`."""
-
-    def __call__(
-        self, kind: Any, call: Call, instead_of: Made | None = None, beside: Charges = NO_CHARGES
-    ) -> Made: ...
+Make: TypeAlias = Callable[[Any, Call, Made | None, Charges], Made]
+"""Makes a plan of a kind of call, in place of another one, that charges what is beside the step."""
 
 
 class PlanningInBackward:
@@ -124,8 +119,7 @@ class PlanningInBackward:
         self, kind: Any, call: Call, instead_of: Made | None, gradient_bytes: int
     ) -> nn.Module:
         beside = Charges(kept_bytes=self._around.held_bytes(), forward_bytes=gradient_bytes)
-        with unplanned():
-            return self._make(kind, call, instead_of, beside).module
+        return self._make(kind, call, instead_of, beside).module
 
 
 def _with_orders(kind: Any, orders: Orders) -> Any:

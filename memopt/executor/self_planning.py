@@ -24,7 +24,7 @@ from memopt.errors import GuardError, InputsError, NothingToTrainError, Profiler
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
-from memopt.executor.module import accepts, count_in, when_other_loss
+from memopt.executor.module import accepts, captured_of, count_in, when_other_loss
 from memopt.executor.part_names import check_call, naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.planning_in_backward import PlanningInBackward
@@ -128,7 +128,7 @@ class SelfPlanning:
             planner,
             self.plans,
             self.around,
-            self._made,
+            self._made_in_backward,
             self._without_idle_masks,
             self._lengths.forget,
         )
@@ -207,9 +207,7 @@ class SelfPlanning:
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         if runs_unplanned():
-            # Planning, or a backward that runs the forward again, inside of an engine's hooks.
-            with engine_off(model):
-                return plain_call(model, *args, **kwargs)
+            return plain_call(model, *args, **kwargs)
         if not (model.training and torch.is_grad_enabled()):
             with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
@@ -344,7 +342,8 @@ class SelfPlanning:
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
-        """Prepare a module under a new plan to be called."""
+        """Prepare a module under a new plan to be called, which holds no example any longer."""
+        captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone:
             self._backward.watch(kind, made.module)
@@ -362,10 +361,14 @@ class SelfPlanning:
         if self._maker.alone and not self.around.can_measure(call):
             raise ProfilerBusyError
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
-            made = self._maker.made(kind, kind[-1], call, beside)
+            made = self._maker.made(kind, kind[-1], replace(call), beside)
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)
         return made
+
+    def _made_in_backward(self, *given: Any) -> Made:
+        with unplanned(), engine_off(self.model):
+            return self._made(*given)
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """Return the module for a call whose plan no longer fits because something beside the call

@@ -32,7 +32,8 @@ from memopt.step.optimizer_state import state_sizes
 from memopt.step.ranks import members_of, several_are_there
 from memopt.step.shards import held_gradients, local_part, padded_bytes
 from memopt.torch_private import pytree
-from memopt.torch_private.modules import data_parallel_around, reducing_later
+from memopt.torch_private.modules import data_parallel_around
+from memopt.torch_private.tensors import base_of
 
 METERED = 4
 """Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
@@ -66,16 +67,13 @@ def bytes_of(tensors: Iterable[Any]) -> int:
     return sum(size for _, size in memory_of(tensors).values())
 
 
-def _bucket_bytes(model: nn.Module) -> int:
-    """Return the bytes of the buckets of the DistributedDataParallel around a model's present call.
-    Gradients that are views of them, and are held, count as gradients."""
+def _bucket_bytes() -> int:
+    """Return the bytes of the buckets of the DistributedDataParallel around the present call.
+    Gradients that are views of them count as gradients; those that `no_sync` makes are none."""
     around = data_parallel_around()
-    if around is None:
-        return 0
-    held = reducing_later() or next(held_gradients(model), None) is not None
-    if around.gradient_as_bucket_view and held:
-        return 0
-    trained = [one for one in around.parameters() if one.requires_grad]
+    trained = [one for one in around.parameters() if one.requires_grad] if around else []
+    if around is not None and around.gradient_as_bucket_view:
+        trained = [one for one in trained if one.grad is None or base_of(one.grad) is None]
     return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
 
 
@@ -199,9 +197,7 @@ class Surroundings:
         self._most_waiting = max(self._most_waiting, waiting)
         if not waiting:
             self._waiting, self._halved = self._most_waiting, halved
-        model = self._model()
-        buckets = Charges(bucket_bytes=_bucket_bytes(model) if model is not None else 0)
-        self._engine = buckets.plus(self._gathering)
+        self._engine = Charges(bucket_bytes=_bucket_bytes()).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
         if held_bytes > LARGEST_NUMBER_BYTES and not waiting:

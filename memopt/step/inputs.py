@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from memopt.step.objects import as_tuples, is_object, objects_in, opened
 from memopt.torch_private import pytree
+from memopt.torch_private.tensors import storage_key
 
 Orders: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """(position among an output's leaves, dimensions of its gradient from the largest stride on)."""
@@ -101,6 +102,48 @@ class Call:
             if id(tensor) not in made:
                 made[id(tensor)] = made_of(position, tensor)
         return self.with_tensors(lambda tensor: made.get(id(tensor), tensor))
+
+    def let_go(self, kept: Iterable[Tensor]) -> None:
+        """Free all tensors but `kept`: fakes of their layouts stand in for them (`filled`).
+        Subclasses of Tensor stay."""
+        from memopt.torch_private.aot import FakeTensorMode
+
+        if "_let_go" in vars(self):
+            return
+        stay, mode = set(map(id, kept)), FakeTensorMode(allow_non_fake_inputs=True)
+        made: dict[int, Tensor] = {}
+
+        def one(old: Tensor) -> Tensor:
+            if id(old) in stay or type(old) is not Tensor:
+                return old
+            if id(old) not in made:
+                fake = mode.from_tensor(old.detach())
+                made[id(old)] = fake.requires_grad_(old.requires_grad)
+            return made[id(old)]
+
+        freed = self.with_tensors(one)
+        vars(self).update(args=freed.args, kwargs=freed.kwargs, _let_go=mode)
+        for name in ("opened", "plain", "leaves", "spec"):
+            vars(self).pop(name, None)
+
+    def filled(self) -> Call:
+        """Return the call with zeros in place of the tensors that it has let go."""
+        mode, rooms = vars(self).get("_let_go"), dict[int, torch.UntypedStorage]()
+        made: dict[int, Tensor] = {}
+
+        def one(old: Tensor) -> Tensor:
+            if getattr(old, "fake_mode", None) is not mode:
+                return old
+            if id(old) not in made:
+                held = old.untyped_storage()
+                zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=old.device)
+                room = rooms.setdefault(storage_key(held), zeros.untyped_storage())
+                new = torch.empty(0, dtype=old.dtype, device=old.device)
+                new.set_(room, old.storage_offset(), old.shape, old.stride())
+                made[id(old)] = new.requires_grad_(old.requires_grad)
+            return made[id(old)]
+
+        return self if mode is None else self.with_tensors(one)
 
 
 class _WithoutHistory(torch.autograd.Function):

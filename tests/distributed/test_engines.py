@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from memopt.errors import CaptureError
@@ -107,6 +108,42 @@ def test_gradients_that_fully_shard_accumulates_are_counted(alone: DeviceMesh) -
     predicted = memopt.running(model).parts.shared.peak_bytes()
     # A meter does not see that gradients from before its step go, while their shards come.
     assert 0 <= predicted - (x.nbytes + own_bytes + used.peak_bytes) < own_bytes
+
+
+def test_evaluation_of_sharded_blocks_gathers_them(alone: DeviceMesh) -> None:
+    """Before the first step, between steps, and without gradients in training mode."""
+    found, x = [], torch.randn(8, 16)
+    for planned in (False, True):
+        model = cases.mlp()
+        for block in (*model[:3], model):
+            fully_shard(block, mesh=alone)
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        outputs = []
+        for step in range(3):
+            model.train(step == 1)
+            with torch.no_grad():
+                outputs.append(model(x))
+            model.train()
+            model(x).square().mean().backward()
+        found.append([*outputs, *(cases.local(one.grad) for one in model.parameters())])
+    assert cases.same(*found)
+
+
+def test_buckets_beside_gradients_that_are_no_views_of_them(alone: DeviceMesh) -> None:
+    """`no_sync` makes such gradients after `zero_grad()`, though DDP makes views of its buckets."""
+    model, x = cases.mlp(), torch.randn(8, 16)
+    memopt.wrap(model, "min", "store-all", progress=False)
+    around = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    charged = []
+    for _ in range(2):
+        for last in (False, True):
+            with contextlib.nullcontext() if last else around.no_sync():
+                around(x).square().mean().backward()
+            charged.append(memopt.running(model).around.certain().bucket_bytes)
+        model.zero_grad(set_to_none=False)
+    own_bytes = sum(one.nbytes for one in cases.own(model))
+    assert charged == [own_bytes, own_bytes, 0, 0]
 
 
 def padded_on_one(rank: int, ranks: int) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.step.inputs import Call, align, to_call
+from memopt.step.reader import described
 
 X, Y = torch.zeros(2), torch.ones(2)
 
@@ -86,3 +88,23 @@ def test_calls_that_differ_stay_as_they_are(planned: Call, given: Call) -> None:
 def test_a_tensor_is_never_a_default() -> None:
     found = align(Model(), Call((X,), {}), (X,), {"scale": torch.tensor(1.0)})
     assert "scale" in found.kwargs
+
+
+def test_tensors_that_are_let_go_keep_their_layouts() -> None:
+    whole, own, buffer = torch.arange(12.0).view(3, 4), nn.Parameter(torch.ones(2)), torch.ones(2)
+    rest: list[Any] = [buffer, whole, 3]
+    call = Call((whole.t(), whole[1:]), {"a": own, "b": rest, "c": whole})
+    before, memory = list(map(described, call.leaves)), StorageWeakRef(whole.untyped_storage())  # type: ignore[no-untyped-call]
+    call.let_go([buffer])
+    rest.clear()
+    del whole
+    assert memory.expired()  # type: ignore[no-untyped-call]
+    assert list(map(described, call.leaves)) == before
+    assert call.kwargs["a"] is own
+    assert call.kwargs["b"][0] is buffer
+    call.let_go([])
+    full = call.filled()
+    assert full.kwargs["b"][1] is full.kwargs["c"]
+    full.kwargs["c"][2, 3] = 7
+    assert (full.args[0][3, 2], full.args[1].sum()) == (7, 7)
+    assert full.filled() is full

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import memopt
 from memopt.executor import calls as calls_module
@@ -131,3 +132,19 @@ def test_each_plan_has_a_line_and_stays_after_unwrapping(
     assert not hasattr(model, "plans")
     assert [plan.budget for plan in plans] == [2**20]
     assert repr(plans) == line
+
+
+def test_no_kind_holds_its_first_batch() -> None:
+    model, batches = memopt.wrap(Scaled(), "min", "rotor", progress=False), []
+    for size in (3, 5):
+        x = torch.randn(size, 4)
+        batches.append(StorageWeakRef(x.untyped_storage()))  # type: ignore[no-untyped-call]
+        model(x).sum().backward()
+        del x
+        model.zero_grad()
+    assert [one.expired() for one in batches] == [True, True]  # type: ignore[no-untyped-call]
+    assert all(plan.check(model).measured_peak_bytes <= plan.peak_bytes for plan in model.plans)
+    model.power = 2.0  # the model is traced again, without the first batch
+    with torch.no_grad():
+        expected = model(torch.ones(3, 4))
+    assert torch.equal(model(torch.ones(3, 4)), expected)
