@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.node import map_arg
 
 from memopt.kernels import convolution_kernels
-from memopt.kernels.convolution_product_kernels import Steps, columns_forward, columns_input
+from memopt.kernels.convolution_products import Steps, columns_forward, columns_input
 from memopt.pricing.memory import metered
 from tests.kernels.test_kernels import F64, Scaled, _reference, _run, _tuple, _within
 
