@@ -246,7 +246,7 @@ class Plan(PlanRecord):
             PlanFileError, ValueError: as `apply`.
             OSError: the file cannot be written.
         """
-        from memopt.report.step_lanes import measured_lanes, predicted_lanes
+        from memopt.report.lanes import measured_lanes, predicted_lanes
         from memopt.report.trace import write_trace
 
         steps: tuple[StepLanes, ...] = (predicted_lanes(self),)
@@ -296,7 +296,7 @@ class Plan(PlanRecord):
         check = measured = None
         if model is not None:
             from memopt.executor.check import record_step
-            from memopt.report.step_lanes import measured_lanes
+            from memopt.report.lanes import measured_lanes
 
             check = self.check(model, inputs, loss_fn=loss_fn, targets=targets)
             recorded = record_step(self, model, inputs, loss_fn, targets, self._last)

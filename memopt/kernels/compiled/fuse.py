@@ -18,7 +18,7 @@ from torch.fx import Node
 from memopt.kernels.compiled.divide import Region, divide
 from memopt.kernels.compiled.fusible import is_fusible
 from memopt.kernels.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
-from memopt.kernels.compiled.log_softmax import with_parts
+from memopt.kernels.compiled.losses import with_parts
 from memopt.kernels.compiled.pooling import poolings
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
