@@ -1,19 +1,22 @@
-"""A plan as text of at most 80 columns, and the same sections for other displays."""
+"""A plan as text of at most 80 columns, and the same sections as tables for notebooks."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from memopt.models.budget import format_bytes
+from memopt.models.chain_html import html_table
 from memopt.models.status import Status
 from memopt.programs.allocator_settings import EXPANDABLE, AllocatorSettings
 from memopt.programs.moved import carried_over, updates_on_host
 from memopt.programs.network_use import network_use
 from memopt.programs.replay import replay
 from memopt.report.peak import peak_of
+from memopt.report.style import BLUE, GREY, VERMILION
 from memopt.report.texts import counted, format_seconds
 from memopt.report.work import gathered, moved, offloaded_stages, recomputed, stage_runs
 
@@ -291,3 +294,31 @@ def _rows(lines: object, compute_time_s: float) -> Iterator[tuple[str, ...]]:
             case [str(name), str(status), None, float(seconds), str(note)]:
                 proved = "no plan: proved" if status == Status.INFEASIBLE else "no plan"
                 yield name, format_seconds(seconds), note or proved
+
+
+def plan_html(plan: PlanRecord) -> str:
+    """Write the summary as HTML, with bars for the plan's peak, the budget and the baseline's.
+    Everything is escaped; there is no script."""
+    first, *others = sections(plan)
+    parts = ["<div>", f"<b>memopt plan</b> ({escape(plan.strategy.name)})", _bars(plan)]
+    parts.append(html_table(first.rows))
+    parts += [
+        f"<details><summary>{escape(section.title)}</summary>{html_table(section.rows)}</details>"
+        for section in others
+    ]
+    parts += [f"<p>{escape(note)}</p>" for note in plan.notes]
+    return "\n".join([*parts, "</div>"])
+
+
+def _bars(plan: PlanRecord) -> str:
+    largest = max(plan.peak_bytes, plan.baseline.peak_bytes, plan.budget or 0, 1)
+    bars = [("peak", plan.peak_bytes, BLUE), ("baseline", plan.baseline.peak_bytes, GREY)]
+    if plan.budget is not None:
+        bars.insert(1, ("budget", plan.budget, VERMILION))
+    rows = [
+        f'<tr><td style="text-align:left">{name}</td><td style="text-align:left">'
+        f'<div style="background:{color};height:0.7em;width:{16 * size / largest:.2f}em"></div>'
+        "</td></tr>"
+        for name, size, color in bars
+    ]
+    return f"<table>{''.join(rows)}</table>"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx.node import map_arg
 
-from memopt.kernels import convolution_kernels
+from memopt.kernels import convolution
 from tests.kernels.test_kernels import F64, Scaled, _reference, _run, _tuple, _within
 
 
@@ -75,8 +75,8 @@ def test_one_gradient_alone_is_the_same_bits() -> None:
         given = (weight, [outside], *more)
         both = torch.ops.aten.convolution_backward(g, x, *given, [True, True, True])
         alone = (
-            *convolution_kernels.INPUT(g, tuple(x.shape), *given),
-            *convolution_kernels.WEIGHT(True, g, x, *given),
+            *convolution.INPUT(g, tuple(x.shape), *given),
+            *convolution.WEIGHT(True, g, x, *given),
         )
         for a, b in zip(alone, both, strict=True):
             assert torch.equal(a, b)
