@@ -14,7 +14,7 @@ Objective: arena + outside (eq. 9, where nothing lies outside).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import ceil
@@ -28,8 +28,7 @@ from memopt.passes.order.program_tasks import ProgramTasks, tasks_of
 from memopt.passes.order.tasks import Tasks, Value
 from memopt.passes.order.windows import Windows
 from memopt.passes.passes import alignment_of, never_placed, place_program, with_offsets
-from memopt.passes.place.buffers import Buffer, Layout, Placement
-from memopt.passes.place.greedy import pyramid
+from memopt.passes.place.buffers import Placement
 from memopt.passes.place.placement import DEFAULT_WORK_LIMIT
 from memopt.passes.timed_search import Improvement, TimedSearch
 from memopt.programs.instructions import LossBoundary, Program
@@ -144,13 +143,6 @@ class JointModel(LifetimeModel):
                 for y in self.live(other, t):
                     model.add_bool_or(below, above, ~x, ~y)
 
-    def stack(self, values: Sequence[int]) -> None:
-        """Fix the addresses of values that are nested in time (OLLA Function 5)."""
-        base = 0
-        for value in values:
-            self.model.add(self.A[value] == base)
-            base += self.extents[value]
-
 
 def shared_steps(windows: Windows, one: int, other: int) -> range:
     """Return the steps at which two values may be in memory together."""
@@ -165,15 +157,6 @@ def meeting_pairs(windows: Windows, values: Collection[int]) -> list[tuple[int, 
         for one, other in combinations(values, 2)
         if not windows.never_meet(windows.edges[one], windows.edges[other])
     ]
-
-
-def nested(windows: Windows, extents: Mapping[int, int]) -> list[int]:
-    """Return the values that OLLA's Function 5 stacks from address 0, by their windows."""
-    listed = [
-        (value, windows.lasting(windows.edges[value]), size) for value, size in extents.items()
-    ]
-    layout = Layout([Buffer(str(i), x.start, x.stop, size) for i, x, size in listed])
-    return [listed[index][0] for index in pyramid(layout).tolist()]
 
 
 def solve_jointly(
@@ -199,17 +182,15 @@ def solve_jointly(
         return JointAnswer((), {}, peaks.start, rows, too_large=True)
     base = tasks.base
     model = JointModel(tasks, extents, start, range(peaks.start - base, peaks.stop - base))
-    if how.pyramid:
-        model.stack(nested(windows, extents))
 
     def watch(peak: float, bound: float) -> None:
-        low = 0 if how.pyramid else base + int(bound) * model.unit
+        low = base + int(bound) * model.unit
         search.tell(base + int(peak) * model.unit, max(peaks.start, low))
 
     options = how.options(search.left_s())
     status, solver = solve_with_cp_sat(model.model, options, watch=watch)
     units = ceil(solver.best_objective_bound - 1e-6)
-    proved = units > model.least and not how.pyramid
+    proved = units > model.least
     bound = max(peaks.start, base + units * model.unit) if proved else peaks.start
     limited = ran_out(options, solver.deterministic_time) or search.out_of_time()
     interrupted = status is not Status.OPTIMAL and not limited

@@ -83,15 +83,6 @@ def test_bounds_hold_wherever_it_is_stopped() -> None:
     assert open_ones > 3
 
 
-def test_the_pyramid_proves_nothing_false() -> None:
-    for graph in small_graphs(15, 45, 8):
-        best = checked(graph, JOINT.solve(graph, None))
-        found = Olla(**{**vars(COLD), "pyramid": True}).solve(graph, None)
-        assert found.stats["joint_bound_bytes"] <= best <= checked(graph, found)
-        if found.status is Status.OPTIMAL:
-            assert found.peak_bytes == best
-
-
 def test_keeps_a_budget() -> None:
     split_budgets = 0
     for graph in small_graphs(25, 46, 8):
