@@ -1,16 +1,10 @@
-"""Graphs without a backward: random layered graphs within a share of their own order's peak.
-
-`--files` instead plans published graphs in the node-link form of networkx, with out_cost, duration
-and an order.
-"""
+"""Graphs without a backward: random layered graphs within a share of their own order's peak."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.runner import Benchmark
@@ -22,29 +16,13 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
 from memopt.strategies import STRATEGIES
-from tests.strategies.monet.layered_graphs import graph_of, layered_graph
+from tests.strategies.monet.layered_graphs import layered_graph
 
 SIZES = (100, 250)
 SHARES = (0.9, 0.8)
 SEEDS = (5000, 5005)
 """Of the table; the search was developed on seeds below 1000."""
 NAMES = ("monet",)
-
-
-def read_graph(path: Path) -> Graph:
-    """Read a graph in the node-link form of networkx, as Moccasin's are published.
-
-    Args:
-        path: JSON; nodes with out_cost and duration, links with "0" and "1", the graph's order.
-    """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    order = data["graph"]["order"]
-    return graph_of(
-        [(link["0"], link["1"]) for link in data["links"]],
-        [node["out_cost"] for node in data["nodes"]],
-        [node["duration"] for node in data["nodes"]],
-        json.loads(order) if isinstance(order, str) else order,
-    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,7 @@ def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) ->
 
 
 def _cases(given: Any) -> dict[str, tuple[Graph, str, float, str]]:
-    graphs = {path: read_graph(Path(path)) for path in given.files} or {
+    graphs = {
         f"{nodes} {seed}": layered_graph(nodes, seed)
         for nodes in SIZES
         for seed in range(*given.seeds)
@@ -122,8 +100,8 @@ BENCHMARK = Benchmark(
     head="seed | operators | edges | budget / peak | strategy | plan | bound | gap | CPU s | "
     "clock s",
     summary=_summary,
-    selects=("seeds", "strategies", "files"),
-    options={"seeds": SEEDS, "limit": 55.0, "strategies": NAMES, "files": ()},
+    selects=("seeds", "strategies"),
+    options={"seeds": SEEDS, "limit": 55.0, "strategies": NAMES},
     prepare=lambda given: [
         row_of("", layered_graph(10, 0), 0.9, name, 10.0) for name in given.strategies
     ],

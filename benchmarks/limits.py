@@ -7,17 +7,13 @@ limit x 1.1 + 0.3 s.
 
 from __future__ import annotations
 
-import datetime
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
+from benchmarks.auto_portfolio import cpu_clock
 from benchmarks.joint_tables import pace
 from benchmarks.runner import Benchmark
 from benchmarks.table import NONE
@@ -27,7 +23,6 @@ from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.generate import random_chain, random_graph
 from memopt.models.graph import Graph
-from memopt.solvers import binary_program
 from memopt.strategies import STRATEGIES, resolve
 from memopt.testing.solutions import store_all_peak
 
@@ -55,19 +50,6 @@ class Row:
     def keeps(self) -> bool:
         """Whether it ended in its time."""
         return self.cpu_s <= 1.1 * self.limit_s + 0.3
-
-
-@contextmanager
-def cpu_clock(stretch: float = 1.0) -> Iterator[None]:
-    """Make deadlines count CPU seconds; those of solvers, which count the wall clock's, are
-    stretched by what a second of this process takes."""
-
-    def stretched(seconds: float) -> datetime.timedelta:
-        return datetime.timedelta(seconds=seconds * stretch)
-
-    solvers = mock.patch.object(binary_program, "datetime", SimpleNamespace(timedelta=stretched))
-    with mock.patch.object(time, "monotonic", time.process_time), solvers:
-        yield
 
 
 def instance(kind: str, size: int) -> Graph | Chain:

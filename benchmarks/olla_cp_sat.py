@@ -17,7 +17,6 @@ from benchmarks.graphs import updated_graph
 from benchmarks.olla_tables import NAMES, PAPER_NAMES, warm_up
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, mib, percent, table
-from memopt.models.status import Status
 from memopt.passes.cp_sat import CpSat
 from memopt.passes.order.ordering import Ordering, order_tasks
 from memopt.passes.order.program_tasks import tasks_of
@@ -42,8 +41,8 @@ class Row:
         kind: "order", "joint" or "random".
         tasks: operators of the step, or tasks of the graph.
         resident_bytes: beside which the peaks are shown.
-        search, cold, warm, edges: (peak, bound, CPU seconds) of the search, of CP-SAT alone, of the
-            one after the other, and of CP-SAT alone with control edges; empty: not measured.
+        search, cold, warm: (peak, bound, CPU seconds) of the search, of CP-SAT alone, and of one
+            after the other; empty: not measured.
         variables: of CP-SAT's programs; below 0: of one that was too large to make.
     """
 
@@ -54,7 +53,6 @@ class Row:
     search: list[float]
     cold: list[float]
     warm: list[float]
-    edges: list[float]
     variables: int
 
 
@@ -71,28 +69,25 @@ def _figure(stats: object, name: str) -> int:
     return value
 
 
-def _ordered(given: Any, kind: str, name: str, tasks: Tasks, *, edges: bool) -> Row:
+def _ordered(given: Any, kind: str, name: str, tasks: Tasks) -> Row:
     how = CpSat(warm_start=False, effort=given.effort)
     _, search = _timed(tasks, None)
     found, cold = _timed(tasks, how)
     size = _figure(found.stats, "variables") or -_figure(found.stats, "too_large")
-    early: list[float] = []
-    if edges and found.status is Status.OPTIMAL:
-        _, early = _timed(tasks, replace(how, control_edges=True))
     warm = [] if search[0] == search[1] else _timed(tasks, replace(how, warm_start=True))[1]
-    return Row(kind, name, len(tasks), tasks.base, search, cold, warm or search, early, size)
+    return Row(kind, name, len(tasks), tasks.base, search, cold, warm or search, size)
 
 
 def _step(given: Any, name: str, batch: int) -> list[Row]:
     graph = updated_graph(name, batch)
     tasks = tasks_of(graph, with_in_place(graph, store_all(graph))).tasks
-    return [_ordered(given, "order", f"{name} b{batch}", tasks, edges=batch == 1)]
+    return [_ordered(given, "order", f"{name} b{batch}", tasks)]
 
 
 def _random(given: Any, size: int) -> list[Row]:
     rng = Random(size)
     graphs = [random_tasks(rng, size) for _ in range(COUNT)]
-    return [_ordered(given, "random", f"{size}", tasks, edges=False) for tasks in graphs]
+    return [_ordered(given, "random", f"{size}", tasks) for tasks in graphs]
 
 
 def _joint(given: Any, name: str, batch: int) -> list[Row]:
@@ -111,9 +106,7 @@ def _joint(given: Any, name: str, batch: int) -> list[Row]:
         found.append(([solution.peak_bytes, bound, time.process_time() - began], solution.stats))
     (search, _), (cold, stats) = found
     size, rows = len(graph.operators), _figure(stats, "joint_rows")
-    return [
-        Row("joint", f"{name} b{batch}", size, graph.resident_bytes, search, cold, [], [], rows)
-    ]
+    return [Row("joint", f"{name} b{batch}", size, graph.resident_bytes, search, cold, [], rows)]
 
 
 def _measured(given: Any, kind: str, *what: Any) -> list[Row]:
@@ -148,15 +141,9 @@ def _random_line(size: str, rows: list[Row]) -> Iterable[object]:
     return (size, *figures, *smaller)
 
 
-def _seconds(rows: list[Row], which: str) -> str:
-    return f"{sum(getattr(row, which)[2] for row in rows):.1f}"
-
-
 def _orders(rows: list[Row]) -> str:
     proved = [row for row in rows if row.cold[0] == row.cold[1]]
     same = sum(row.cold[0] == row.search[0] for row in rows)
-    early = [row for row in rows if row.edges]
-    lost = [row.edges[0] / row.search[0] - 1 for row in early if row.edges[0] > row.search[0]]
     behind = [row.cold[0] / row.search[0] - 1 for row in rows]
     quicker = sum(row.cold[2] < row.search[2] for row in rows)
     return joined(
@@ -165,12 +152,6 @@ def _orders(rows: list[Row]) -> str:
         f"optima and has nothing left to do. By itself it proves {len(proved)} optimal, finds the "
         f"optimum of {same}, and is the faster one for {quicker}; what it finds of the others is "
         f"up to {percent(max(behind))} above the optimum (resident bytes included).",
-        f"With the paper's control edges (Functions 3 and 4) in place of the exact treatment of "
-        f"updates, for the steps of batch 1 that it proved: {_seconds(early, 'edges')} CPU s in "
-        f"all against {_seconds(early, 'cold')}, but the optimum is lost for {len(lost)} of "
-        f"{len(early)}: peaks are up to {percent(max(lost, default=0.0))} higher."
-        if early
-        else "",
         table(
             "step | tasks | variables | search: MiB | bound | CPU s | CP-SAT alone: MiB | bound | "
             "CPU s",

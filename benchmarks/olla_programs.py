@@ -24,7 +24,7 @@ from memopt.programs.liveness import store_all
 from memopt.programs.placed import arena_use
 from memopt.programs.replay import replay
 from memopt.reductions.linearize import linearize
-from memopt.reductions.updates import without_updates
+from memopt.reductions.step_linearization import without_updates
 from memopt.strategies.base import Strategy
 from memopt.strategies.offload.autoswap import AutoSwap
 from memopt.strategies.offload.dynprog import DynProg, Greedy

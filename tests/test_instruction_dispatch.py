@@ -22,7 +22,7 @@ EVERY_KIND = {
 
 SOME_KINDS = {
     "memopt.passes.early_collectives",
-    "memopt.passes.joint_model",
+    "memopt.passes.joint_pass",
     "memopt.passes.order_and_place",
     "memopt.programs.validate_placement",
     "memopt.strategies.shared.kernel_choice",
@@ -37,7 +37,7 @@ RUNS_ONLY = {
     "memopt.programs.validate_network",
     "memopt.reductions.coarsen",
     "memopt.reductions.lower",
-    "memopt.reductions.updates",
+    "memopt.reductions.step_linearization",
     "memopt.strategies.moving.on_host",
     "memopt.strategies.shared.fastest_runs",
     "memopt.strategies.shared.graph_model",

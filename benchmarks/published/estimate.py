@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import memopt
-from benchmarks.cluster_llama import published_step
 from benchmarks.published import measurements, meshes, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
@@ -238,7 +237,7 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     program = store_all(graph)
     if row.get("recompute") or _sharded(row):
         kept = "all" if row.get("sharding") == "gradients" else "none"
-        program = published_step(graph, device, row.get("recompute", kept))
+        program = meshes.published_step(graph, device, row.get("recompute", kept))
     time = replay(graph, program, device)
     made = _made_gradients(graph, program)
     share, flat = -1.0 * _gradients_stay(row), 0.0

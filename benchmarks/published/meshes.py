@@ -1,4 +1,5 @@
-"""torchtitan's meshes: pipelines, tensor and context parallelism, float8, as a row was run.
+"""torchtitan's steps: pipelines, tensor and context parallelism and float8 as a row was run,
+and what runs again in them.
 
 Read in torchtitan's sources at the commit that its report names (9dec370): FSDP spreads over data
 and context; rows of a sequence are spread over the ranks of tensor parallelism between products
@@ -8,7 +9,7 @@ many as its ranks (pipelining_utils.py). Rates are the specifications'; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,12 @@ from memopt.models import mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator
+from memopt.passes.early_collectives import with_early_collectives
 from memopt.pricing.flops import MATMUL, elements, tensors_of, work
 from memopt.pricing.roofline import work_time_s
+from memopt.programs.instructions import Program
+from memopt.programs.replay import replay
+from memopt.reductions.block_checkpoints import forward_of_blocks, largest_sent_bytes, run_again
 from memopt.reductions.contexts import ring_s
 from memopt.step.kernel import FusedKernel
 from memopt.step.signature import describe_value, signature
@@ -196,3 +201,46 @@ def tensor_parallel_s(row: Mapping[str, Any], layers: float, products_s: float) 
     alone_s = gathered_s if row.get("scaling") == "rowwise" else 0.0
     sent_s += gathered_s - alone_s
     return alone_s + sent_s / tensor + max(0.0, sent_s * (1 - 1 / tensor) - products_s)
+
+
+def published_step(graph: Graph, device: Device, recompute: str) -> Program:
+    """Make torchtitan's step, on the graph of one rank.
+
+    Every block is checkpointed: its backward begins with its forward again, whose weights are
+    gathered again, but for those of the last block. Selective checkpointing keeps the results of
+    attention and of every second matrix product of a block. Collectives start early, in the memory
+    that one more block takes on the network: FSDP2 prefetches the next block, and holds what it
+    scatters until that is over.
+
+    Args:
+        graph: of a decoder of `benchmarks.published.decoder`, sharded by `memopt.shard`.
+        device: its link rates.
+        recompute: "full", "selective", "none": only weights are gathered again, or "all": nothing.
+    """
+    blocks = forward_of_blocks(graph)
+    last = list(blocks)[-1]
+    again = {
+        name: set(members) - _kept(graph, members, recompute, name == last)
+        for name, members in blocks.items()
+    }
+    program = run_again(graph, again)
+    room_bytes = replay(graph, program, device).peak_bytes + largest_sent_bytes(graph)
+    return with_early_collectives(graph, program, room_bytes, device)
+
+
+def _kept(graph: Graph, members: Iterable[int], recompute: str, last: bool) -> set[int]:
+    """Find the forward operators of a block whose results stay for its backward."""
+    if recompute == "all":
+        return set(members)
+    kept: set[int] = set()
+    products = 0
+    for index in members:
+        operator = graph.operators[index]
+        gathers = operator.collective is not None
+        product = "aten.mm" in operator.target
+        products += product
+        saved = "scaled_dot_product" in operator.target or (product and products % 2 == 1)
+        saved = saved if recompute == "selective" else recompute == "none" and not gathers
+        if saved or (last and gathers):
+            kept.add(index)
+    return kept

@@ -20,7 +20,7 @@ from memopt.models.mesh import Mesh
 from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
-from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
+from memopt.report.peak import fixed_bytes, fixed_sum
 from memopt.report.progress import reporting
 from memopt.report.texts import aligned, format_seconds, or_dash
 from memopt.stages import profiled_for

@@ -216,7 +216,7 @@ class Plan(PlanRecord):
             ImportError: matplotlib is missing; the message names the extra to install.
             ValueError: there is no such plot of this plan.
         """
-        from memopt.report.plots import plot_plan
+        from memopt.report.timeline_plot import plot_plan
 
         return plot_plan(self, kind, ax)
 
@@ -246,8 +246,7 @@ class Plan(PlanRecord):
             PlanFileError, ValueError: as `apply`.
             OSError: the file cannot be written.
         """
-        from memopt.report.step_lanes import measured_lanes, predicted_lanes
-        from memopt.report.trace import write_trace
+        from memopt.report.lanes import measured_lanes, predicted_lanes, write_trace
 
         steps: tuple[StepLanes, ...] = (predicted_lanes(self),)
         if model is not None:
@@ -296,7 +295,7 @@ class Plan(PlanRecord):
         check = measured = None
         if model is not None:
             from memopt.executor.check import record_step
-            from memopt.report.step_lanes import measured_lanes
+            from memopt.report.lanes import measured_lanes
 
             check = self.check(model, inputs, loss_fn=loss_fn, targets=targets)
             recorded = record_step(self, model, inputs, loss_fn, targets, self._last)
@@ -340,7 +339,7 @@ class Plan(PlanRecord):
         return _unpickled, (to_bytes(self),)
 
     def _repr_html_(self) -> str:
-        from memopt.report.html import plan_html
+        from memopt.report.summary import plan_html
 
         return plan_html(self)
 

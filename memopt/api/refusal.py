@@ -73,7 +73,7 @@ def _fixed(graph: Graph, profiled: Profiled | None) -> str:
     """Name the bytes that no plan can free, for a message."""
     if profiled is None:
         return ""
-    from memopt.report.fixed_bytes import fixed_bytes, fixed_sum
+    from memopt.report.peak import fixed_bytes, fixed_sum
 
     state = profiled.optimizer
     parts = fixed_bytes(graph, state.parts if state is not None else ())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from memopt.capture.as_eager.compiling import traced_as_eager
 from memopt.capture.as_eager.corrections import tracing_as_eager, with_one_sequence
@@ -17,10 +19,8 @@ from memopt.capture.as_eager.masks import with_whole_masks
 from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
-from memopt.capture.known_attributes import known_attributes
 from memopt.capture.lean_trace import lean_trace
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
-from memopt.capture.real_values import real_values_uncopied
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
     check_not_drawn_in_numpy,
@@ -44,7 +44,8 @@ from memopt.step.side_effects import (
     why_not_left_behind,
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
-from memopt.torch_private.dynamo import capture_errors, failing_modules_heard, graph_of
+from memopt.torch_private.access import known, optional, patched, private
+from memopt.torch_private.dynamo import capture_errors, constant, failing_modules_heard, graph_of
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
@@ -226,3 +227,89 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
     check_not_drawn_in_numpy(found[0])
     return found
+
+
+_CLONE = "torch._dynamo.variables.builder._clone_input"
+_COMPUTE = "torch._dynamo.variables.tensor.get_real_value"
+
+
+@contextlib.contextmanager
+def real_values_uncopied() -> Iterator[None]:
+    """Trace without copies of parameters, buffers, inputs and their gradients.
+
+    An export copies each real tensor that it meets, in case something computes with it: the model's
+    size in memory once more, and as much for its gradients. Few models do (a function of
+    `torch._dynamo.assume_constant_result` that is given a tensor), and they get copies then. Under
+    a transform (`torch.func.vmap`, `grad`) a copy would fail: the tensor has no memory of its own.
+    """
+    clone, compute = optional(_CLONE), optional(_COMPUTE)
+    if clone is None or compute is None:
+        yield
+        return
+    copied: set[Node] = set()
+
+    def itself(value: Any, _mode: Any) -> Any:
+        return value
+
+    def computed(node: Node, tracer: Any) -> Any:
+        waiting = [node]
+        while waiting:
+            one = waiting.pop()
+            if one in copied:
+                continue
+            copied.add(one)
+            if one in tracer.real_value_cache:
+                tracer.real_value_cache[one] = clone(tracer.real_value_cache[one], None)
+            waiting += one.all_input_nodes
+        return compute(node, tracer)
+
+    with patched(_CLONE, itself), patched(_COMPUTE, computed):
+        yield
+
+
+_GET = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable._call_getattr"
+_LOAD = "torch._dynamo.symbolic_convert.generic_getattr"
+_SET = "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr"
+_NAMES = ("__module__", "__name__", "__qualname__")
+
+
+@contextlib.contextmanager
+def known_attributes() -> Iterator[None]:
+    """Trace inside with these answers, where this torch can be given them."""
+    if not (known(_GET) and known(_SET)):
+        yield
+        return
+    get, change = private(_GET), private(_SET)
+    load = private(_LOAD) if known(_LOAD) else None
+
+    def asked(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        name = args[1].is_python_constant() and args[1].as_python_constant()
+        return _name_of_class(args[0], name) or get(self, tx, args, kwargs)
+
+    def loaded(tx: Any, of: Any, name: str, *default: Any) -> Any:
+        assert load is not None
+        return _name_of_class(of, name) or load(tx, of, name, *default)
+
+    def changed(self: Any, tx: Any, of: Any, name: Any, value: Any) -> Any:
+        if of.is_tensor() and name.is_python_constant() and value.is_python_constant():
+            is_asked = name.as_python_constant() == "requires_grad"
+            found = of.as_proxy().node.meta["example_value"].requires_grad
+            if is_asked and found is value.as_python_constant():
+                return value
+        return change(self, tx, of, name, value)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(_GET, asked))
+        stack.enter_context(patched(_SET, changed))
+        if load is not None:
+            stack.enter_context(patched(_LOAD, loaded))
+        yield
+
+
+def _name_of_class(of: Any, name: object) -> Any:
+    """Return the constant that is a class's name; None: it is something else that is asked for."""
+    if name in _NAMES and of.is_python_constant():
+        owner = of.as_python_constant()
+        if isinstance(owner, type):
+            return constant(getattr(owner, str(name)))
+    return None

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
@@ -13,13 +14,30 @@ from memopt.executor.collectives import UnderWay
 from memopt.executor.direct_calls import runs_below_autograd
 from memopt.executor.expressions import ExpressionWriter
 from memopt.executor.host_updates import gradient_of
-from memopt.executor.released import released
 from memopt.executor.values import Halves, argument_in, unpacked
 from memopt.executor.views import is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.step.backend import is_on_host
-from memopt.step.collectives import WAIT, has_scratch, is_wait, let_go, waited
+from memopt.step.collectives import WAIT, give_way, has_scratch, is_wait, let_go, waited
+from memopt.torch_private.tensors import holders
+
+_LONGEST_S = 1.0
+
+
+def released(*tensors: torch.Tensor) -> None:
+    """Wait until nothing but these tensors holds their storage, for a second at most.
+
+    A collective on CPU (gloo) runs in a thread of its group, which holds its tensors until a moment
+    after those that wait for it go on. Freed meanwhile, they would stay in memory for that moment.
+
+    Args:
+        tensors: all tensors that the caller has in one storage, on a device with the host's memory.
+    """
+    storage = tensors[0].untyped_storage()
+    # A wait returns the tensor that it waited for.
+    alone = len(set(map(id, tensors))) + 1
+    give_way(lambda: holders(storage) <= alone, _LONGEST_S)
 
 
 class Writer(ExpressionWriter):

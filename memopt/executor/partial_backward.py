@@ -11,6 +11,7 @@ both kinds, autograd's result is not known, and the unplanned model runs again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,12 +20,14 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Like, Uncomputed
+from memopt.executor.handover import Handover
 from memopt.programs.instructions import Program
 from memopt.step.build import Lowering
-from memopt.step.captured import Captured
+from memopt.step.captured import Captured, Primal
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import same_strides
 from memopt.step.nodes import is_random
+from memopt.torch_private.modes import keeps_graph, wanted_inputs
 from memopt.torch_private.operators import aten
 
 Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
@@ -202,3 +205,61 @@ def _is_sum(node: Node, missing: Node) -> bool:
     whole, one, added = (n.meta["val"] for n in (node, other, missing))
     alike = whole.shape == one.shape == added.shape and whole.dtype == one.dtype == added.dtype
     return alike and same_strides(whole, one.stride())
+
+
+_PIPELINES = "torch.distributed.pipelining"
+
+
+@dataclass
+class FirstHalf:
+    """The first half of a call's backward, as the zero-bubble schedules of pipelines run it.
+
+    `torch.distributed.pipelining` asks for the gradients of a stage's inputs first, and keeps the
+    graph; later, from the same gradients of its outputs, for those of its parameters. Autograd
+    computes for each what it needs. A planned backward is one function, and would run twice. It
+    runs once, in the first half, which frees what the forward has saved; the parameters' gradients
+    await the second.
+
+    Attributes:
+        primals: the joint graph's inputs.
+        tangents: the gradients of its outputs, as autograd gave them.
+        kept: the parameters' gradients by position, once it has run.
+    """
+
+    primals: Sequence[Primal]
+    tangents: list[Any]
+    kept: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def running(
+        primals: Sequence[Primal], tangents: list[Any], handover: Handover | None
+    ) -> FirstHalf | None:
+        """Return the first half that runs now: a backward that keeps its graph, and is asked for no
+        parameter's gradient, where there may be pipelines. None: the backward is another one, or
+        hands its gradients over in parts."""
+        if handover or not keeps_graph() or _PIPELINES not in sys.modules:
+            return None
+        wanted = wanted_inputs()
+        if not wanted or any(primals[i].held for i in wanted):
+            return None
+        return FirstHalf(primals, tangents)
+
+    def keep(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep the gradients of parameters; return the others, by position."""
+        held = [primal.held for primal in self.primals]
+        self.kept = tuple(one if own else None for own, one in zip(held, gradients, strict=True))
+        return tuple(None if own else one for own, one in zip(held, gradients, strict=True))
+
+    def second(self, tangents: list[Any]) -> tuple[Any, ...] | None:
+        """Return the gradients that were kept; None: the backward that runs now is no second half,
+        since it asks for other gradients, or begins with others."""
+        if not all(self.primals[i].held for i in wanted_inputs()):
+            return None
+        pairs = zip(self.tangents, tangents, strict=True)
+        return self.kept if all(_is_equal(*pair) for pair in pairs) else None
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    if before is now or before is None or now is None:
+        return before is now
+    return before.shape == now.shape and torch.equal(before, now)

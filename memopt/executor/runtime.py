@@ -31,10 +31,9 @@ from memopt.executor.differentiated import (
     draws,
     prepare_backward,
 )
-from memopt.executor.first_half import FirstHalf
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
-from memopt.executor.partial_backward import Partial, unknown
+from memopt.executor.partial_backward import FirstHalf, Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.tied_values import TiedValue, tie

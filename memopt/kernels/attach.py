@@ -20,7 +20,6 @@ from memopt.kernels import (
     pooling,
 )
 from memopt.kernels.convolution import LIBRARIES
-from memopt.kernels.convolution_products import FFT, GEMM, attach_products
 from memopt.kernels.elementwise import (
     ACTIVATIONS,
     CLIPPED,
@@ -53,8 +52,6 @@ FAMILIES: tuple[tuple[str, Attach], ...] = (
     ("group norm", norms.attach_group_norm),
     ("convolution", convolution.attach),
     ("convolution from what made its input", convolution_neighbours.attach_again),
-    ("convolution by products", partial(attach_products, GEMM)),
-    ("convolution by transforms", partial(attach_products, FFT)),
     ("convolution by libraries", convolution.attach_libraries),
     ("convolution behind a concatenation", convolution_neighbours.attach_parts),
     ("attention", attention.attach),

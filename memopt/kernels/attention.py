@@ -1,11 +1,11 @@
-"""Attention written out: a forward that computes the probabilities of some rows at a time, and a
-backward that needs neither the output nor the rows' log-sum-exp.
+"""Attention's backward written out: some rows at a time, or all, from the inputs alone.
 
 With P = softmax(scale·Q·Kᵀ + mask), O = P·V and dP = dO·Vᵀ:
 
     dV = Pᵀ·dO,   dS = P∘(dP − rowsum(P∘dP)),   dQ = scale·dS·K,   dK = scale·dSᵀ·Q
 
-where rowsum(P∘dP) = rowsum(dO∘O), for which the fused kernel reads O.
+where rowsum(P∘dP) = rowsum(dO∘O), for which the fused kernel reads O, and the rows' log-sum-exp for
+P. A forward written out takes longer than the fused one, and more memory: there is none.
 """
 
 from __future__ import annotations
@@ -66,18 +66,6 @@ def _probabilities(scores: Tensor) -> Tensor:
     return torch.softmax(scores, -1).nan_to_num_(0.0)
 
 
-def _forward(chunks: int, strides: tuple[Any, Any], *given: Any) -> tuple[Tensor, Tensor]:
-    one = _Attention(*given)
-    q, v, wide = one.q, one.v, one.wide
-    out = q.new_empty_strided((*q.shape[:3], v.shape[-1]), strides[0])
-    sums = q.new_empty_strided(q.shape[:3], strides[1], dtype=wide)
-    for rows in split(q.shape[2], chunks):
-        scores = one.scores(rows)
-        sums[:, :, rows] = torch.logsumexp(scores, -1)
-        out[:, :, rows] = (_probabilities(scores) @ v.to(wide)).to(q.dtype)
-    return out, sums
-
-
 def _backward(
     chunks: int, strides: tuple[Any, Any, Any], g: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
@@ -98,7 +86,6 @@ def _backward(
     return found
 
 
-FORWARD = Kernel("attention.rows", _forward)
 BACKWARD = Kernel("attention_backward.rows", _backward)
 
 
@@ -113,41 +100,26 @@ def _known(forward: Node) -> _Attention | None:
 
 
 def attach(sites: Sites) -> None:
-    """Attach alternatives to fused attention: to the operator in which steps on the CPU, and
-    estimates, are captured."""
+    """Attach alternatives to the backward of fused attention: to the operator in which steps on the
+    CPU, and estimates, are captured."""
     for forward, backward in sites.pairs(BACKWARD_TARGET, 5):
         known = _known(forward)
-        results = tuple(sites.result(forward, i) for i in range(2))
         gradients = tuple(sites.result(backward, i) for i in range(3))
-        if known is None or None in results or None in gradients:
+        if known is None or None in gradients:
             continue
         q, k, v = (value_of(x) for x in known[:3])
         width = max(4, q.element_size())
         scores = q.numel() // q.shape[-1] * k.shape[2] * width
         both = (k.numel() + v.numel()) * width
-        strides, gradient_strides = (
-            tuple(tuple(x.stride()) for x in value_of(call)) for call in (forward, backward)
-        )
-        for name, backward_name, chunks in (("math", "math", 1), ("chunked", "inputs", CHUNKS)):
-            part = -(-scores // chunks)
-            sites.add(
-                forward,
-                name,
-                FORWARD,
-                (chunks, strides, *known),
-                results,
-                workspace_bytes=3 * part + both,
-                exact=False,
-                like=1.0,
-                moved_bytes=6 * scores,
-            )
+        strides = tuple(tuple(x.stride()) for x in value_of(backward))
+        for name, chunks in (("math", 1), ("inputs", CHUNKS)):
             sites.add(
                 backward,
-                backward_name,
+                name,
                 BACKWARD,
-                (chunks, gradient_strides, backward.args[0], *known),
+                (chunks, strides, backward.args[0], *known),
                 gradients,
-                workspace_bytes=3 * part + 2 * both,
+                workspace_bytes=3 * -(-scores // chunks) + 2 * both,
                 exact=False,
                 like=1.0,
                 moved_bytes=8 * scores,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.kernels.kernel import PARTS, split, writing
-from memopt.kernels.norm_inversion import (
+from memopt.kernels.norms import (
     add_from_output,
     channels,
     check_invertible,

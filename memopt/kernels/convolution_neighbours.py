@@ -21,8 +21,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from memopt.kernels.batch_norm import BATCH_AGAIN, BATCH_NORM
-from memopt.kernels.convolution import CONVOLUTION, CONVOLUTION_BACKWARD, wanted
-from memopt.kernels.convolution_kernels import input_gradient, summed_weight_gradients
+from memopt.kernels.convolution import (
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    input_gradient,
+    summed_weight_gradients,
+    wanted,
+)
 from memopt.kernels.kernel import PARTS, Kernel, split
 from memopt.kernels.site import Sites, contiguous, part_bytes, storage_bytes, value_of
 

@@ -16,9 +16,6 @@ class CpSat:
         seed: the solver's random seed.
         warm_start: begin from what the search finds, and with its bounds; else from the framework's
             order and greedy addresses.
-        control_edges: run updates early by OLLA's Functions 3 and 4, which may lose the optimum;
-            else they are treated exactly.
-        pyramid: keep nested tensors where OLLA's Function 5 puts them, likewise.
         effort: limit of each program, in CP-SAT's deterministic time, of which one is a few
             seconds.
     """
@@ -26,8 +23,6 @@ class CpSat:
     workers: int = 1
     seed: int = 0
     warm_start: bool = True
-    control_edges: bool = False
-    pyramid: bool = False
     effort: float = 60.0
 
     def __post_init__(self) -> None:

@@ -11,9 +11,12 @@ bounds the other kinds.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -29,7 +32,6 @@ from memopt.models.garbage import full_collections_deferred
 from memopt.models.graph import Graph
 from memopt.models.progress import Progress
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES, LossUse, OutputTree, cut_output
-from memopt.pricing.estimated_autocast import autocast_for_cuda
 from memopt.pricing.flops import (
     operator_name,
 )
@@ -50,6 +52,7 @@ from memopt.step.model_outputs import gradients_of
 from memopt.step.optimizer_state import optimizer_state
 from memopt.step.profiled import Baseline, Profiled
 from memopt.step.record import record_of
+from memopt.torch_private.access import patched
 from memopt.user_code.aside import aside
 
 
@@ -210,3 +213,75 @@ def _notes(captured: Captured, device: Device) -> tuple[str, ...]:
             "more."
         )
     return tuple(notes)
+
+
+TAKEN = (
+    'autocast("cuda") is estimated with the casts of autocast("cpu"): softmax and norms, which '
+    "CUDA computes in float32, are charged in {dtype}."
+)
+SWITCHED_OFF = (
+    'on a machine without CUDA, torch switches autocast("cuda") off before memopt sees it, and '
+    "does not say whether it was on: plan under "
+    'torch.autocast("cpu", dtype={dtype}, enabled=...) for the estimate, '
+    "whose casts stand for CUDA's"
+)
+
+
+@contextmanager
+def autocast_for_cuda() -> Iterator[list[str]]:
+    """Turn autocast("cuda") into autocast("cpu") of its dtype inside this context: the active one,
+    and those that the model enters. Yields notes for the user, complete at the end.
+
+    Torch switches autocast("cuda") off where there is no CUDA; elsewhere it does not touch fake
+    tensors that claim to be on the CPU. The two differ in what they keep in float32: CUDA's
+    computes softmax, norms and losses in it, the CPU's only some losses.
+
+    Raises:
+        ValueError: torch has switched off an autocast("cuda") that surrounds this context.
+    """
+    original = torch.autocast.__init__
+    notes: list[str] = []
+    _check_not_switched_off()
+
+    @wraps(original)
+    def on_cpu(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda":
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+            note = TAKEN.format(dtype=_name(dtype))
+            if enabled and note not in notes:
+                notes.append(note)
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    with ExitStack() as stack:
+        stack.enter_context(patched("torch.autocast.__init__", on_cpu))
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cuda", torch.get_autocast_dtype("cuda")))
+        yield notes
+
+
+def _check_not_switched_off() -> None:
+    active = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    if active or torch.cuda.is_available() or not _nesting():
+        return
+    # Torch counts the contexts entered, and keeps no list.
+    dtype = torch.get_autocast_dtype("cuda")
+    entered = (one for one in gc.get_objects() if type(one) is torch.autocast)
+    if any((one.device, one.fast_dtype) == ("cuda", dtype) for one in entered):
+        raise ValueError(SWITCHED_OFF.format(dtype=dtype))
+
+
+def _nesting() -> int:
+    """Return how many contexts of autocast, switched on or off, are active."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -4,6 +4,7 @@ in chunks. Each is captured with few of its equal blocks, and priced for a devic
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,8 +17,11 @@ from torch import nn
 from memopt.errors import CaptureError
 from memopt.kernels.attach import with_implementations
 from memopt.kernels.cross_entropy import attach as attach_chunks
-from memopt.models.device import Device
-from memopt.models.graph import Graph, TensorKind
+from memopt.models.device import Device, in_blocks
+from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.optimizer_names import update_bytes
+from memopt.pricing.flops import Work
+from memopt.pricing.roofline import work_time_s
 from memopt.profiler.adapters import Adapted, adapted
 from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import (
@@ -27,9 +31,9 @@ from memopt.profiler.shallow import (
     meta_copy,
     whole_figures,
 )
-from memopt.profiler.whole_steps import whole_step
-from memopt.programs.chosen import with_chosen
 from memopt.step.more_blocks import UnequalBlocksError, with_more_blocks
+from memopt.step.movable import movable_graph
+from memopt.step.optimizer_state import OptimizerState
 from memopt.step.profiled import Profiled
 from memopt.step.shards import local_part
 from memopt.torch_private import pytree
@@ -180,3 +184,88 @@ def _figures(
 
 def _parameter_bytes(graph: Graph) -> int:
     return sum(t.size_bytes for t in graph.tensors if t.kind is TensorKind.PARAMETER)
+
+
+def with_chosen(graph: Graph, name: str) -> Graph:
+    """Return the graph whose operators run by the implementation of this name where they have it,
+    by their own elsewhere. Operators whose results nothing reads then are left out."""
+    chosen = [_by(operator, name) for operator in graph.operators]
+    wanted = {*graph.outputs, *graph.gradients}
+    kept: list[Operator] = []
+    for operator in reversed(chosen):
+        if operator.has_effects or not wanted.isdisjoint(operator.writes):
+            kept.append(operator)
+            wanted.update(operator.reads)
+    kept.reverse()
+    computed = {t for operator in kept for t in operator.writes}
+    owned = tuple(t for t in graph.allocator_owned if t in computed)
+    return replace(graph, operators=tuple(kept), allocator_owned=owned)
+
+
+def _by(operator: Operator, name: str) -> Operator:
+    way = next((one for one in operator.implementations if one.name == name), None)
+    if way is None:
+        return replace(operator, implementations=())
+    return replace(
+        operator,
+        reads=operator.reads if way.reads is None else way.reads,
+        writes=operator.writes if way.writes is None else way.writes,
+        time_s=way.time_s,
+        workspace_bytes=way.workspace_bytes,
+        in_place=way.in_place,
+        implementations=(),
+    )
+
+
+def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
+    """Give an estimated step an update of each trained parameter, priced by the bytes that it reads
+    and writes (`update_bytes`); parameters and their optimizer state are movable.
+
+    A gradient belongs to a parameter of its size. Of several, the one made first belongs to the one
+    that the forward reads last. (Which of a block's equal ones it is makes no difference to memory
+    and time.)
+
+    Args:
+        graph: the step up to its gradients; optimizer state is not charged.
+        state: the optimizer's, shared by the parameters as their bytes are.
+        device: to price for.
+    """
+    readers, producer, tensors = graph.readers, graph.producer, graph.tensors
+    made, used = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for gradient in sorted(set(graph.gradients) & producer.keys(), key=producer.__getitem__):
+        made[tensors[gradient].size_bytes].append(gradient)
+    kept = {*graph.outputs, *graph.gradients}
+    parameters = [
+        t
+        for t, tensor in enumerate(tensors)
+        if tensor.kind is TensorKind.PARAMETER and readers[t] and t not in kept
+    ]
+    for parameter in sorted(parameters, key=lambda t: -readers[t][0]):
+        used[tensors[parameter].size_bytes].append(parameter)
+    pairs = [
+        pair for size, listed in made.items() for pair in zip(listed, used[size], strict=False)
+    ]
+    pairs.sort(key=lambda pair: producer[pair[0]])
+    total = sum(tensors[parameter].size_bytes for _, parameter in pairs)
+    operators, states = list(graph.operators), dict[str, int]()
+    for gradient, parameter in pairs:
+        size = tensors[parameter].size_bytes
+        held = in_blocks(state.bytes_total * size // total, device.block_bytes)
+        name = tensors[parameter].name
+        states |= {name: held} if held else {}
+        work = Work("", "", 0.0, update_bytes(state.name, size, held))
+        operators.append(
+            Operator(
+                f"update.{name}",
+                (gradient, parameter),
+                (),
+                work_time_s(work, device),
+                phase=Phase.UPDATE,
+                recomputable=False,
+                target="memopt.update",
+            )
+        )
+    updated = {gradient for gradient, _ in pairs}
+    results = tuple(t for t in graph.gradients if t not in updated)
+    step = replace(graph, operators=tuple(operators), gradients=results)
+    return movable_graph(step, tuple(parameters), states, charged=False)

@@ -1,4 +1,5 @@
-"""Makes the chain of a whole step: each update is in the stage that completes its gradient.
+"""Makes the chain of a whole step: each update is in the stage that completes its gradient. Adds
+updates to programs of strategies that plan the step up to its gradients.
 
 In a schedule of a chain no stage runs again after its backward. So a gradient lives only in the
 stage that completes it, if no later stage needs the parameter. The chain charges such a gradient as
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from memopt.models.chain import Stage
 from memopt.models.graph import Graph, Phase
 from memopt.models.steps import ChainStep
+from memopt.models.variants import variant
 from memopt.programs.in_place import with_in_place
-from memopt.programs.instructions import Program
+from memopt.programs.instructions import Compute, Free, Instruction, Program
+from memopt.programs.liveness import with_frees
 from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.lower import lower_steps
 from memopt.reductions.stage_map import StageOperators
-from memopt.reductions.updates import updates_of, with_early_updates, without_updates
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,59 @@ def _with_updates(
         parameter_gradient_bytes=stage.parameter_gradient_bytes - released,
         backward_overhead_bytes=stage.backward_overhead_bytes + released + workspace_bytes,
     )
+
+
+def without_updates(graph: Graph) -> Graph:
+    """Return the step up to its gradients, which become its results; tensors and the other
+    operators keep their indices.
+
+    Raises:
+        ValueError: an update is not at the end of the operators.
+    """
+    count = len(graph.operators) - len(updates_of(graph))
+    if any(operator.phase is Phase.UPDATE for operator in graph.operators[:count]):
+        raise ValueError("without_updates: updates must come after all other operators")
+    gradients = [t for i in updates_of(graph) for t in graph.operators[i].reads]
+    results = (t for t in (*graph.gradients, *gradients) if t not in graph.resident)
+    return replace(
+        graph, operators=graph.operators[:count], gradients=tuple(dict.fromkeys(results))
+    )
+
+
+def with_early_updates(graph: Graph, program: Program) -> Program:
+    """Add the graph's updates to a program of `without_updates(graph)`, each as early as it can be.
+
+    An update follows the last computation that reads its parameter or touches its gradient (OLLA
+    §4.3), and frees the gradient. A random one also follows the random operators before it.
+    In-place outputs and addresses must be decided afterwards.
+    """
+    last: dict[int, int] = {}
+    drawn: dict[int, int] = {}
+    """First run of each random operator."""
+    for position, run in program.computes:
+        if graph.operators[run.op].random:
+            drawn.setdefault(run.op, position)
+        chosen = variant(graph.operators[run.op], run.implementation)
+        last.update(dict.fromkeys((*chosen.reads, *chosen.writes), position))
+    after: dict[int, list[int]] = {}
+    for index in updates_of(graph):
+        position = max((last.get(t, 0) for t in graph.operators[index].reads), default=0)
+        if graph.operators[index].random:
+            position = drawn[index] = max([position, *drawn.values()])
+        after.setdefault(position, []).append(index)
+    listed: list[Instruction] = []
+    ready: list[Instruction] = []
+    for position, instruction in enumerate(program):
+        # Tensors that die with the last user are freed first.
+        if ready and not isinstance(instruction, Free):
+            listed += ready
+            ready = []
+        listed.append(instruction)
+        ready += [Compute(index, ()) for index in after.get(position, ())]
+    listed += ready
+    return Program(with_frees(graph, listed))
+
+
+def updates_of(graph: Graph) -> list[int]:
+    """Return the indices of the operators that update parameters."""
+    return [i for i, x in enumerate(graph.operators) if x.phase is Phase.UPDATE]

@@ -14,8 +14,7 @@ from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
-from memopt.report.fixed_bytes import fixed_bytes
-from memopt.report.peak import peak_of
+from memopt.report.peak import fixed_bytes, peak_of
 from memopt.report.texts import aligned, format_seconds, or_dash
 
 CHUNKED, RECOMPUTE, OFFLOAD = "chunked loss", "recompute plan", "activation offload"

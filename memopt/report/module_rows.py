@@ -1,8 +1,9 @@
-"""The memory and time that a plan costs in each of the user's modules."""
+"""The memory and time that a plan costs in each of the user's modules: paths such as
+`encoder.layers.3.attn`, cut short."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memopt.models.device import Device
@@ -11,6 +12,25 @@ from memopt.models.variants import variant
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.replay import replay
+
+OUTSIDE = "(model)"
+"""The group of operators outside any sub-module."""
+
+
+def group_of(path: str, depth: int) -> str:
+    """Return the first `depth` names of a module path."""
+    return ".".join(path.split(".")[:depth]) if path else OUTSIDE
+
+
+def depth_for(paths: Iterable[str], most: int) -> int:
+    """Return the largest depth (at least 1) that gives at most `most` groups."""
+    distinct = set(paths)
+    deepest = max((path.count(".") + 1 for path in distinct), default=1)
+    best = 1
+    for depth in range(1, deepest + 1):
+        if len({group_of(path, depth) for path in distinct}) <= most:
+            best = depth
+    return best
 
 
 @dataclass

@@ -9,7 +9,7 @@ from memopt.models.graph import Graph, Phase
 from memopt.models.steps import has_transfers
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
-from memopt.report.modules import depth_for, group_of
+from memopt.report.module_rows import depth_for, group_of
 from memopt.report.rotor_plots import plot_schedule as plot_chain_schedule
 from memopt.report.style import (
     BLUE,

@@ -1,11 +1,21 @@
-"""Plot of a plan's streams: compute, copies to the host, copies back, the network, the host."""
+"""Plot of a plan's streams: compute, copies to the host, copies back, the network, the host; and
+of any kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memopt.programs.replay import Direction, replay
-from memopt.report.schedule_plot import AGAIN, BACKWARD, FORWARD, UPDATE, program_bars
+from memopt.report.memory_plot import plot_memory
+from memopt.report.schedule_plot import (
+    AGAIN,
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    plot_schedule,
+    program_bars,
+)
 from memopt.report.style import (
     BLUE,
     GREEN,
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from memopt.plan_record import PlanRecord
+
 
 LANES = ("compute", "device → host", "host → device", "network", "host")
 _WAIT, _OUT, _IN, _NETWORK = "waiting", "to host", "from host", "collectives"
@@ -88,3 +99,17 @@ def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
     on_host = [(x.start_s, x.end_s - x.start_s) for x in timeline.host_updates]
     moved = {_OUT: (1, out), _IN: (2, back), _NETWORK: (3, sent), _HOST: (4, on_host)}
     return {**spans, _WAIT: (0, waits), **moved}
+
+
+_KINDS: dict[str, Callable[[PlanRecord, Axes | None], Axes]] = {
+    "memory": plot_memory,
+    "schedule": plot_schedule,
+    "timeline": plot_timeline,
+}
+
+
+def plot_plan(plan: PlanRecord, kind: str = "memory", ax: Axes | None = None) -> Axes:
+    """Draw a plan; see `Plan.plot`."""
+    if kind not in _KINDS:
+        raise ValueError(f"there is no plot {kind!r} of a plan; there are {', '.join(_KINDS)}")
+    return _KINDS[kind](plan, ax)

@@ -11,7 +11,7 @@ from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep, Move
 from memopt.models.variants import variant
 from memopt.programs.instructions import Program
-from memopt.report.modules import depth_for, group_of
+from memopt.report.module_rows import depth_for, group_of
 
 
 @dataclass(frozen=True, slots=True)

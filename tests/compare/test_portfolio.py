@@ -21,7 +21,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
-from memopt.report.searched import searched
+from memopt.report.summary import searched
 from memopt.solvers.running import Deadline
 from memopt.strategies import Auto, Joint, resolve
 from memopt.strategies.auto import strategy

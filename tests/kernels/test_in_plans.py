@@ -303,7 +303,6 @@ def test_estimates_price_every_alternative() -> None:
     # An algorithm is never taken to be faster than the library's choice, and that needs no
     # workspace here: none is better in anything, but those that write over what they read.
     every = [c for o in profiled.graph.operators for c in o.implementations]
-    assert not {"gemm", "fft"} & set(named)
     assert all(c.in_place for c in every if "split" in c.name)
     choice, operator = named["input gradient"]
     assert choice.time_s == pytest.approx(operator.time_s / 2)

@@ -14,8 +14,7 @@ from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.stage_map import has_updates
-from memopt.reductions.step_linearization import linearize_step
-from memopt.reductions.updates import with_early_updates, without_updates
+from memopt.reductions.step_linearization import linearize_step, with_early_updates, without_updates
 from memopt.strategies.offload.dynprog import DynProg
 from memopt.strategies.rotor import Rotor
 

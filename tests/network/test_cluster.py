@@ -15,10 +15,8 @@ from memopt.api.cluster import tokens_of
 from memopt.models.network import Network
 from memopt.models.optimizer_names import update_bytes
 from memopt.models.presets import H100
-from memopt.report.lanes import Lane
-from memopt.report.step_lanes import predicted_lanes
+from memopt.report.lanes import Lane, predicted_lanes, trace_events
 from memopt.report.timeline_plot import lanes
-from memopt.report.trace import trace_events
 from memopt.report.work import gathered
 from tests.network.sharded import alone, layers, sharded
 

@@ -10,18 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import memopt
-from benchmarks.cluster_llama import Llama, published_step
+from benchmarks.published.decoder import Decoder, Style
+from benchmarks.published.meshes import published_step
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 
 LAYERS, TOKENS = 3, 32
+SHAPE = {
+    "hidden": 64,
+    "heads": 8,
+    "kv_heads": 8,
+    "ffn": 128,
+    "vocabulary": 256,
+    "gated": True,
+    "norm": "layer",
+    "positions": "rope",
+}
 
 
 def build(mesh: DeviceMesh) -> nn.Module:
     with torch.device("meta"):
-        model = Llama(LAYERS, 64, 8, 128, TOKENS)
+        model = Decoder(SHAPE, Style(), LAYERS, TOKENS, first=True)
     return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -10,7 +10,7 @@ import pytest
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.passes import joint_model
+from memopt.passes import joint_pass
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.programs.validate import validate
@@ -83,15 +83,6 @@ def test_bounds_hold_wherever_it_is_stopped() -> None:
     assert open_ones > 3
 
 
-def test_the_pyramid_proves_nothing_false() -> None:
-    for graph in small_graphs(15, 45, 8):
-        best = checked(graph, JOINT.solve(graph, None))
-        found = Olla(**{**vars(COLD), "pyramid": True}).solve(graph, None)
-        assert found.stats["joint_bound_bytes"] <= best <= checked(graph, found)
-        if found.status is Status.OPTIMAL:
-            assert found.peak_bytes == best
-
-
 def test_keeps_a_budget() -> None:
     split_budgets = 0
     for graph in small_graphs(25, 46, 8):
@@ -142,7 +133,7 @@ def test_a_program_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch
     for graph in small_graphs(20, 43, 9):
         best = checked(graph, COLD.solve(graph, None))
         with monkeypatch.context() as patch:
-            patch.setattr(joint_model, "MOST_ROWS", 0)
+            patch.setattr(joint_pass, "MOST_ROWS", 0)
             found = COLD.solve(graph, None)
         assert found.stats["joint_bound_bytes"] <= best <= checked(graph, found)
         left_out += bool(found.stats.get("joint_too_large"))

@@ -22,7 +22,7 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.replay import replay
 from memopt.reductions.chain_replay import replay_chain
 from memopt.report.memory_profile import program_profile
-from memopt.report.modules import depth_for, group_of
+from memopt.report.module_rows import depth_for, group_of
 from memopt.report.peak import peak_of
 from memopt.report.work import stage_runs
 from tests.models.training_graphs import overwriting

@@ -21,10 +21,9 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.report.memory_profile import program_profile
 from memopt.report.page import document
-from memopt.report.page.data import Subject, page_data
+from memopt.report.page.data import FETCHED, LOSS, STAYS, TRANSIENT, WAIT, Subject, page_data
 from memopt.report.page.document import Page, json_block
 from memopt.report.page.figures import figure_items
-from memopt.report.page.steps import FETCHED, LOSS, STAYS, TRANSIENT, WAIT
 from memopt.report.timeline_plot import COLORS
 from memopt.report.work import moved, recomputed
 from tests.network.test_replay import two_layers
@@ -43,7 +42,7 @@ def data_of(text: str) -> dict[str, Any]:
 
 
 def starts(data: dict[str, Any], program: dict[str, Any]) -> list[float]:
-    """When each moment starts, as memopt/report/page/steps.py says to work it out."""
+    """When each moment starts, as memopt/report/page/data.py says to work it out."""
     times = data["graphs"][program["graph"]]["runs"]["time_s"]
     waits = iter(program["waits"])
     found, now = [], 0.0

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from memopt.kernels.compiled.channels_last import in_channels_last, is_of_images
 from memopt.kernels.compiled.fuse import Found, fused, kernel_of
-from memopt.kernels.compiled.log_softmax import with_parts
+from memopt.kernels.compiled.losses import with_parts
 from memopt.kernels.tiled.fuse import without_choice
 from memopt.models.progress import Progress
 from memopt.models.record import KERNELS, ModelRecord

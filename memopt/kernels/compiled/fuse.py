@@ -12,21 +12,21 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
+from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.kernels.compiled.divide import Region, divide
 from memopt.kernels.compiled.fusible import is_fusible
 from memopt.kernels.compiled.inductor import REFUSALS, Run, check_compiler, compiled, direct
-from memopt.kernels.compiled.log_softmax import with_parts
+from memopt.kernels.compiled.losses import with_parts
 from memopt.kernels.compiled.pooling import poolings
-from memopt.kernels.compiled.region_work import region_work
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.kernels.compiled.replace import with_kernels
 from memopt.kernels.compiled.subgraph import subgraphs
 from memopt.kernels.tiled.fuse import without_choice
 from memopt.models.garbage import full_collections_deferred
 from memopt.models.progress import Progress
-from memopt.pricing.flops import Work
+from memopt.pricing.flops import Work, elements, operator_name, touched_bytes, work
 from memopt.pricing.measure import silent
 from memopt.step.build import Lowering, build
 from memopt.step.captured import Captured
@@ -34,6 +34,7 @@ from memopt.step.fused import Fused
 from memopt.step.kernel import FusedKernel
 from memopt.step.memory_layout import storage_of
 from memopt.step.region_graph import Subgraph, TensorLayout
+from memopt.step.signature import describe_value, signature
 
 Found = list[tuple[Region, Subgraph]]
 
@@ -217,3 +218,45 @@ def _notes(taken: Found, slow: int, refused: Counter[str]) -> tuple[str, ...]:
         for reason, count in refused.most_common()
     ]
     return tuple(notes)
+
+
+_LOOKUPS = ("embedding", "gather")
+"""Operators that read the first operand only where the second points."""
+
+
+def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work, ...]:
+    """Return the work of a fused kernel: one launch, which reads each input and writes each output
+    once, and the operations of each operator, in registers.
+
+    Args:
+        lowering: of the step before its regions became operators.
+        region: of it.
+        one: the region as a graph of its own.
+    """
+    parts = []
+    for op in region.operators:
+        node = lowering.nodes[op]
+        parts.append(work(signature(node), describe_value(node)))
+    dtype = next((part.dtype for part in parts if part.dtype), "")
+    moved = _read_bytes(one.graph) + sum(
+        touched_bytes(describe_value(value)) for value in one.values
+    )
+    whole = Work("", dtype, 0.0, moved)
+    return (whole, *(Work(p.kind, p.dtype, p.operations, 0, calls=0) for p in parts))
+
+
+def _read_bytes(graph: FxGraph) -> int:
+    return sum(_read_of(node) for node in graph.find_nodes(op="placeholder"))
+
+
+def _read_of(node: Node) -> int:
+    """Return the bytes that a kernel reads of an input; of a table, only the rows looked up."""
+    given = describe_value(node.meta["val"])
+    whole = touched_bytes(given)
+    looked_up = 0
+    for user in node.users:
+        table = operator_name(user.target) in _LOOKUPS and user.args[0] is node
+        if not table:
+            return whole
+        looked_up += elements(describe_value(user.meta["val"])) * given.dtype.itemsize
+    return int(min(whole, looked_up))

@@ -26,7 +26,6 @@ from memopt.passes.order.task_contraction import (
 )
 from memopt.passes.order.tasks import Tasks
 from memopt.passes.order.window_search import Window
-from memopt.passes.order.windows import with_control_edges
 from memopt.passes.timed_search import Improvement, TimedSearch
 
 STATES_FROM_FRAMEWORK = 4_000
@@ -221,21 +220,18 @@ class _OrderSearch(TimedSearch):
         """Let CP-SAT go on by OLLA's own program."""
         if self.done:
             return
-        tasks, order, index = self.tasks, self.order, {t: t for t in range(len(self.tasks))}
-        if how.control_edges:
-            tasks = with_control_edges(self.original)
-            order, index = list(tasks.topological), {t: i for i, t in enumerate(self.kept)}
 
         def watch(peak: int, bound: int) -> None:
-            self.tell(min(peak, self.peak), self.bound if how.control_edges else bound)
+            self.tell(min(peak, self.peak), bound)
 
         least = max(self.bound, self.good_enough)
-        found = solve_by_parts(tasks, order, how, least=least, left_s=self.left_s, watch=watch)
+        found = solve_by_parts(
+            self.tasks, self.order, how, least=least, left_s=self.left_s, watch=watch
+        )
         self.figures |= {"variables": found.variables, "too_large": found.too_large}
         self.interrupted = found.interrupted
-        self.offer([index[task] for task in found.order if task in index])
-        if not how.control_edges:
-            self.raise_bound(found.bound)
+        self.offer(list(found.order))
+        self.raise_bound(found.bound)
 
     def _part(self) -> tuple[int, int]:
         """Return the independent part of the present order that holds the peak."""

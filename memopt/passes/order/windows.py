@@ -7,10 +7,9 @@ limit its place. The paper's longest distances, which allow several at once, giv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from memopt.passes.order.task_contraction import free_tasks
 from memopt.passes.order.tasks import Tasks, Value, mask_of
 
 
@@ -72,40 +71,3 @@ class Windows:
     def _precedes(self, one: Value, other: Value) -> bool:
         users = mask_of((one.producer, *one.consumers))
         return not one.kept and users & ~self.tasks.ancestors[other.producer] == 0
-
-
-def with_control_edges(tasks: Tasks) -> Tasks:
-    """Force updates (tasks without memory of their own that nothing follows) to run before an
-    anchor (OLLA §4.3, Functions 3 and 4). Orders are lost by it, perhaps all of the least peak.
-
-    An anchor is a task of a higher level than the update, so that no cycle arises, and of all that
-    the update's nearest ancestors lead to the one farthest from the end.
-    """
-    forward, backward = [0] * len(tasks), [0] * len(tasks)
-    for task in tasks.topological:
-        forward[task] = max((forward[x] + 1 for x in tasks.before[task]), default=0)
-    for task in reversed(tasks.topological):
-        backward[task] = max((backward[x] + 1 for x in tasks.following[task]), default=0)
-    after = list(tasks.after)
-    for update in sorted(x for x in free_tasks(tasks) if not tasks.following[x]):
-        candidates = _candidates(tasks, forward, backward, forward[update])
-        starts, anchor = {update}, None
-        while anchor is None and starts:
-            starts = {source for task in starts for source in tasks.before[task]}
-            found = [x for x in (candidates[task] for task in sorted(starts)) if x is not None]
-            anchor = max(found, key=lambda task: backward[task], default=None)
-        if anchor is not None:
-            after[anchor] = tuple(sorted({*after[anchor], update}))
-    return replace(tasks, after=tuple(after))
-
-
-def _candidates(
-    tasks: Tasks, forward: list[int], backward: list[int], level: int
-) -> list[int | None]:
-    """Return for each task the best anchor that it leads to by tasks up to a level (Function 4)."""
-    best: list[int | None] = [None] * len(tasks)
-    for task in reversed(tasks.topological):
-        reached = [x if forward[x] > level else best[x] for x in tasks.following[task]]
-        found = [x for x in reached if x is not None]
-        best[task] = max(found, key=lambda x: backward[x], default=None)
-    return best

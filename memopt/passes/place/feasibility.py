@@ -10,7 +10,7 @@ Objective: none, or the peak (eq. 15), which is much harder for the solver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, gcd
 
@@ -29,9 +29,9 @@ class CapacityAnswer:
 
     Attributes:
         status: OPTIMAL: no placement has a smaller peak, or one was enough; FEASIBLE: some
-            placement; INFEASIBLE: none exists, unless `fixed` is at fault; UNKNOWN.
+            placement; INFEASIBLE: none exists; UNKNOWN.
         offsets: of the best placement; None: none was found.
-        bound: of every placement's peak, bytes, unless `fixed` is at fault.
+        bound: of every placement's peak, bytes.
         effort: CP-SAT's deterministic time spent.
     """
 
@@ -46,7 +46,6 @@ def solve_capacity(
     capacity: int,
     *,
     least: int | None = None,
-    fixed: Mapping[int, int] | None = None,
     options: SolverOptions = EFFORT,
     watch: Callable[[int, int], None] | None = None,
 ) -> CapacityAnswer:
@@ -56,7 +55,6 @@ def solve_capacity(
         layout: buffers of positive size.
         capacity: bytes.
         least: minimise the peak, down to this many bytes; None: the first placement is enough.
-        fixed: buffer index → offset of buffers already placed (OLLA §4.5, the pyramid).
         options: limits of the solver, which is CP-SAT.
         watch: called with (peak, bound) when one of them has improved, if the peak is minimised.
     """
@@ -64,7 +62,7 @@ def solve_capacity(
         return CapacityAnswer(Status.INFEASIBLE, None, layout.bound)
     from ortools.sat.python import cp_model
 
-    model, unit = cp_model.CpModel(), _unit(layout, fixed is not None)
+    model, unit = cp_model.CpModel(), _unit(layout)
     offsets, intervals = [], []
     for index, size in enumerate(layout.size.tolist()):
         step = int(layout.alignment[index])
@@ -72,8 +70,6 @@ def solve_capacity(
         if step > unit:
             multiple = model.new_int_var(0, capacity // step, "")
             model.add(offset == multiple * (step // unit))
-        if fixed is not None and index in fixed:
-            model.add(offset == fixed[index] // unit)
         offsets.append(offset)
         intervals.append(model.new_fixed_size_interval_var(offset, size // unit, f"S_{index}"))
     start, members = layout.members
@@ -96,7 +92,7 @@ def solve_capacity(
 
     def improved(peak: float, bound: float) -> None:
         if watch is not None and least is not None:
-            watch(int(peak) * unit, int(bound) * unit if fixed is None else 0)
+            watch(int(peak) * unit, int(bound) * unit)
 
     status, solver = solve_with_cp_sat(model, options, watch=improved)
     effort = solver.deterministic_time
@@ -110,8 +106,8 @@ def solve_capacity(
     return CapacityAnswer(status, placed, bound, effort)
 
 
-def _unit(layout: Layout, fixed: bool) -> int:
+def _unit(layout: Layout) -> int:
     """Return what divides the offsets of sunk placements, sums of sizes rounded to alignments."""
-    if np.all(layout.alignment == layout.alignment[0]) and not fixed:
+    if np.all(layout.alignment == layout.alignment[0]):
         return gcd(*layout.size.tolist())
     return gcd(*layout.size.tolist(), *layout.alignment.tolist())

@@ -8,7 +8,7 @@ from memopt.models.status import Status
 from memopt.passes.cp_sat import CpSat, ran_out
 from memopt.passes.place.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.passes.place.feasibility import solve_capacity
-from memopt.passes.place.greedy import greedy_placement, promoted_placement, pyramid
+from memopt.passes.place.greedy import greedy_placement, promoted_placement
 from memopt.passes.place.joined import find_joined
 from memopt.passes.place.repair import repaired_placement
 from memopt.passes.place.search import Outcome, find_placement
@@ -193,12 +193,6 @@ class _PlacementSearch(TimedSearch):
 
     def cp_sat(self, how: CpSat) -> None:
         """Let CP-SAT decide the peak to stop at, then minimise the peak above it (eq. 15)."""
-        fixed = None
-        if how.pyramid:
-            fixed, base = {}, 0
-            for index in pyramid(self.layout).tolist():
-                fixed[index] = base
-                base += int(self.layout.size[index])
         left = how.effort
         for minimise in (False, True):
             if self.done or self.out_of_time() or left <= 0:
@@ -208,15 +202,13 @@ class _PlacementSearch(TimedSearch):
                 self.layout,
                 self.peak - self.layout.unit if minimise else self.good_enough,
                 least=self.good_enough if minimise else None,
-                fixed=fixed,
                 options=options,
                 watch=lambda peak, bound: self.tell(peak, max(self.bound, bound)),
             )
             left -= answer.effort
             if answer.offsets is not None:
                 self.offer(answer.offsets, "CP-SAT")
-            if fixed is None:
-                self.bound = max(self.bound, answer.bound)
+            self.bound = max(self.bound, answer.bound)
             decided = answer.status in (Status.OPTIMAL, Status.INFEASIBLE)
             if not (decided or ran_out(options, answer.effort) or self.out_of_time()):
                 self.interrupted = True

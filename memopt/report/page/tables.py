@@ -9,7 +9,7 @@ from memopt.models.graph import Graph, Phase, TensorKind
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute
 from memopt.report.memory_profile import LAYERS, layer_of
-from memopt.report.modules import depth_for, group_of
+from memopt.report.module_rows import depth_for, group_of
 
 MOST_GROUPS = 40
 """How many rows the table of modules has at most."""

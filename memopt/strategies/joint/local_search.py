@@ -8,6 +8,8 @@ its time limit does not stop gives the same plan on any machine.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,7 +20,7 @@ from memopt.strategies.joint.moved import Moved, Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
 from memopt.strategies.shared.run_table import Ints
 from memopt.strategies.shared.timing import TIMINGS
-from memopt.strategies.shared.worth import Payback
+from memopt.strategies.shared.worth import LOOK_S, STEPS, Payback
 
 FASTER = 1e-7
 """Share of a time by which a change must be faster to count as faster."""
@@ -132,3 +134,33 @@ class LocalSearch:
             self.tried % 16 == 0
             and self.deadline.passed(0.7, f"joint: local search, {self.time_s:.6g} s")
         )
+
+
+HEATS = (3e-4, 1e-2, 3e-3)
+"""Start temperatures, each from the best so far; the second suits large tensors."""
+MOST_PASSES = 8
+"""The most times that all of them are tried."""
+
+
+def annealings(
+    deadline: Deadline, began_s: float | None, best_s: Callable[[], float]
+) -> Iterator[tuple[int, float, Deadline]]:
+    """Yield (number, start temperature, deadline) of one annealing after the other.
+
+    Args:
+        deadline: of all.
+        began_s: where the search must pay, when it began: all temperatures together take as long
+            as the search so far, again and again, until the seconds of a pass do not come back in
+            STEPS steps. None: each temperature once.
+        best_s: returns the time of the best step so far, seconds.
+    """
+    if began_s is None:
+        yield from ((number, hot, deadline) for number, hot in enumerate(HEATS))
+        return
+    for first in range(0, MOST_PASSES * len(HEATS), len(HEATS)):
+        begin_s, before_s = time.monotonic(), best_s()
+        each_s = max(LOOK_S, (begin_s - began_s) / len(HEATS))
+        for number, hot in enumerate(HEATS):
+            yield first + number, hot, deadline.within(each_s)
+        if STEPS * (before_s - best_s()) < time.monotonic() - begin_s:
+            return

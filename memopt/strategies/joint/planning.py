@@ -16,7 +16,6 @@ from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import solution_of
-from memopt.strategies.joint.annealings import annealings
 from memopt.strategies.joint.deep_planning import (
     DEEP,
     GROUPS,
@@ -28,10 +27,10 @@ from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.incumbent import PROVED, JointIncumbent
 from memopt.strategies.joint.larger_budgets import rotor_programs_above, stage_programs_above
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
-from memopt.strategies.joint.local_search import LocalSearch
+from memopt.strategies.joint.local_search import LocalSearch, annealings
 from memopt.strategies.joint.moved import Moved, Mover, least_moved
 from memopt.strategies.joint.neighbours import Decisions
-from memopt.strategies.joint.relaxation_search import LinkedSearch
+from memopt.strategies.joint.relaxation import LinkedSearch
 from memopt.strategies.shared.chain_programs import programs_of_chain
 from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.graph_model import Allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -16,11 +17,13 @@ from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Improver, Progress, Strategy
-from memopt.strategies.joint.moved_parameters import plan_moved
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet
+from memopt.strategies.moving.on_host import without_host_updates
+from memopt.strategies.moving.planning import Limits, planned_moves
 from memopt.strategies.offload.graph import OffloadGraph
+from memopt.strategies.shared.chain_programs import programs_of_step
 from memopt.strategies.shared.members import Member
 from memopt.strategies.target import Target
 
@@ -131,3 +134,43 @@ class Joint(Improver):
             strategies.append(Monet(exact_only=self.exact_only))
         targets = [Target.of(strategy, graph) for strategy in strategies]
         return tuple(Member(target) for target in targets if target.why_not() is None)
+
+
+OFFLOAD_SHARE = 0.4
+"""Share of the time for offload-graph."""
+
+
+def plan_moved(
+    graph: Graph,
+    budget_bytes: int | None,
+    device: Device,
+    mover: Strategy,
+    host_bytes: float,
+    exact_only: bool,
+    deadline: Deadline,
+    name: str,
+) -> Solution:
+    """Return the faster of offload-graph's plan and Rotor's programs with their parameters moved.
+
+    Args:
+        graph: a whole step with movable tensors.
+        budget_bytes, device: as in `Strategy.solve`.
+        mover: plans without recomputation, under the same host budget and kinds of updates.
+        host_bytes: the most that may be on the host.
+        exact_only: leave out updates on the host that round differently from the device's.
+        deadline: of the search.
+        name: the strategy's, for messages.
+    """
+    limit_s = None if math.isinf(deadline.left_s) else OFFLOAD_SHARE * deadline.left_s
+    moved = mover.solve(
+        graph, budget_bytes, device=device, time_limit_s=limit_s, progress=deadline.progress
+    )
+    if budget_bytes is None:
+        return moved
+    limits = Limits(budget_bytes, host_bytes, deadline)
+    bases = (("rotor", program) for program in programs_of_step(graph, budget_bytes))
+    graph = without_host_updates(graph, inexact_only=True) if exact_only else graph
+    first = next(bases, None)
+    if first is None:
+        return moved
+    return planned_moves(graph, device, limits, itertools.chain([first], bases), name, moved)

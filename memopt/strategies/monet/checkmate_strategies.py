@@ -12,8 +12,7 @@ from memopt.programs.instructions import Program
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import Features
 from memopt.strategies.monet.checkmate import CheckmateModel
-from memopt.strategies.monet.graph_strategy import GraphStrategy
-from memopt.strategies.monet.solved_exactly import SolvedExactly
+from memopt.strategies.monet.graph_strategy import GraphStrategy, SolvedExactly
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import fastest_kernels
 from memopt.strategies.shared.time_point_search import TimePointSearch

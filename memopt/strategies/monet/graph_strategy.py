@@ -22,9 +22,12 @@ from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.coarsen import Coarsening, coarsen
-from memopt.solvers.running import Deadline
+from memopt.solvers.binary_program import Answer
+from memopt.solvers.running import Deadline, Solver, SolverOptions
 from memopt.strategies.base import CostModel, Progress, Strategy
+from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.claims import counted_exactly, solution, unlimited, without_plan
+from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.incumbent import Incumbent, smaller, stored
@@ -267,3 +270,56 @@ class GraphStrategy(Strategy):
 def _expanded(coarse: Coarsening, program: Program) -> Program:
     """Return the whole graph's program of a coarse one, with in-place outputs where allowed."""
     return with_in_place(coarse.fine, coarse.expand(program))
+
+
+@dataclass(frozen=True)
+class SolvedExactly(GraphStrategy):
+    """A strategy that gives its 0-1 program to a solver unchanged.
+
+    Attributes:
+        solver: "cp-sat", "highs" or "scip".
+    """
+
+    solver: Solver = Solver.CP_SAT
+
+    def __post_init__(self) -> None:
+        # The name may come from a plan file or a user.
+        object.__setattr__(self, "solver", Solver(self.solver))
+
+    @abstractmethod
+    def model(self, graph: Graph) -> MonetModel | CheckmateModel:
+        """Build the 0-1 program of a graph."""
+
+    def search(
+        self, graph: Graph, budget_bytes: int, deadline: Deadline
+    ) -> tuple[Status, Program | None, float | None]:
+        built = self.model(graph)
+        chain = self.start and not graph.is_forward
+        start = rotor_programs(graph, budget_bytes, deadline=deadline)[0] if chain else None
+        if start is not None:
+            built.hint(start)
+        options = SolverOptions(
+            self.solver,
+            deadline.left_s,
+            progress=deadline.progress,
+            workers=self.workers,
+            seed=self.seed,
+        )
+        answer = built.model.solve(budget_bytes - graph.resident_bytes, options)
+        return answer.status, _program(built, answer), answer.bound
+
+    def least(self, graph: Graph, limit_s: float, progress: Progress | None) -> Program | None:
+        if limit_s < LEAST_S:
+            return None
+        built = self.model(graph)
+        options = SolverOptions(
+            time_limit_s=limit_s / LEAST_SHARE,
+            deterministic_s=limit_s,
+            progress=progress,
+            seed=self.seed,
+        )
+        return _program(built, built.model.solve(None, options))
+
+
+def _program(built: MonetModel | CheckmateModel, answer: Answer) -> Program | None:
+    return built.program(answer.values) if answer.values else None

@@ -13,9 +13,9 @@ from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import Features
 from memopt.strategies.monet.checkmate import CheckmateModel
+from memopt.strategies.monet.graph_strategy import SolvedExactly
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.intervals import search_windows
-from memopt.strategies.monet.solved_exactly import SolvedExactly
 from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.shared.incumbent import Incumbent
 from memopt.strategies.shared.kernel_choice import fastest_kernels

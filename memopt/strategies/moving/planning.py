@@ -24,7 +24,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import Timeline, replay
 from memopt.programs.solution import Solution
-from memopt.reductions.updates import updates_of, with_early_updates, without_updates
+from memopt.reductions.step_linearization import updates_of, with_early_updates, without_updates
 from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import solution_of
 from memopt.strategies.moving.bound import link_bound_s

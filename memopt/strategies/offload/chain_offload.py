@@ -22,10 +22,11 @@ from memopt.programs.replay import Timeline
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.offload.ordered import greedy_amounts, makespan_s
-from memopt.strategies.offload.ordered_bounds import (
+from memopt.strategies.offload.ordered import (
     fractional_optimum_s,
+    greedy_amounts,
     lower_bound_s,
+    makespan_s,
     proposition_3_s,
 )
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem

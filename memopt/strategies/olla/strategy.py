@@ -54,9 +54,6 @@ class Olla(Strategy):
             steps. Every tensor gets an address, whatever `arena_cost`, if the budget allows it.
         warm_start: CP-SAT begins from what the search finds, and with its bounds; else from the
             framework's order and greedy addresses.
-        control_edges: let CP-SAT run updates early by OLLA's Functions 3 and 4, which may lose the
-            optimum; else they are treated exactly.
-        pyramid: let CP-SAT keep nested tensors where OLLA's Function 5 puts them, likewise.
         effort: limit of each of CP-SAT's programs, in its deterministic time, of which one is a few
             seconds.
         num_workers: threads of CP-SAT; with one, the same problem gives the same plan.
@@ -74,8 +71,6 @@ class Olla(Strategy):
     solver: str = "search"
     joint: bool = False
     warm_start: bool = True
-    control_edges: bool = False
-    pyramid: bool = False
     effort: float = 60.0
     num_workers: int = 1
 
@@ -113,8 +108,6 @@ class Olla(Strategy):
             workers=self.num_workers,
             seed=self.seed,
             warm_start=self.warm_start,
-            control_edges=self.control_edges,
-            pyramid=self.pyramid,
             effort=self.effort,
         )
 

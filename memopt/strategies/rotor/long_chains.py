@@ -14,8 +14,7 @@ from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.grouping import expand
 from memopt.strategies.rotor.model import ChainArrays
 from memopt.strategies.rotor.plan_sets import PlanSet, merged, plan_set
-from memopt.strategies.rotor.schedules import Codes
-from memopt.strategies.rotor.segments import root_count, segment_codes, several_counts
+from memopt.strategies.rotor.schedules import Codes, root_count, segment_codes, several_counts
 
 CELL_S = 1.1e-10
 """Seconds of the table per slot and cube of the stages, on one core of 2024."""

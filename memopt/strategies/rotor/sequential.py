@@ -10,7 +10,7 @@ import numpy as np
 from memopt.models.chain import Chain
 from memopt.solvers.running import Deadline
 from memopt.strategies.rotor.plan_sets import PlanSet, plan_set, replayed
-from memopt.strategies.rotor.segments import root_count, segment_codes, several_counts
+from memopt.strategies.rotor.schedules import root_count, segment_codes, several_counts
 from memopt.strategies.rotor.strategies import ChainStrategy
 
 BEST: Literal["best"] = "best"

@@ -17,8 +17,7 @@ import memopt
 from memopt.capture.capture import capture
 from memopt.capture.training_call import training_call
 from memopt.kernels.compiled import choice
-from memopt.kernels.compiled.channels_last import in_channels_last
-from memopt.kernels.compiled.orders import computes_alike
+from memopt.kernels.compiled.channels_last import computes_alike, in_channels_last
 from memopt.step.build import build
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from memopt.capture.capture import capture
 from memopt.kernels.compiled.divide import divide
 from memopt.kernels.compiled.fusible import is_fusible
-from memopt.kernels.compiled.log_softmax import with_parts
 from memopt.kernels.compiled.losses import (
     cross_entropy_backward,
     nll_loss_backward,
     with_joined_losses,
+    with_parts,
 )
 from memopt.kernels.compiled.rematerialise import rematerialised
 from memopt.step.build import build

@@ -16,7 +16,7 @@ from memopt.passes.order.lifetime_model import variables
 from memopt.passes.order.ordering import order_tasks
 from memopt.passes.order.task_contraction import eager, independent_parts, part_of
 from memopt.passes.order.tasks import Tasks, Value
-from memopt.passes.order.windows import Windows, with_control_edges
+from memopt.passes.order.windows import Windows
 from memopt.strategies.olla import Olla
 from tests.passes.literal_equations import least_bytes
 from tests.passes.oracles import best_order_bytes, is_order, random_tasks
@@ -134,41 +134,6 @@ def backward_with_updates() -> Tasks:
         values += [Value(4, chain, readers), Value(10, weight, (update,))]
         after += [(), (), ()]
     return Tasks((0,) * 12, tuple(values), tuple(after))
-
-
-def test_control_edges_run_updates_early() -> None:
-    tasks = backward_with_updates()
-    made = with_control_edges(tasks)
-    added = {t: set(made.after[t]) - set(tasks.after[t]) for t in range(len(tasks))}
-    # The update of layer k is at level k + 2: its anchor is a task of level k + 3 that the chain
-    # leads to, and of these the one from which the way to the end is longest.
-    assert {t: x for t, x in added.items() if x} == {9: {2}, 10: {5}, 11: {8}}
-    assert made.topological
-    narrower = Windows(made).span(2)
-    assert narrower.stop < Windows(tasks).span(2).stop
-    found = order_tasks(tasks, cp_sat=replace(COLD, control_edges=True))
-    assert found.peak == order_tasks(tasks).peak
-
-
-def test_control_edges_make_no_cycle_and_no_false_bound() -> None:
-    rng = Random(25)
-    added = 0
-    for graph in small_graphs(20, 34, 9):
-        found = Olla(solver="cp-sat", place=False, control_edges=True, warm_start=False)
-        solution = found.solve(graph, None)
-        best = Olla(place=False).solve(graph, None).peak_bytes
-        assert solution.stats["order_bound_bytes"] <= best <= solution.peak_bytes
-    for _ in range(30):
-        tasks = random_tasks(rng, 11)
-        idle = [t for t in range(11) if not tasks.produced[t] and not tasks.following[t]]
-        free = [0 if t in idle else size for t, size in enumerate(tasks.transient)]
-        tasks = replace(tasks, transient=tuple(free))
-        made = with_control_edges(tasks)
-        added += sum(map(len, made.after)) - sum(map(len, tasks.after))
-        assert is_order(made, made.topological)
-        found = order_tasks(tasks, cp_sat=replace(COLD, control_edges=True))
-        assert found.bound <= exhaustive_peak(tasks) <= found.peak
-    assert added > 5
 
 
 def test_interruption_returns_the_best_order_so_far() -> None:

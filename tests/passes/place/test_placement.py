@@ -291,11 +291,6 @@ def test_pyramid_is_nested() -> None:
             assert outer.lower <= inner.lower < inner.upper <= outer.upper
 
 
-def test_pyramid_with_cp_sat() -> None:
-    buffers = (Buffer("a", 0, 6, 1), Buffer("b", 1, 5, 1), Buffer("c", 2, 4, 1))
-    assert place(buffers, cp_sat=CpSat(pyramid=True)).peak == 3
-
-
 def by_cp_sat(buffers: tuple[Buffer, ...], how: CpSat) -> Placement:
     """All that CP-SAT can do from the worst placement there is."""
     run = placement_module._PlacementSearch(buffers, None, None, None)
@@ -314,11 +309,10 @@ def test_cp_sat_minimises_the_peak() -> None:
         assert found.bound <= best == found.peak
         assert found.status is Status.OPTIMAL
         assert overlap(buffers, dict(found.offsets)) is None
-        for how in (CpSat(effort=1e-7), CpSat(pyramid=True)):
-            short = by_cp_sat(buffers, how)
-            assert short.bound <= best <= short.peak
-            assert overlap(buffers, dict(short.offsets)) is None
-            left_open += short.peak > best
+        short = by_cp_sat(buffers, CpSat(effort=1e-7))
+        assert short.bound <= best <= short.peak
+        assert overlap(buffers, dict(short.offsets)) is None
+        left_open += short.peak > best
     assert left_open > 3
     full = by_cp_sat(tuple(Buffer(str(k), *x) for k, x in enumerate(FULL_SECTIONS)), CpSat())
     assert (full.peak, full.bound, full.stats["method"]) == (7, 7, "CP-SAT")

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from memopt.models.device import Device
-from memopt.strategies.offload.ordered import makespan_s, ordered_schedule
-from memopt.strategies.offload.ordered_bounds import fractional_optimum_s, per_operation_s
+from memopt.strategies.offload.ordered import (
+    fractional_optimum_s,
+    makespan_s,
+    ordered_schedule,
+    per_operation_s,
+)
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem
 from tests.strategies.offload.oracle import (
     TOLERANCE,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from memopt.strategies.offload.dynprog_search import solve_dynprog
-from memopt.strategies.offload.ordered import makespan_s, searched_amounts
-from memopt.strategies.offload.ordered_bounds import fractional_optimum_s
+from memopt.strategies.offload.ordered import fractional_optimum_s, makespan_s, searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem
 from memopt.strategies.offload.rounding import recurrence_data
 from tests.strategies.offload.oracle import TOLERANCE, paper_link, random_chain, subsets

@@ -12,9 +12,11 @@ from memopt.models.device import Device
 from memopt.models.instances import offload_three_partition, offload_two_partition
 from memopt.models.status import Status
 from memopt.strategies.offload import DynProg, Greedy, OffloadExact, Vdnn
-from memopt.strategies.offload.ordered import eager_amounts, makespan_s, ordered_schedule
-from memopt.strategies.offload.ordered_bounds import (
+from memopt.strategies.offload.ordered import (
+    eager_amounts,
     fractional_optimum_s,
+    makespan_s,
+    ordered_schedule,
     per_operation_s,
     proposition_3_s,
 )

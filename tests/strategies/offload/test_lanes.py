@@ -9,8 +9,7 @@ from pathlib import Path
 from memopt.models.device import Device
 from memopt.programs.replay import replay
 from memopt.reductions.chain_to_graph import chain_to_graph
-from memopt.report.lanes import Lane, Span, StepLanes, program_lanes
-from memopt.report.trace import write_trace
+from memopt.report.lanes import Lane, Span, StepLanes, program_lanes, write_trace
 from tests.strategies.offload.chains import three_stages
 from tests.strategies.offload.test_replay import GOOD, as_graph, lowered, schedule
 

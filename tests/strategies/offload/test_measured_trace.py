@@ -22,8 +22,7 @@ from memopt.executor.swap_streams import StreamSwap
 from memopt.models.instances import rotor_toy
 from memopt.models.recording import Occupied, Recorded
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
-from memopt.report.lanes import Lane
-from memopt.report.step_lanes import OUTSIDE
+from memopt.report.lanes import OUTSIDE, Lane
 from tests.executor.harness import swap_all
 from tests.executor.test_swap import prepared_block, rows
 from tests.executor.test_swap_streams import LateStreams

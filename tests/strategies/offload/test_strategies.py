@@ -17,7 +17,7 @@ from memopt.models.status import Status
 from memopt.programs.solution import Solution
 from memopt.strategies.base import Strategy
 from memopt.strategies.offload import AutoSwap, DynProg, Greedy, OffloadExact, Tflms, Vdnn
-from memopt.strategies.offload.ordered_bounds import lower_bound_s
+from memopt.strategies.offload.ordered import lower_bound_s
 from memopt.strategies.offload.problem import offload_problem
 from tests.strategies.offload.chains import three_stages
 from tests.strategies.offload.oracle import TOLERANCE, paper_link, random_chain
