@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
@@ -225,8 +226,21 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         if "TempLocalSource" not in str(error):
             raise
         raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
+    except (TypeError, AttributeError, LookupError) as error:
+        if not _is_raised_by_dynamo(error):
+            raise
+        raise CaptureError(
+            f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "
+            'sub-modules (parts="auto" of memopt.wrap)'
+        ) from error
     check_not_drawn_in_numpy(found[0])
     return found
+
+
+def _is_raised_by_dynamo(error: Exception) -> bool:
+    """Return whether an error comes from dynamo's own code."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
 _CLONE = "torch._dynamo.variables.builder._clone_input"
