@@ -96,7 +96,7 @@ class AsOriginal:
         used: Callable[[str, bool], None],
     ) -> None:
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
-        self._autocast, self._used = autocast_state(), used
+        self._autocast, self._used, self._counted = autocast_state(), used, False
         self._random = random
         self._replay = [] if random is None else random.replay_from_now()
 
@@ -212,7 +212,9 @@ class AsOriginal:
                 raise ExecutionError(
                     f"{why}; its forward cannot run again for that as it ran: {error}"
                 ) from error
-            self._used(why, instead is not None)
+            if instead is not None or not self._counted:
+                self._used(why, instead is not None)
+            self._counted = self._counted or instead is None
             return list(pytree.tree_leaves((instead or model)(*inner.args, **inner.kwargs)))
 
 

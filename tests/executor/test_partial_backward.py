@@ -208,6 +208,10 @@ def test_what_is_not_known_runs_as_the_original_and_says_so() -> None:
     assert_same_bits(found, gradients(plain, (0,)))
     assert model.y.weight.grad is not None  # Zeros, as in eager.
     assert (planned.calls.planned, planned.calls.original) == (0, 1)
+    output = planned(torch.randn(5, 4, requires_grad=True))[0].sum()
+    output.backward(retain_graph=True)
+    output.backward()  # of the same call
+    assert (planned.calls.planned, planned.calls.original) == (0, 2)
 
 
 def test_the_remedy_of_that_warning_works() -> None:
