@@ -29,7 +29,7 @@ from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import engine_off
 from memopt.torch_private.modes import differentiate_twice, function_of
 from memopt.torch_private.operators import OpOverload, schema_of
-from memopt.user_code.own_backward import gradient_hooks_off
+from memopt.user_code.own_backward import gradient_hooks_off, reaches
 from memopt.user_code.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
@@ -113,7 +113,7 @@ class AsOriginal:
     ) -> None:
         self._other_order = other_order
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
-        self._autocast, self._used = autocast_state(), used
+        self._autocast, self._used, self._counted = autocast_state(), used, False
         self._random = random
         self._replay = [] if random is None else random.replay_from_now()
 
@@ -192,26 +192,26 @@ class AsOriginal:
 
         def run() -> tuple[Any, ...]:
             self._check_runs_again(OTHER_LOSS)
-            instead = self._planned(planned)
-            leaves = self._outputs_again(self._call, OTHER_LOSS, instead)
+            inner, asked = _apart(self._call, wanted, OTHER_LOSS)
+            instead = self._planned(planned, inner)
+            leaves = self._outputs_again(inner, OTHER_LOSS, instead)
             pairs = [(leaves[position], gradient) for position, gradient in gradients.items()]
             del leaves
-            return _gradients_of(pairs, wanted)
+            return _gradients_of(pairs, asked)
 
         found = run() if self._random is None else self._random.settling(run)()
         return found
 
-    def _planned(self, planned: Again) -> nn.Module | None:
+    def _planned(self, planned: Again, call: Call) -> nn.Module | None:
         with autocast_as(self._autocast), torch.enable_grad():
-            return planned(self._call)
+            return planned(call)
 
     def _gradients(self, tangents: list[Any], why: str, planned: Again | None) -> tuple[Any, ...]:
-        instead = None if planned is None else self._planned(planned)
         captured, model, call = self._captured, self._model, self._call
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
-        # Hooks of the user's tensors run when they get these gradients, so they must not run here.
-        inner = _aliased(call)
-        primals = [captured.primals[i].value(model, inner.leaves) for i in wanted]
+        given = [captured.primals[i].value(model, call.leaves) for i in wanted]
+        inner, primals = _apart(call, given, why)
+        instead = None if planned is None else self._planned(planned, inner)
         found = self._outputs_again(inner, why, instead)
         if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
             raise ExecutionError(
@@ -255,7 +255,9 @@ class AsOriginal:
                 raise ExecutionError(
                     f"{why}; its forward cannot run again for that as it ran: {error}"
                 ) from error
-            self._used(why, instead is not None)
+            if instead is not None or not self._counted:
+                self._used(why, instead is not None)
+            self._counted = self._counted or instead is None
             return list(pytree.tree_leaves((instead or model)(*inner.args, **inner.kwargs)))
 
 
@@ -274,15 +276,33 @@ def _gradients_of(
         )
 
 
-def _aliased(call: Call) -> Call:
-    """Return the call with its computed tensors replaced by aliases, which have no hooks."""
+def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, list[torch.Tensor]]:
+    """Return the call, and the tensors `wanted`, with aliases in place of arguments. They have no
+    hooks of the user's. Nor does a gradient go through them to what they were computed from: it
+    would be added there twice, since autograd adds theirs, too.
+
+    Raises:
+        ExecutionError: a second derivative goes on through them, and reaches a parameter.
+    """
     made: dict[int, torch.Tensor] = {}
+    differentiated = torch.is_grad_enabled()
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_leaf else made.setdefault(id(tensor), tensor.view_as(tensor))
+        stays = not differentiated or isinstance(tensor, nn.Parameter) or not tensor.requires_grad
+        if id(tensor) not in made and not (tensor.is_leaf and stays):
+            with torch.enable_grad():
+                past = tensor if differentiated else tensor.detach().requires_grad_()
+                made[id(tensor)] = past.view_as(tensor)
+        return made.get(id(tensor), tensor)
 
-    with torch.enable_grad():  # a backward runs without
-        return call.with_tensors(one)
+    inner = call.with_tensors(one)
+    held = [tensor for tensor in wanted if id(tensor) not in made]
+    if differentiated and any(reaches(tensor, held) for tensor in call.tensors()):
+        raise ExecutionError(
+            f"{why}; its forward cannot run again for that: an argument of it is computed from "
+            f"its parameters. You can {REMEDIES[why]}"
+        )
+    return inner, [made.get(id(tensor), tensor) for tensor in wanted]
 
 
 def draws(captured: Captured) -> bool:

@@ -27,7 +27,10 @@ _CACHED = (
     "call to call, and a planned step computes its own"
 )
 
-_TRANSFORM = "it is inside of torch.func (vmap, grad, jvp), which sees no planned backward"
+_TRANSFORM = (
+    "it is inside of torch.func (vmap, grad, jvp) or of forward-mode AD, which sees no planned "
+    "backward"
+)
 _TRACED = "it is traced by torch.jit.trace, which sees the operators of the model alone"
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from memopt.errors import ProfilerBusyError
 from memopt.executor.equal_share import equal_share, filled
 from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, StepSection
 from memopt.executor.surroundings import Surroundings, is_metered, memory_of
@@ -238,7 +239,8 @@ class SharedBudget:
             else:
                 kind.found = made
 
-        self._meter = StepMeter(device, found)
+        with suppress(ProfilerBusyError):  # another thread's profile has begun since
+            self._meter = StepMeter(device, found)
 
     def _stop(self) -> None:
         meter, self._meter = self._meter, None

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from memopt.errors import ProfilerBusyError
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
@@ -243,7 +244,10 @@ class Surroundings:
         if model is None or not due:
             return
         before |= memory_of(held_gradients(model))
-        meter = LossMeter(device, partial(self._found, kind, device, met, times))
+        try:
+            meter = LossMeter(device, partial(self._found, kind, device, met, times))
+        except ProfilerBusyError:  # another thread's profile has begun since
+            return
         ends = [
             weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
             for tensor in tensors

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from memopt.errors import ProfilerBusyError
+from memopt.pricing.one_session import free_soon, session, taken_elsewhere
 from memopt.step.backend import backend_of
 from memopt.step.operators import define
 from memopt.torch_private.modes import (
@@ -167,7 +168,7 @@ class LossMeter(MeterUntilBackward):
         another profile runs."""
         if backward_number() != -1:
             return False
-        return not backend_of(device).on_host or not profile_begun()
+        return not backend_of(device).on_host or not (profile_begun() or taken_elsewhere())
 
     @property
     def profiles(self) -> bool:
@@ -238,11 +239,12 @@ def library_bytes(device: torch.device) -> int:
 
 def can_measure(device: torch.device) -> bool:
     """Return whether a device's memory can be measured now: on a CPU not while a profile runs other
-    than this thread's meter, which ends."""
+    than this thread's meter, which ends. Another thread's measuring or meter is waited for, ten
+    seconds at most."""
     if not backend_of(device).on_host:
         return True
     end_metering()
-    return not profile_begun()
+    return free_soon() and not profile_begun()
 
 
 @contextmanager
@@ -257,6 +259,7 @@ def cpu_profile() -> Iterator[Any]:
     if not can_measure(torch.device("cpu")):
         raise ProfilerBusyError
     with contextlib.ExitStack() as opened:
+        opened.enter_context(session())
         with operators_alone():
             # It counts no steps, as torch.profiler's does: `profile_begun` sees others by these.
             profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)

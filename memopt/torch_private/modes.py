@@ -161,8 +161,11 @@ def allocation_tag() -> Any:
 
 
 def inside_transform() -> bool:
-    """Whether this thread runs inside of a transform of torch.func (vmap, grad, jvp)."""
-    return private_once("torch._C._functorch.maybe_current_level")() is not None
+    """Whether this thread runs inside of a transform of torch.func (vmap, grad, jvp), or forward
+    derivatives are taken (`torch.autograd.forward_ad.dual_level`)."""
+    if private_once("torch._C._functorch.maybe_current_level")() is not None:
+        return True
+    return int(private("torch.autograd.forward_ad._current_level")) >= 0
 
 
 def traced_by_jit() -> bool:

@@ -141,6 +141,7 @@ AUTOGRAD = (
         "maybe_current_level",
     ),
     *rows("know whether torch.jit.trace traces a thread", "torch._C", "_is_tracing"),
+    *rows("know whether forward-mode AD is on", "torch.autograd.forward_ad", "_current_level"),
     *rows("name autograd's nodes in their order", "torch.autograd.graph.Node", "_sequence_nr"),
     *rows(
         "keep what a backward with retain_graph=True keeps",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.errors import ExecutionError
 
 Model = Callable[[], nn.Module]
 
@@ -207,6 +208,10 @@ def test_what_is_not_known_runs_as_the_original_and_says_so() -> None:
     assert_same_bits(found, gradients(plain, (0,)))
     assert model.y.weight.grad is not None  # Zeros, as in eager.
     assert (planned.calls.planned, planned.calls.original) == (0, 1)
+    output = planned(torch.randn(5, 4, requires_grad=True))[0].sum()
+    output.backward(retain_graph=True)
+    output.backward()  # of the same call
+    assert (planned.calls.planned, planned.calls.original) == (0, 2)
 
 
 def test_what_runs_as_the_original_hands_gradients_on_to_what_computed_its_input() -> None:
@@ -242,3 +247,30 @@ def test_inside_torch_compile() -> None:
     compiled(torch.randn(8, 4))[0].sum().backward()
     assert model.b.weight.grad is None
     assert model.a.weight.grad is not None
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_what_an_argument_was_computed_from_gets_its_gradients_once(of_its_own: bool) -> None:
+    """Layers before a planned module, and its own parameters where they were read before it."""
+    plain, model, planned = planned_and_plain(Custom, strategy="store-all")
+
+    def found(run: nn.Module, owner: Any) -> list[Any]:
+        torch.manual_seed(1)
+        before, seen = nn.Linear(4, 4), []
+        x = before(torch.randn(5, 4))
+        x = x + owner.x.weight.sum() if of_its_own else x
+        x.register_hook(lambda gradient: seen.append(gradient.sum()))
+        run(x)[0].sum().backward()
+        return [*(p.grad for p in (*before.parameters(), *owner.parameters())), *seen]
+
+    with pytest.warns(UserWarning, match="begins at some of its outputs only"):
+        planned_gradients = found(planned, model)
+    assert_same_bits(planned_gradients, found(plain, plain))
+    assert planned_gradients[0] is not None
+
+
+def test_a_second_derivative_through_an_argument_made_of_the_parameters_is_refused() -> None:
+    _, model, planned = planned_and_plain(Heads, strategy="store-all")
+    x = torch.randn(5, 4) * model.trunk.weight.sum()
+    with pytest.raises(ExecutionError, match="computed from its parameters"):
+        torch.autograd.grad(planned(x)[0].sum(), x, create_graph=True)

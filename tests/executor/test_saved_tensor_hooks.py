@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +144,26 @@ def test_traced_by_jit_in_training(wrapped: bool) -> None:
         found = torch.jit.trace(run, x, check_trace=False)
     assert torch.equal(found(2 * x), _model()(2 * x))
     assert (run.calls.planned, run.calls.original) == (0, 1)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_forward_mode_derivatives(wrapped: bool) -> None:
+    model, x = _model(), torch.randn(4, 6)
+
+    def tangent(run: Any) -> Tensor | None:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(run(forward_ad.make_dual(x, torch.ones(4, 6)))).tangent
+
+    expected = tangent(model)
+    if wrapped:
+        run: Any = memopt.wrap(model, strategy="store-all", progress=False)
+    else:
+        run = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    with pytest.warns(UserWarning, match="forward-mode AD"):
+        found = tangent(run)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
 
 
 def test_computed_parameters_are_not_asked_for_their_gradients() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from memopt.errors import ProfilerBusyError
-from memopt.pricing import baseline
+from memopt.pricing import baseline, one_session
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions
 from memopt.pricing.memory import (
+    LossMeter,
     MemoryUse,
     cpu_profile,
     library_bytes,
@@ -172,3 +174,28 @@ def test_what_libraries_keep_in_a_whole_step(monkeypatch: pytest.MonkeyPatch) ->
     charged = profiled()
     assert charged.graph.resident_bytes == plain.graph.resident_bytes + 1000
     assert charged.baseline.peak_bytes == plain.baseline.peak_bytes + 1000
+
+
+def test_one_thread_at_a_time_has_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once crash torch: the second one waits for the first, or is told that it is busy."""
+    cpu, said = torch.device("cpu"), []
+
+    def other() -> None:
+        said.append(LossMeter.possible(cpu))
+        try:
+            with metered(cpu):
+                said.append("measured")
+        except ProfilerBusyError:
+            said.append("busy")
+
+    def in_a_thread(meter_s: float) -> None:
+        thread = threading.Thread(target=other)
+        with metered(cpu):
+            thread.start()
+            thread.join(meter_s)
+        thread.join()
+
+    in_a_thread(0.05)
+    monkeypatch.setattr(one_session, "WAIT_S", 0.0)
+    in_a_thread(5.0)
+    assert said == [False, "measured", False, "busy"]
