@@ -72,7 +72,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "memopt.executor.recaptured": (*_EXECUTOR, "memopt.stages"),
     "memopt.executor.lengths": (*_EXECUTOR, "memopt.capture"),
     "memopt.executor.self_planning": (*_EXECUTOR, "memopt.capture"),
-    "memopt.executor.parts": (*_EXECUTOR, "memopt.capture.taken"),
+    "memopt.executor.parts": (
+        *_EXECUTOR,
+        "memopt.capture.taken",
+        "memopt.capture.training_call",
+    ),
     # and where it is measured.
     "memopt.executor.check": (*_EXECUTOR, "memopt.stages", "memopt.pricing"),
     "memopt.executor.surroundings": (*_EXECUTOR, "memopt.pricing"),

@@ -91,7 +91,11 @@ def planned_in_parts(
     if split_reserved(request.limits.budget)[1]:
         raise ValueError('parts= takes a budget of allocated bytes: leave out "reserved"')
     if ranks_of(inner) is not None and not sharded_parts(inner):
-        raise ValueError("parts= is for one process: wrap the whole model where ranks train it")
+        raise ValueError(
+            "parts= is for one process: where ranks train a model wrap all of it, or give each "
+            "sub-module that is to be planned to fully_shard before the model: memopt.wrap(model) "
+            "plans those"
+        )
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request, members_of(inner))
     # The loss is the whole model's: it is metered.

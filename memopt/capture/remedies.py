@@ -11,6 +11,7 @@ from memopt.capture.own_loss import loss_arguments
 from memopt.capture.remedies_of_python import SAID_OF_PYTHON
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
+from memopt.torch_private.engine_hooks import has_engine
 from memopt.torch_private.modules import forward_hooks_of
 
 _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
@@ -189,7 +190,8 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
             "any graph: plan first, then wrap "
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
-    if _is_a(model, "FSDPModule", "FullyShardedDataParallel"):
+    sharded = _is_a(model, "FSDPModule") and any(map(has_engine, model.modules()))
+    if sharded or _is_a(model, "FullyShardedDataParallel"):
         return (
             "the model's parameters are sharded, and gathered by hooks that no plan holds: of what "
             "fully_shard has sharded, memopt.wrap(model, budget=...) plans each module between its "

@@ -31,14 +31,21 @@ def training_call(model: nn.Module, inputs: Any) -> Call:
     call = to_call(inputs)
     check_leaves(call)
     settle_problem_type(model, call)
+    kwargs = without_keys(model, call.args, call.kwargs)
+    return call if kwargs is call.kwargs else replace(call, kwargs=kwargs)
+
+
+def without_keys(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's keyword arguments with `use_cache=False` where a training step of the model
+    would return keys and values unasked."""
     if not model.training or not _keeps_keys(model):
-        return call
+        return kwargs
     # An adapted model (PEFT) passes on its arguments.
     inner: Any = getattr(model, "get_base_model", None)
     base = inner() if callable(inner) else model
-    if "use_cache" in call.kwargs or not _takes_it(base, len(call.args)):
-        return call
-    return replace(call, kwargs={**call.kwargs, "use_cache": False})
+    if "use_cache" in kwargs or not _takes_it(base, len(args)):
+        return kwargs
+    return {**kwargs, "use_cache": False}
 
 
 def _takes_it(model: nn.Module, given: int = 0) -> bool:

@@ -15,6 +15,7 @@ from memopt.errors import CaptureError
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.reader import Dependency, same
+from memopt.torch_private.engine_hooks import engine_off
 
 _LOG = logging.getLogger(__name__)
 _MOST_STATES = 8
@@ -120,7 +121,8 @@ class DependencyCheck:
             values: of the captured inputs in the forward.
         """
         late = self._states[0].late
-        changed = None if late.unchanged(model) else late.changed(model)
+        with engine_off(model):  # as in the forward
+            changed = None if late.unchanged(model) else late.changed(model)
         if changed is not None:
             dependency, found = changed
             return dependency.difference(found)

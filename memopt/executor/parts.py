@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from memopt.capture.taken import is_taken
+from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
 from memopt.executor.measured_parts import PlannedPart
@@ -32,6 +33,7 @@ from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
+from memopt.torch_private.engine_hooks import has_engine
 from memopt.torch_private.modules import call_goes_elsewhere, plain_call
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ _LOG = logging.getLogger(__name__)
 
 MOST_KINDS = 8
 """Kinds of a part's calls that are planned; a part with more gets sizes that depend on data."""
+
+
+_WHOLE = (
+    "This module is planned by itself, since fully_shard gathers it by itself: memopt.shard(model, "
+    "mesh) in place of fully_shard plans the whole model"
+)
 
 
 @dataclass(eq=False)
@@ -134,6 +142,8 @@ class PartPlanning(SelfPlanning):
             return super()._running(*args, **kwargs)
         except CaptureError as error:
             self.parts.open(self.name, self.model, error)
+            if not self.refused and has_engine(self.model):
+                raise CaptureError(f"{error}. {_WHOLE}") from error
             if not self.refused:
                 raise  # named by the user
         return plain_call(self.model, *args, **kwargs)
@@ -358,6 +368,9 @@ class InParts(SelfPlanning):
         return super()._kind(call)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.parts.named:
+            # A block cannot add its keys to what it is called with.
+            kwargs = without_keys(self.model, args, kwargs)
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind)

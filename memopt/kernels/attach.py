@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from memopt.kernels import (
@@ -129,7 +130,7 @@ def _allowed(lowering: Lowering, profiled: Profiled) -> Lowering:
     """Remove alternatives that the parameters' present values rule out. Parameters without
     values (meta, fake), and those behind a cast, are left to the kernel's own check."""
     model = profiled.captured.model()
-    parameters = {} if model is None else dict(model.named_parameters())
+    parameters = {} if model is None else dict(nn.Module.named_parameters(model))
     values = {
         primal.node: parameters[primal.name]
         for primal in profiled.captured.primals

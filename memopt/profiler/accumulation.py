@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
@@ -37,7 +38,7 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
         if isinstance(value := primal.node.meta["val"], torch.Tensor)
     }
     model = captured.model()
-    others = dict(model.named_parameters()) if model is not None else {}
+    others = dict(nn.Module.named_parameters(model)) if model is not None else {}
     held = [p.grad for name, p in others.items() if name not in made and p.grad is not None]
     held_bytes = sum(
         in_blocks(value.numel() * value.element_size(), block_bytes)

@@ -270,10 +270,11 @@ def _same_value(value: Any, default: Any) -> bool:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return a model's parameters and buffers; a tensor with several names is listed under each."""
+    """Return a model's parameters and buffers by the paths to them, which its class may show under
+    other names (torch's CheckpointWrapper); a tensor with several is listed under each."""
     return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
+        *nn.Module.named_parameters(model, remove_duplicate=False),
+        *nn.Module.named_buffers(model, remove_duplicate=False),
     ]
 
 

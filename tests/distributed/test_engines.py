@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -128,6 +129,51 @@ def test_evaluation_of_sharded_blocks_gathers_them(alone: DeviceMesh) -> None:
             model(x).square().mean().backward()
         found.append([*outputs, *(cases.local(one.grad) for one in model.parameters())])
     assert cases.same(*found)
+
+
+def test_blocks_of_a_model_that_keeps_keys(alone: DeviceMesh) -> None:
+    """A block would add its keys to the cache that it is called with."""
+    found = []
+    for planned in (False, True):
+        model: Any = cases.gpt2()
+        model.transformer.h = model.transformer.h[:1]
+        for block in (*model.transformer.h, model):
+            fully_shard(block, mesh=alone)
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        found.append((cases.train(model, model, 0, 2), cases.own(model)))
+    assert found[0][0] == found[1][0]
+    assert cases.same(found[0][1], found[1][1])
+    assert memopt.running(model).calls.planned == 2
+
+
+def test_a_checkpointed_block_that_is_sharded(alone: DeviceMesh) -> None:
+    """torch's checkpoint_wrapper, then fully_shard: the engine's hooks are on in the backward."""
+    found, x = [], torch.randn(8, 4)
+    for planned in (False, True):
+        torch.manual_seed(0)
+        block = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1)))
+        model = fully_shard(nn.Sequential(fully_shard(block, mesh=alone)), mesh=alone)
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        for _ in range(2):
+            model(x).square().mean().backward()
+        found.append([cases.local(one.grad) for one in model.parameters()])
+    assert cases.same(*found)
+
+
+def test_a_block_that_cannot_be_captured_says_why(alone: DeviceMesh) -> None:
+    class Reads(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * input.max().item()
+
+    model = nn.Sequential(nn.Linear(4, 4), Reads(4, 4))
+    for block in (*model, model):
+        fully_shard(block, mesh=alone)
+    memopt.wrap(model, "min", progress=False)
+    remedy = r"item\(\).*memopt.shard\(model, mesh\) in place of fully_shard plans the whole"
+    with pytest.raises(CaptureError, match=remedy):
+        model(torch.randn(2, 4))
 
 
 def test_buckets_beside_gradients_that_are_no_views_of_them(alone: DeviceMesh) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memopt
 
@@ -194,3 +195,19 @@ def test_running_is_of_wrapped_and_planned_models() -> None:
     planned = memopt.plan(model, torch.ones(1, 2), budget=None).apply(model)
     assert memopt.running(planned).calls is planned.calls
     assert memopt.running(memopt.wrap(planned, "1GiB")).plans is planned.memopt.plans
+
+
+def test_a_class_that_shows_its_parameters_under_other_names() -> None:
+    """torch's checkpoint_wrapper leaves its own module out of the names inside of it."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 8), nn.GELU()))
+        if planned:
+            memopt.wrap(model, "min", "rotor", progress=False)
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    assert all(map(torch.equal, *found))
+    first, second = memopt.running(model).plans
+    assert second.resident_bytes - first.resident_bytes == sum(one.nbytes for one in found[0])
