@@ -93,8 +93,11 @@ def test_it_is_said_of_what_a_view_lays_out_otherwise() -> None:
     model = nn.Sequential(nn.Linear(32, 2), Returned(heads_first))
     x = torch.randn(1, 12, 12, 32)
     step = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    weights = torch.randn(2, 12, 12)
+    if torch.__version__ < (2, 13):  # it traces backwards of rows, whatever the output's layout
+        weights = heads_first(torch.randn(1, 12, 12, 2))
     with pytest.warns(UserWarning, match="another memory layout"):
-        (step(x) * torch.randn(2, 12, 12)).sum().backward()
+        (step(x) * weights).sum().backward()
 
 
 class Returned(nn.Module):
