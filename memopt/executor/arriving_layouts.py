@@ -96,7 +96,11 @@ class ArrivingLayouts:
         order = order_of(gradient)
         rounds = self._rounds.get((position, order))
         if rounds is None:
-            rounds = self._rounds[position, order] = _may_round(self._tangents[position], order)
+            try:
+                rounds = _may_round(self._tangents[position], order)
+            except (RuntimeError, TypeError):  # a view by a size that only the graph knows
+                rounds = True
+            self._rounds[position, order] = rounds
         if rounds:
             arrived[position] = order
 
