@@ -138,7 +138,7 @@ def _profiled(
         device,
         block_bytes=backend.block_bytes,
         graphs=(lowering.graph, graph),
-        output_gradients=used().gradients,
+        output_gradients=captured.outputs.gradients,
         loss_bytes=loss_bytes,
         library_bytes=step.library_bytes,
         kernels=made.kernels,

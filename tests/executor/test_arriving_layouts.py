@@ -170,6 +170,9 @@ def test_a_first_step_that_is_metered_runs_as_the_original_where_it_cannot_be_pl
         assert all(map(torch.equal, one, other))
     calls = memopt.running(model).calls
     assert (calls.planned, calls.original) == (2, 1)
+    # The plan keeps the layout, so that it is the same one elsewhere.
+    (strides,) = memopt.running(model).plans[-1].output_gradients.strides
+    assert strides == (0, (3 * 12 * 12, 1, 3 * 12, 3))
 
 
 def alternate(model: nn.Module) -> None:
