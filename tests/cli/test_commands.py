@@ -361,19 +361,6 @@ def test_place() -> None:
     assert run_json("place", "buffers.csv")["peak_bytes"] == 4
 
 
-def test_what_a_factory_prints_and_how_it_ends() -> None:
-    """Standard output is the command's; a factory that ends the process has failed."""
-    Path("noisy.py").write_text(
-        "import sys\nimport mymodels\nprint('imported')\n"
-        "def make():\n    print('made')\n    return mymodels.two()\n"
-        "def leave():\n    sys.exit(0)\n"
-    )
-    assert run_json("plan", "noisy.py:make", "--strategy", "store-all")["status"]
-    left = run("plan", "noisy.py:leave")
-    assert left.exit_code == ExitCode.FAILED
-    assert "leave() fails: SystemExit: 0" in " ".join(left.stderr.split())
-
-
 def test_version() -> None:
     assert run("version").stdout == f"{memopt.__version__}\n"
 

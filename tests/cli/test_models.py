@@ -1,4 +1,4 @@
-"""`memopt compare`, `memopt --version`, and the dtype in which a named model is planned."""
+"""`memopt compare`, `memopt --version`, the dtype of a named model, and what factories do."""
 
 from __future__ import annotations
 
@@ -122,3 +122,16 @@ def test_strategies_say_what_one_gets() -> None:
             name
         )
         assert len(text) <= 100, name
+
+
+def test_what_a_factory_prints_and_how_it_ends() -> None:
+    """Standard output is the command's; a factory that ends the process has failed."""
+    Path("noisy.py").write_text(
+        "import sys\nimport mymodels\nprint('imported')\n"
+        "def make():\n    print('made')\n    return mymodels.two()\n"
+        "def leave():\n    sys.exit(0)\n"
+    )
+    assert run_json("plan", "noisy.py:make", "--strategy", "store-all")["status"]
+    left = run("plan", "noisy.py:leave")
+    assert left.exit_code == ExitCode.FAILED
+    assert "leave() fails: SystemExit: 0" in " ".join(left.stderr.split())
