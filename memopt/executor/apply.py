@@ -32,7 +32,7 @@ from memopt.stages import LastCapture
 from memopt.step.backend import autocast_as, autocast_state
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
-from memopt.step.inputs import Call, real_call
+from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.record import example_call
 from memopt.torch_private.engine_hooks import as_in_forward
@@ -233,7 +233,7 @@ def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call
             return call
         return replace(call, kwargs={name: call.kwargs[name] for name in names})
     if plan.profiled is not None:
-        return real_call(plan.profiled.captured.call.filled())
+        return plan.profiled.captured.call.filled()
     if plan.record is None:
         raise ValueError("this plan was made from a cost model: it has no example inputs")
     return example_call(plan.record)

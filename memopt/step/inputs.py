@@ -108,8 +108,6 @@ class Call:
         Subclasses of Tensor stay."""
         from memopt.torch_private.aot import FakeTensorMode
 
-        if "_let_go" in vars(self):
-            return
         stay, mode = set(map(id, kept)), FakeTensorMode(allow_non_fake_inputs=True)
         made: dict[int, Tensor] = {}
 
@@ -122,28 +120,35 @@ class Call:
             return made[id(old)]
 
         freed = self.with_tensors(one)
-        vars(self).update(args=freed.args, kwargs=freed.kwargs, _let_go=mode)
+        vars(self).update(args=freed.args, kwargs=freed.kwargs)
         for name in ("opened", "plain", "leaves", "spec"):
             vars(self).pop(name, None)
 
     def filled(self) -> Call:
-        """Return the call with zeros in place of the tensors that it has let go."""
-        mode, rooms = vars(self).get("_let_go"), dict[int, torch.UntypedStorage]()
+        """Return the call with zeros in place of tensors without values: those that it has let go,
+        other fakes, and those on meta (on the CPU)."""
+        from memopt.torch_private.aot import FakeTensor
+
         made: dict[int, Tensor] = {}
+        rooms = dict[int, torch.UntypedStorage]()
+
+        def is_empty(old: Tensor) -> bool:
+            return old.device.type == "meta" or isinstance(old, FakeTensor)
 
         def one(old: Tensor) -> Tensor:
-            if getattr(old, "fake_mode", None) is not mode:
+            if not is_empty(old):
                 return old
             if id(old) not in made:
-                held = old.untyped_storage()
-                zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=old.device)
+                held, device = old.untyped_storage(), old.device
+                device = torch.device("cpu") if device.type == "meta" else device
+                zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=device)
                 room = rooms.setdefault(storage_key(held), zeros.untyped_storage())
-                new = torch.empty(0, dtype=old.dtype, device=old.device)
+                new = torch.empty(0, dtype=old.dtype, device=device)
                 new.set_(room, old.storage_offset(), old.shape, old.stride())
                 made[id(old)] = new.requires_grad_(old.requires_grad)
             return made[id(old)]
 
-        return self if mode is None else self.with_tensors(one)
+        return self.with_tensors(one) if any(map(is_empty, self.tensors())) else self
 
 
 class _WithoutHistory(torch.autograd.Function):
@@ -276,15 +281,3 @@ def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         *nn.Module.named_parameters(model, remove_duplicate=False),
         *nn.Module.named_buffers(model, remove_duplicate=False),
     ]
-
-
-def real_call(call: Call) -> Call:
-    """Return the call with zeros on the CPU in place of tensors without values (meta, fake)."""
-
-    def made(tensor: Tensor) -> Tensor:
-        if tensor.device.type != "meta" and type(tensor) in (Tensor, nn.Parameter):
-            return tensor
-        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
-        return zeros.requires_grad_(tensor.requires_grad)
-
-    return call.with_tensors(made)

@@ -108,3 +108,11 @@ def test_tensors_that_are_let_go_keep_their_layouts() -> None:
     full.kwargs["c"][2, 3] = 7
     assert (full.args[0][3, 2], full.args[1].sum()) == (7, 7)
     assert full.filled() is full
+
+
+def test_tensors_on_meta_are_filled_on_the_cpu() -> None:
+    wide = torch.empty_strided((3, 4), (1, 3), dtype=torch.int64, device="meta")
+    found, same = Call((wide, X), {}).filled().args
+    assert found.equal(torch.zeros(3, 4, dtype=torch.int64))
+    assert found.stride() == (1, 3)
+    assert same is X
