@@ -9,7 +9,6 @@ another one it is said.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -171,7 +170,8 @@ def _may_round(tangent: Node, order: tuple[int, ...]) -> bool:
                 return True
             if _lies_as_before(user.target) and user not in seen:
                 seen.add(user)
-                waiting += ((user, strides) for strides in _strides_after(user, node, laid))
+                after = _strides_after(user, node, laid)
+                waiting += [] if after is None else [(user, after)]
     return False
 
 
@@ -180,22 +180,20 @@ def _several(value: torch.Tensor) -> list[int]:
     return [i for i in order_of(value) if value.shape[i] > 1]
 
 
-def _strides_after(user: Node, node: Node, laid: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield the strides of an operator's result where its argument `node` is laid out so."""
+def _strides_after(user: Node, node: Node, laid: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of an operator's result where its argument `node` is laid out so; None: it
+    has several results."""
     result = user.meta["val"]
     if not isinstance(result, torch.Tensor):
-        return
+        return None
+    rows = in_order(result.shape, range(result.dim()))
     if user.target in _IN_A_ROW:
         try:
-            yield laid.view(result.shape).stride()
+            return laid.view(result.shape).stride()
         except RuntimeError:
-            yield in_order(result.shape, range(result.dim()))
-    elif getattr(user.target, "is_view", False):
+            return rows
+    if getattr(user.target, "is_view", False):
         args = [laid if given is node else given for given in user.args]
-        yield user.target(*args, **user.kwargs).stride()  # type: ignore[operator]
-    elif user.kwargs.get("memory_format") is torch.contiguous_format:
-        yield in_order(result.shape, range(result.dim()))
-    elif result.dim() == laid.dim():
-        yield in_order(result.shape, order_of(laid))
-    else:
-        yield in_order(result.shape, range(result.dim()))
+        return user.target(*args, **user.kwargs).stride()  # type: ignore[operator,no-any-return]
+    in_rows = user.kwargs.get("memory_format") is torch.contiguous_format
+    return rows if in_rows or result.dim() != laid.dim() else in_order(result.shape, order_of(laid))

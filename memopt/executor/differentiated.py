@@ -162,7 +162,8 @@ class AsOriginal:
             orders: dimensions, from the largest stride on, by the outputs' positions.
             given: the gradients.
         """
-        if self._other_order is None:
+        # Gradients of what the forward leaves behind are no gradients of outputs.
+        if self._other_order is None or self._captured.effects.made_by_call:
             return None
         try:
             self._check_runs_again(IN_OTHER_ORDER)

@@ -13,7 +13,13 @@ from torch import nn
 
 from memopt.errors import MemoptError
 from memopt.executor.differentiated import Again
-from memopt.executor.module import PlannedModule, accepts, has_backward, when_arrives_otherwise
+from memopt.executor.module import (
+    PlannedModule,
+    accepts,
+    has_backward,
+    when_arrives_otherwise,
+    when_other_loss,
+)
 from memopt.executor.plan_maker import Made, Planner
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.surroundings import Surroundings
@@ -26,7 +32,6 @@ _MOST_CHANGES = 4
 """How often a model is planned for gradients in another layout; a loop lays them out alike."""
 _ORDERS = 4
 """Where the orders are in a kind of call, see `SelfPlanning._kind`."""
-
 
 Make: TypeAlias = Callable[[Any, Call, Made | None, Charges], Made]
 """Makes a plan of a kind of call, in place of another one, that charges what is beside the step."""
@@ -65,11 +70,14 @@ class PlanningInBackward:
         orders = self._orders.get(_without_orders(kind), self._last)
         return replace(call, orders=orders), _with_orders(kind, orders)
 
-    def watch(self, kind: Any, module: PlannedModule) -> None:
-        """Plan calls of a module for other layouts if gradients arrive so."""
+    def watch(self, kind: Any, call: Call, module: PlannedModule) -> None:
+        """Plan calls of a module for other layouts if gradients arrive so, and for another loss if
+        its own is a guess."""
         when_arrives_otherwise(module, partial(self._for_other_order, kind))
+        if self._planner.guesses_loss(call):
+            when_other_loss(module, partial(self._for_other_loss, kind))
 
-    def for_other_loss(
+    def _for_other_loss(
         self, kind: Any, call: Call, used: frozenset[int], gradient_bytes: int
     ) -> nn.Module | None:
         """Return the module for a call that was planned for another loss than one that uses these

@@ -19,7 +19,7 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.added_later import AddedLater
-from memopt.executor.arriving_layouts import ArrivingLayouts
+from memopt.executor.arriving_layouts import ArrivedOrders, ArrivingLayouts
 from memopt.executor.autocast_backward import AutocastBackward
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
@@ -106,7 +106,7 @@ class _State:
     again: AsOriginal | None
     handover: Handover | None
     arrived: Arrived | None
-    orders: dict[int, tuple[int, ...]]
+    orders: ArrivedOrders
     first_half: FirstHalf | None = None
 
 
@@ -128,7 +128,7 @@ class _Call:
     arrived: Arrived | None = None
     handover: Handover | None = None
     moves: list[tuple[Any, Any]] | None = None
-    orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    orders: ArrivedOrders = field(default_factory=dict)
 
 
 class _ThreadCall(threading.local):
@@ -351,14 +351,14 @@ class Runtime:
         outputs' gradients arrived; None: they are copied."""
         state = kept.value
         again = None if self._sharded or state.handover is not None else state.again
-        given = self._layouts.as_arrived(state.orders, tangents)
-        planned = None if again is None else again.in_order(state.orders, given)
+        planned = None if again is None else again.in_order(state.orders, tangents)
         if again is None or planned is None:
             self._layouts.say(state.orders)
             return None
         if not keeps_graph():
             self._states.discard(kept)
             state.saved = []
+        given = self._layouts.as_arrived(state.orders, tangents)
         return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from memopt.errors import GuardError, InputsError, NothingToTrainError, Profiler
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_of_many_plans
 from memopt.executor.lengths import Lengths
-from memopt.executor.module import accepts, captured_of, count_in, when_other_loss
+from memopt.executor.module import accepts, captured_of, count_in
 from memopt.executor.part_names import check_call, naming_parts
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.planning_in_backward import PlanningInBackward
@@ -346,9 +346,7 @@ class SelfPlanning:
         captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone:
-            self._backward.watch(kind, made.module)
-            if self._planner.guesses_loss(call):
-                when_other_loss(made.module, partial(self._backward.for_other_loss, kind))
+            self._backward.watch(kind, call, made.module)
 
     def _made(
         self,

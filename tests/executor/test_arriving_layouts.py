@@ -175,6 +175,29 @@ def test_a_first_step_that_is_metered_runs_as_the_original_where_it_cannot_be_pl
     assert strides == (0, (3 * 12 * 12, 1, 3 * 12, 3))
 
 
+def test_what_a_forward_leaves_behind_is_trained_as_before() -> None:
+    """Its gradient is none of an output's: the others are copied, which is said."""
+
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x).tanh()
+            self.penalty = y.square().mean()
+            return self.last(y)  # type: ignore[no-any-return]
+
+    model = Leaving()
+    memopt.wrap(model, "min", strategy="store-all", progress=False)
+    output = model(torch.randn(4, 3, 12, 12))
+    weights = torch.randn(output.shape).contiguous(memory_format=torch.channels_last)
+    with pytest.warns(UserWarning, match="another memory layout.*copied first"):
+        ((output * weights).sum() + model.penalty).backward()
+    calls = memopt.running(model).calls
+    assert (calls.planned, calls.original) == (1, 0)
+
+
 def alternate(model: nn.Module) -> None:
     """Steps whose gradients arrive in one layout and in another, in turns."""
     for step in range(12):
