@@ -51,8 +51,7 @@ def _forward(
     for position, instruction in enumerate(halves.forward):
         writer.recorded(position, instruction)
     outputs = [writer.argument(o) for o in halves.captured.forward_outputs]
-    bases = [halves.lowering.bases.get(t) for t in halves.carried]
-    saved = [writer.value(b) for b in bases if b is not None]
+    saved = [writer.value(halves.lowering.bases[t]) for t in halves.saved]
     saved += _crossing(halves, arena)
     writer.emit(f"return [{', '.join(outputs)}], [{', '.join(saved)}]", above=True)
     return writer
@@ -73,8 +72,7 @@ def _backward(
     writer.unpack([None, *halves.captured.tangents], "arguments")
     writer.emit("del _", above=True)
     writer.emit("arguments.clear()", above=True)
-    bases = [halves.lowering.bases.get(t) for t in halves.carried]
-    targets = [writer.bind(b) for b in bases if b is not None]
+    targets = [writer.bind(halves.lowering.bases[t]) for t in halves.saved]
     targets += _crossing(halves, forward.arena)
     if targets:
         writer.emit(f"{', '.join(targets)}, = saved", above=True)

@@ -130,6 +130,7 @@ class _Machine:
 def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tuple[Any, Any]:
     """Return (forward, backward) callables with the signatures of `codegen.generate`'s."""
     captured = halves.captured
+    bases = [halves.lowering.bases[t] for t in halves.saved]
 
     def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
         machine = _Machine(halves, swap, random, homes)
@@ -140,18 +141,18 @@ def interpret(halves: Halves, swap: Any, random: Any, homes: Any = None) -> tupl
         for instruction in halves.forward:
             machine.step(instruction)
         outputs = [map_arg(o, machine.read) for o in captured.forward_outputs]
-        carried = {halves.lowering.bases.get(t) for t in halves.carried}
-        machine.values = {n: v for n, v in machine.values.items() if n in carried}
-        return outputs, [machine, machine.lease, *machine.host.values()]
+        values = [machine.values[base] for base in bases]
+        machine.values.clear()
+        return outputs, [*values, *machine.host.values(), machine.lease, machine]
 
     def backward(primals: list[Any], arguments: list[Any], saved: list[Any]) -> tuple[Any, ...]:
         machine = _Machine(halves, swap, random, homes)
-        before, machine.lease, *copies = saved
+        *values, machine.lease, before = saved
         saved.clear()
-        machine.values = dict(before.values)
-        machine.host = dict(zip(before.host, copies, strict=True))
+        machine.values = dict(zip(bases, values, strict=False))
+        machine.host = dict(zip(before.host, values[len(bases) :], strict=True))
         machine.states = dict(before.states)
-        del before, copies
+        del before, values
         machine.given(primals)
         machine.values.update(zip(captured.tangents, arguments[1:], strict=True))
         arguments.clear()

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from memopt.executor.absence import NOTHING_ABSENT, Uncomputed
 from memopt.executor.graph_segments import Segments
 from memopt.executor.host_pool import HostPlacement, place_host_copies
-from memopt.programs.instructions import Instruction, Program
+from memopt.programs.instructions import Compute, Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
 from memopt.programs.moved import carried_over, moved_tensors
 from memopt.step.build import Lowering
@@ -94,6 +96,27 @@ class Halves:
         return tuple(sorted(live & wanted))
 
     @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """Carried tensors that have a variable, ascending: what the forward saves begins with their
+        values."""
+        return tuple(tensor for tensor in self.carried if tensor in self.lowering.bases)
+
+    def fork(self, saved: list[Any]) -> list[Any]:
+        """Copy what is saved for a backward that may run again (retain_graph): the tensors whose
+        memory the backward half takes for results of its own. Without an arena, which is copied
+        whole.
+
+        Args:
+            saved: what the forward has saved for the backward.
+        """
+        taken = {one.in_place for one in self.backward if isinstance(one, Compute)}
+        forked = list(saved)
+        for position, tensor in enumerate(self.saved):
+            if tensor in taken:
+                forked[position] = _copied(saved[position])
+        return forked
+
+    @cached_property
     def complete_gradients(self) -> dict[int, tuple[int, ...]]:
         """Map positions of the program to the gradients (by their own positions) that are complete
         after them: the gradient's tensor is not used any more, nor is the parameter, which whoever
@@ -168,6 +191,13 @@ class Halves:
             for position, primal in enumerate(self.captured.primals)
             if self.lowering.storages[primal.node][0] in self._read_in_backward
         )
+
+
+def _copied(value: Tensor) -> Tensor:
+    """Copy all the memory of a tensor, and return the same view of it."""
+    memory = value.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    return empty.set_(memory, value.storage_offset(), value.shape, value.stride())
 
 
 def kernel_of(lowering: Lowering, node: Node) -> Node | None:

@@ -205,7 +205,12 @@ def run_steps(case: Case, module: nn.Module, model: nn.Module) -> Record:
         with case.context():
             output = module(*call.args, **call.kwargs)
         record += [(f"step {step} {name}", v) for name, v in describe_output(output, call)]
-        case.loss(output).backward()
+        loss = case.loss(output)
+        if step == case.steps - 1:
+            # What this one saves for its backward is not written over: the next reads it, too.
+            loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
         record += [(f"step {step} input {i}", v) for i, v in enumerate(snapshot(before))]
         record += [
             (f"step {step} gradient of input {i}", None if v.grad is None else v.grad.clone())

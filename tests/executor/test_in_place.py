@@ -203,3 +203,38 @@ def test_calls_in_place_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = _OVER_FIRST[mul]
     monkeypatch.setitem(_OVER_FIRST, mul, lambda x, y: twin(x, y).add_(1e-6))
     assert str(mul) not in offered()
+
+
+class Gated(nn.Module):
+    """A product in place, before which eager copies what it overwrites: a derivative takes over
+    the copy, which the backward alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).mul_(self.second(x))
+
+
+@pytest.mark.parametrize("budget", [None, "min"])
+def test_a_backward_that_runs_again_finds_what_was_saved(budget: str | None) -> None:
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(4, 8)
+    plan = memopt.plan(model, x, budget=budget, strategy="store-all", progress=False)
+    program = plan.program
+    boundary = program.boundary
+    assert boundary is not None
+    later = [one for one in program.instructions[boundary:] if isinstance(one, Compute)]
+    made = {t for one in later for t in one.outputs}
+    assert any(one.in_place is not None and one.in_place not in made for one in later)
+    planned = plan.apply(model)
+    found: dict[str, list[Tensor]] = {"eager": [], "planned": []}
+    for label, module in (("eager", model), ("planned", planned)):
+        loss = module(x).square().mean()
+        for again in (True, True, False):
+            loss.backward(retain_graph=again)
+            found[label] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+    assert len(found["eager"]) == 12
+    assert all(map(torch.equal, found["eager"], found["planned"]))

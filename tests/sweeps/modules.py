@@ -272,6 +272,8 @@ def train(
             output = module(*inputs)
             loss = made.loss(output)
         record |= returned(output, inputs, f"{step} ")
+        if step == steps - 1:
+            loss.backward(retain_graph=True)
         loss.backward()
         for i, value in enumerate(inputs):
             record[f"{step} input {i}"] = value.detach().clone()
