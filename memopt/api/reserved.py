@@ -62,8 +62,7 @@ def planned_within(
     except InfeasibleBudgetError as error:
         if not beside:
             raise
-        # The budget that is named has room for what is beside the step.
-        raise _beside_forward(solve_for, error.budget_bytes, beside) from error
+        return _least_beside(solve_for, error.budget_bytes, beside, error)
     if plan.budget is None or not beside:
         return plan
 
@@ -73,9 +72,12 @@ def planned_within(
     if size == MINIMUM or used(plan) <= plan.budget:
         return replace(plan, budget=max(plan.budget, used(plan)))
     limit = plan.budget
-    _, best = fastest_within(
-        solve_for, limit, used, lambda _: _beside_forward(solve_for, limit, beside)
-    )
+    try:
+        _, best = fastest_within(
+            solve_for, limit, used, lambda _: InfeasibleBudgetError("none fits", limit)
+        )
+    except InfeasibleBudgetError as error:
+        return _least_beside(solve_for, limit, beside, error)
     return replace(best, budget=limit)
 
 
@@ -215,7 +217,10 @@ def fastest_within(
     best, too_much = plan, limit
     for _ in range(RAISED if asked < limit else 0):
         middle = (asked + too_much) // 2
-        plan = solve_for(middle)
+        try:
+            plan = solve_for(middle)
+        except InfeasibleBudgetError:  # a search within less has found one
+            break
         if used(plan) > limit:
             too_much = middle
             continue
@@ -252,22 +257,32 @@ def _lowered(
     raise refusal(used_bytes)
 
 
-def _beside_forward(
-    solve_for: Callable[[WrittenBudget], PlanRecord], limit: int, beside: Charges
-) -> InfeasibleBudgetError:
-    """Make the error if no plan leaves room for the charges during the forward."""
+def _least_beside(
+    solve_for: Callable[[WrittenBudget], PlanRecord],
+    limit: int,
+    beside: Charges,
+    cause: InfeasibleBudgetError,
+) -> PlanRecord:
+    """Return the smallest plan, if it leaves room for the charges during the forward within the
+    limit: a search for what is smallest may find a plan where one within the limit found none.
+
+    Raises:
+        InfeasibleBudgetError: it does not; names the budget for which it does.
+    """
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):
         plan = solve_for(MINIMUM)
         smallest = needed_bytes(plan.graph, plan.program, beside)
+        if smallest <= limit:
+            return replace(plan, budget=limit)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"
-    return InfeasibleBudgetError(
+    raise InfeasibleBudgetError(
         f"{' and '.join(beside.listed())} are there meanwhile, beside which no plan was found "
         f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop outputs and gradients "
         "before the forward (del output, optimizer.zero_grad())",
         limit,
         smallest,
-    )
+    ) from cause
 
 
 def _infeasible(limit: int, reserved_bytes: int) -> InfeasibleBudgetError:

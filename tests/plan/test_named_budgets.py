@@ -76,6 +76,27 @@ def test_the_budget_that_is_named_has_room_for_what_is_beside_the_step() -> None
     assert planned_within(solve_for, named, beside).budget == named
 
 
+@pytest.mark.parametrize("finds_larger", [False, True])
+def test_what_only_the_smallest_search_finds_leaves_room_for_what_is_beside(
+    finds_larger: bool,
+) -> None:
+    """A search within the budget finds nothing, or only what leaves no room."""
+    beside = Charges(forward_bytes=10**4)
+    least = planned_within(partial(plan, GRAPH, strategy="rotor"), "min", beside)
+    assert least.budget is not None
+
+    def solve_for(budget: Any) -> Any:
+        if budget == "min" or (finds_larger and budget == least.budget + 1):
+            made = plan(GRAPH, "min" if budget == "min" else None, "rotor")
+            return made if budget == "min" else replace(made, budget=budget)
+        raise InfeasibleBudgetError("none found", budget)
+
+    for budget in (least.budget, least.budget + 1):
+        assert planned_within(solve_for, budget, beside).program == least.program
+    with pytest.raises(InfeasibleBudgetError, match=f"Raise the budget to {least.budget} bytes"):
+        planned_within(solve_for, least.budget - 1, beside)
+
+
 @pytest.mark.parametrize("limit_s", [1e-6, 0.05])
 @pytest.mark.parametrize("name", NAMES)
 def test_min_has_a_plan_at_any_limit(name: str, limit_s: float) -> None:
