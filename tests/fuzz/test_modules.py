@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz import __main__ as runner
 from tests.fuzz.compiled import fuzz_compiled
+from tests.fuzz.loops import fuzz_loop
 from tests.fuzz.modules import fuzz_module
 
 
@@ -35,6 +36,15 @@ def test_a_module_with_compiled_kernels(seed: int) -> None:
     row = fuzz_compiled(seed)
     assert not row.wrong, row.wrong
     assert row.ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 6, 8, 12])
+def test_a_training_loop(seed: int) -> None:
+    row = fuzz_loop(seed)
+    assert not row.wrong, row.wrong
+    assert row.ran
+    assert not row.refused
 
 
 def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
