@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from tests.fuzz import loop_changes  # noqa: F401 - registers actions
 from tests.fuzz.loop_actions import ACTIONS
 from tests.fuzz.loop_models import MODELS, WIDTH
 from tests.fuzz.loop_state import Loop
