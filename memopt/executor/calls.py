@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from memopt.errors import CaptureError
 from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
@@ -84,6 +85,28 @@ def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
             f"buffer of the model; or have other kinds run unplanned ({remedy})",
             stacklevel=2,
         )
+
+
+def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Parameter]) -> bool:
+    """Warn that an optimizer trains a model that was never called, if it does.
+
+    Args:
+        model: the wrapped model.
+        optimizer: it has stepped.
+        settled: parameters of other wrapped models that were called, or warned of.
+    """
+    groups = (group["params"] for group in optimizer.param_groups)
+    trained = {one for group in groups for one in group if one.grad is not None} - settled
+    if trained.isdisjoint(model.parameters()):
+        return False
+    warnings.warn(
+        f"the wrapped {type(model).__name__} is trained and was not called: memopt plans what "
+        "model(...) runs, not its other methods, nor sub-modules that the loop calls by "
+        "themselves. Nothing is planned, and the budget is not kept: wrap the modules that the "
+        "loop calls, or let it call the model",
+        stacklevel=5,
+    )
+    return True
 
 
 @dataclass

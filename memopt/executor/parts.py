@@ -351,6 +351,7 @@ class InParts(SelfPlanning):
         super().remove()
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
+        self.around.settled |= torch.is_grad_enabled()
         if runs_unplanned() or not (self.model.training and torch.is_grad_enabled()):
             return super()._running(*args, **kwargs)
         if not self.parts.is_open:

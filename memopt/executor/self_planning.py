@@ -208,6 +208,7 @@ class SelfPlanning:
         model = self.model
         if runs_unplanned():
             return plain_call(model, *args, **kwargs)
+        self.around.settled |= torch.is_grad_enabled()
         if not (model.training and torch.is_grad_enabled()):
             with unplanned():
                 self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")

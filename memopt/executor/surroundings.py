@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
+from memopt.executor.calls import warned_of_idle
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
@@ -153,6 +154,9 @@ class Surroundings:
     Args:
         model: the model.
         with_state: whether the optimizer's state is to be found; else plans charge it already.
+
+    Attributes:
+        settled: whether the model was called with gradients, or warned of since it was not.
     """
 
     def __init__(self, model: nn.Module, with_state: bool) -> None:
@@ -164,8 +168,8 @@ class Surroundings:
         self._gathering = NO_CHARGES
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
-        if with_state:
-            _OPTIMIZERS.tell(self)
+        self._with_state, self.settled = with_state, False
+        _OPTIMIZERS.tell(self)
 
     def remove(self) -> None:
         """Stop metering."""
@@ -324,6 +328,10 @@ class Surroundings:
         model = self._model()
         if model is None or not is_metered(count):
             return
+        if not self.settled:
+            self.settled = warned_of_idle(model, optimizer, _OPTIMIZERS.settled())
+        if not self._with_state:
+            return
         own = {id(parameter) for parameter in model.parameters()}
         total = 0
         for group in optimizer.param_groups:
@@ -367,6 +375,11 @@ class _Optimizers:
         if self._hook is not None and not self._told:
             self._hook.remove()
             self._hook = None
+
+    def settled(self) -> set[nn.Parameter]:
+        """Return the parameters of all models that are `settled`."""
+        models = [around._model() for around in list(self._told) if around.settled]
+        return {one for model in models if model is not None for one in model.parameters()}
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         for around in list(self._told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,38 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     memopt.plan(
         model, torch.randn(3, 4), optimizer=torch.optim.Adam(model.parameters()), progress=False
     )
+
+
+def trained(model: nn.Module, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        by(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("parts", [None, "auto"])
+def test_a_model_that_is_trained_by_other_means_than_its_call_is_warned_of(
+    parts: str | None,
+) -> None:
+    """As agents (reinforcement learning) and Lightning's modules are, by methods of their own."""
+    model = memopt.wrap(Detaching(), budget="min", progress=False, parts=parts)
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    with pytest.warns(UserWarning, match="Detaching is trained and was not called.*wrap") as warned:
+        trained(model, model.inner)
+    assert len(warned) == 1
+    memopt.unwrap(model)
+    memopt.wrap(model.inner, budget="min", progress=False)  # the remedy
+    trained(model, model.inner)
+    assert model.inner.calls.planned == 3
+
+
+def test_a_model_inside_of_one_that_is_called_is_not_warned_of() -> None:
+    model = Detaching()
+    model.detaching = False
+    for one in (model, model.inner):
+        memopt.wrap(one, budget="min", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, model)
+    assert model.calls.planned == 3
