@@ -29,7 +29,7 @@ from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
 from memopt.pricing.memory import LossMeter, MemoryUse, can_measure, end_metering
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
-from memopt.step.optimizer_state import state_sizes
+from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
 from memopt.step.shards import held_gradients, local_part, padded_bytes
 from memopt.torch_private import pytree
@@ -330,8 +330,7 @@ class Surroundings:
             for parameter in group["params"]:
                 if id(parameter) in own and optimizer.state.get(parameter):
                     block_bytes = backend_of(parameter.device).block_bytes
-                    sizes = state_sizes(optimizer, group, parameter)
-                    total += sum(in_blocks(size, block_bytes) for size in sizes)
+                    total += state_bytes(optimizer, group, parameter, block_bytes)
         self._watched.state_bytes[optimizer] = total
 
 

@@ -222,3 +222,21 @@ def line(ranks: int) -> DeviceMesh:
 @pytest.mark.slow
 def test_ranks_capture_alike_where_one_has_padding(tmp_path: Path) -> None:
     assert processes.results(processes.run(padded_on_one, 2, tmp_path)) == [True, True]
+
+
+def test_the_state_of_an_optimizer_of_shards_is_charged(alone: DeviceMesh) -> None:
+    """In the forward of a model that is sharded whole other parameters are there than it trains."""
+    found = []
+    for planned in (False, True):
+        model = fully_shard(cases.mlp(), mesh=alone)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if planned:
+            memopt.wrap(model, "min", "rotor", optimizer=optimizer, progress=False)
+        for _ in range(2):
+            model(torch.ones(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.own(model))
+    assert cases.same(*found)
+    (plan,) = memopt.running(model).plans
+    assert plan.profiled.optimizer.bytes_total == 2 * sum(x.nbytes + 2 for x in found[0])
