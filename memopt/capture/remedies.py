@@ -191,7 +191,7 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
     sharded = _is_a(model, "FSDPModule") and any(map(has_engine, model.modules()))
-    if sharded or _is_a(model, "FullyShardedDataParallel"):
+    if sharded or any(_is_a(one, "FullyShardedDataParallel") for one in model.modules()):
         return (
             "the model's parameters are sharded, and gathered by hooks that no plan holds: of what "
             "fully_shard has sharded, memopt.wrap(model, budget=...) plans each module between its "

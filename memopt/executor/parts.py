@@ -358,6 +358,7 @@ class InParts(SelfPlanning):
                 return super()._running(*args, **kwargs)
             except CaptureError as error:
                 self.parts.open("", self.model, error)
+                self.around.metered_whole()
         return self._run_in_parts(args, kwargs)
 
     def _kind(self, call: Call) -> Any:

@@ -31,7 +31,7 @@ from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
-from memopt.step.shards import held_gradients, local_part, padded_bytes
+from memopt.step.shards import flat_bytes, held_gradients, local_part, padded_bytes
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around
 from memopt.torch_private.tensors import base_of
@@ -190,6 +190,10 @@ class Surroundings:
             # After a forward alone its parameters are whole still.
             self._gathering = _gathering(model) or self._gathering
 
+    def metered_whole(self) -> None:
+        """Charge no gathering: from now on steps are metered with it."""
+        self._gathering = NO_CHARGES
+
     def calling(self, kind: Any, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while so many await their backward, and so many awaited the
         second half of one. The most that wait in a step are charged from the next one on."""
@@ -198,7 +202,8 @@ class Surroundings:
         self._most_waiting = max(self._most_waiting, waiting)
         if not waiting:
             self._waiting, self._halved = self._most_waiting, halved
-        self._engine = Charges(bucket_bytes=_bucket_bytes()).plus(self._gathering)
+        flat = 0 if (model := self._model()) is None else flat_bytes(model)
+        self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
         if held_bytes > LARGEST_NUMBER_BYTES and not waiting:
