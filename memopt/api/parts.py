@@ -78,7 +78,7 @@ def planned_in_parts(
     Raises:
         ValueError: a part that the model does not have, or options that only a whole model takes.
     """
-    from memopt.capture.remedies import inside_fabric
+    from memopt.capture.remedies import flattens, inside_fabric
     from memopt.executor.parts import InParts
     from memopt.step.optimizer_state import optimizer_state
     from memopt.step.ranks import members_of
@@ -89,6 +89,11 @@ def planned_in_parts(
         raise ValueError("parts= goes with neither order=True nor place=True nor shapes=")
     if split_reserved(request.limits.budget)[1]:
         raise ValueError('parts= takes a budget of allocated bytes: leave out "reserved"')
+    if flat := [name for name, one in inner.named_modules() if name and flattens(one)]:
+        raise ValueError(
+            f"{flat[0]} is a FullyShardedDataParallel inside of the model, whose gathering parts= "
+            "does not follow: take fully_shard"
+        )
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request, members_of(inner))
     # The loss is the whole model's: it is metered.

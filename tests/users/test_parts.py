@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,3 +280,18 @@ def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
         for _ in range(4):
             model(X).sum().backward()
     assert sum("no part of the model is planned" in str(one.message) for one in said) == 1
+
+
+def test_the_first_batch_is_let_go() -> None:
+    """The trace that fails leaves cycles, which would hold it."""
+    model = memopt.wrap(Routed(), "min", "rotor", parts="auto", progress=False)
+    x = X.clone()
+    held = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        model(x).square().mean().backward()
+        del x
+        assert held() is None
+    finally:
+        gc.enable()
