@@ -263,7 +263,7 @@ def test_flat_parameters_are_charged() -> None:
 def test_flat_parameters_of_blocks_are_refused() -> None:
     model = cases.mlp()
     model[0] = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="0 is a FullyShardedDataParallel.*take fully_shard"):
+    with pytest.raises(ValueError, match=r"0 is a FullyShardedDataParallel.*take fully_shard"):
         memopt.wrap(model, "min", parts="auto", progress=False)
     memopt.wrap(model, "min", progress=False)
     with pytest.raises(CaptureError, match="FullyShardedDataParallel: take fully_shard"):

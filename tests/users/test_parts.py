@@ -50,7 +50,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, *given: Any) -> int:
     held = [*model.parameters(), *model.buffers(), *given]
-    held += [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+    held += [t for state in optimizer.state.values() for t in state.values()]
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in held}.values())
 
 
