@@ -78,11 +78,10 @@ def planned_in_parts(
     Raises:
         ValueError: a part that the model does not have, or options that only a whole model takes.
     """
-    from memopt.capture.remedies import inside_fabric
+    from memopt.capture.remedies import flattens, inside_fabric
     from memopt.executor.parts import InParts
     from memopt.step.optimizer_state import optimizer_state
-    from memopt.step.ranks import members_of, ranks_of
-    from memopt.torch_private.engine_hooks import sharded_parts
+    from memopt.step.ranks import members_of
 
     inner = inside_fabric(model) or model
     names = None if parts == "auto" else _names(inner, parts)
@@ -90,11 +89,10 @@ def planned_in_parts(
         raise ValueError("parts= goes with neither order=True nor place=True nor shapes=")
     if split_reserved(request.limits.budget)[1]:
         raise ValueError('parts= takes a budget of allocated bytes: leave out "reserved"')
-    if ranks_of(inner) is not None and not sharded_parts(inner):
+    if flat := [name for name, one in inner.named_modules() if name and flattens(one)]:
         raise ValueError(
-            "parts= is for one process: where ranks train a model wrap all of it, or give each "
-            "sub-module that is to be planned to fully_shard before the model: memopt.wrap(model) "
-            "plans those"
+            f"{flat[0]} is a FullyShardedDataParallel inside of the model, whose gathering parts= "
+            "does not follow: take fully_shard"
         )
     optimizer_state(request.step.optimizer, inner.parameters())
     solver = PartPlans(request, members_of(inner))

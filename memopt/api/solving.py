@@ -305,7 +305,7 @@ def _notes(graph: Graph, profiled: Profiled | None) -> tuple[str, ...]:
 
     notes = profiled.notes
     state = profiled.optimizer
-    if state is not None and state.bytes_total:
+    if state is not None and state.bytes_total > state.count_bytes:
         notes = (f"Resident: {format_bytes(state.bytes_total)} of {state.name} state.", *notes)
     covered = has_updates(graph) or graph.boundary_bytes > 0
     captured, model = profiled.captured, profiled.captured.model()

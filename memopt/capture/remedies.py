@@ -178,6 +178,11 @@ def is_data_parallel(model: nn.Module) -> bool:
     return _is_a(model, "DistributedDataParallel", "DataParallel")
 
 
+def flattens(model: nn.Module) -> bool:
+    """Return whether the model is a FullyShardedDataParallel."""
+    return _is_a(model, "FullyShardedDataParallel")
+
+
 def _is_a(model: nn.Module, *names: str) -> bool:
     """Return whether the model's class, or a base of it, has one of the names."""
     return any(kind.__name__ in names for kind in type(model).__mro__)
@@ -191,7 +196,7 @@ def _wrapped(model: nn.Module, _text: str) -> str | None:
             "(DistributedDataParallel(memopt.wrap(model, budget=...)))"
         )
     sharded = _is_a(model, "FSDPModule") and any(map(has_engine, model.modules()))
-    if sharded or _is_a(model, "FullyShardedDataParallel"):
+    if sharded or any(map(flattens, model.modules())):
         return (
             "the model's parameters are sharded, and gathered by hooks that no plan holds: of what "
             "fully_shard has sharded, memopt.wrap(model, budget=...) plans each module between its "

@@ -8,6 +8,7 @@ the capture failed, without a trace of their own. All parts share one budget
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterable
@@ -146,6 +147,7 @@ class PartPlanning(SelfPlanning):
                 raise CaptureError(f"{error}. {_WHOLE}") from error
             if not self.refused:
                 raise  # named by the user
+        gc.collect()  # cycles of the trace that failed hold the call
         return plain_call(self.model, *args, **kwargs)
 
     def _planned(self, kind: Any, call: Call) -> Made | None:
@@ -359,6 +361,8 @@ class InParts(SelfPlanning):
                 return super()._running(*args, **kwargs)
             except CaptureError as error:
                 self.parts.open("", self.model, error)
+                self.around.metered_whole()
+            gc.collect()  # cycles of the trace that failed hold the call
         return self._run_in_parts(args, kwargs)
 
     def _kind(self, call: Call) -> Any:

@@ -30,9 +30,9 @@ from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
 from memopt.pricing.memory import LossMeter, MemoryUse, can_measure, end_metering
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
-from memopt.step.optimizer_state import state_sizes
+from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
-from memopt.step.shards import held_gradients, local_part, padded_bytes
+from memopt.step.shards import flat_bytes, held_gradients, local_part, padded_bytes
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import data_parallel_around
 from memopt.torch_private.tensors import base_of
@@ -194,6 +194,10 @@ class Surroundings:
             # After a forward alone its parameters are whole still.
             self._gathering = _gathering(model) or self._gathering
 
+    def metered_whole(self) -> None:
+        """Charge no gathering: from now on steps are metered with it."""
+        self._gathering = NO_CHARGES
+
     def calling(self, kind: Any, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while so many await their backward, and so many awaited the
         second half of one. The most that wait in a step are charged from the next one on."""
@@ -202,7 +206,8 @@ class Surroundings:
         self._most_waiting = max(self._most_waiting, waiting)
         if not waiting:
             self._waiting, self._halved = self._most_waiting, halved
-        self._engine = Charges(bucket_bytes=_bucket_bytes()).plus(self._gathering)
+        flat = 0 if (model := self._model()) is None else flat_bytes(model)
+        self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
         if held_bytes > LARGEST_NUMBER_BYTES and not waiting:
@@ -338,8 +343,7 @@ class Surroundings:
             for parameter in group["params"]:
                 if id(parameter) in own and optimizer.state.get(parameter):
                     block_bytes = backend_of(parameter.device).block_bytes
-                    sizes = state_sizes(optimizer, group, parameter)
-                    total += sum(in_blocks(size, block_bytes) for size in sizes)
+                    total += state_bytes(optimizer, group, parameter, block_bytes)
         self._watched.state_bytes[optimizer] = total
 
 

@@ -98,7 +98,7 @@ def _profiled(
     with diagnosed(model, call, loss):
         parts = capture_step(model, call, loss, optimizer, backend.block_bytes, fuse, rules)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)
-    stays_bytes = 0 if offload_optimizer else state.bytes_total
+    stays_bytes = state.count_bytes if offload_optimizer else state.bytes_total
 
     def measured(options: MeasureOptions) -> tuple[Graph, Baseline]:
         report(0.2, "measuring kernels")

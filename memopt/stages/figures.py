@@ -81,7 +81,8 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
     if plan.record.ranks > 1 and stays_bytes > apart_bytes:
         stays_bytes = apart_bytes  # the plan's are those of the rank with the largest shards
     hosted_bytes = apart_bytes - stays_bytes
-    if stays_bytes not in (0, apart_bytes) or hosted_bytes > _update_bytes(plan.graph):
+    in_one_place = stays_bytes in (state.count_bytes, apart_bytes)
+    if not in_one_place or hosted_bytes > _update_bytes(plan.graph):
         raise PlanFileError(
             f"this plan is for {format_bytes(stays_bytes)} of optimizer state, and this "
             f"{state.name} keeps {format_bytes(state.bytes_total)}. {step.plan_again()}"

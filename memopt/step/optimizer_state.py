@@ -24,7 +24,7 @@ import torch
 
 from memopt.models.device import in_blocks
 from memopt.models.optimizer_names import OPTIMIZERS, optimizer_name
-from memopt.step.shards import local_part
+from memopt.step.shards import any_shards, local_part
 
 _8BIT_BLOCK = 256
 _8BIT_SMALLEST = 4096
@@ -38,11 +38,13 @@ class OptimizerState:
         name: the optimizer, for people.
         bytes_total: over all trainable parameters, in the allocator's blocks.
         parts: (description, bytes), whose sum is printed.
+        count_bytes: of the total, the counts of steps: they stay on the device.
     """
 
     name: str
     bytes_total: int
     parts: tuple[tuple[str, int], ...] = ()
+    count_bytes: int = 0
 
 
 PER_PARAMETER: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
@@ -78,9 +80,12 @@ def optimizer_state(
     if optimizer is None:
         return OptimizerState("none", 0)
     if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in parameters}
-        groups = optimizer.param_groups
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        own = list(parameters)
+        # In the forward an engine has whole parameters in the places of those that are trained.
+        gathered = any_shards(trained) and not any_shards(own)
+        gathered |= not all(one.is_leaf for one in own)
+        if not gathered and not {*map(id, own)} & {*map(id, trained)}:
             raise ValueError(
                 f"the {type(optimizer).__name__} trains no parameter of this model: pass the one "
                 "that is made with model.parameters()"
@@ -110,9 +115,9 @@ def smaller_states(
     own = state.name.lower()
     if own not in OPTIMIZERS:
         return ()
-    listed = list(parameters)
+    listed, own_bytes = list(parameters), state.bytes_total - state.count_bytes
     found = [
-        (other, state.bytes_total - optimizer_state(other, listed, block_bytes).bytes_total)
+        (other, own_bytes - optimizer_state(other, listed, block_bytes).bytes_total)
         for other in OPTIMIZERS
         if other != own and other.partition("-")[0] == own.partition("-")[0] != "sgd"
     ]
@@ -138,26 +143,62 @@ def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]
 def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> OptimizerState:
     """Return the present state, or else the state that the class will make at its first step."""
     name = type(optimizer).__name__
-    total = 0
+    total = counts = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                sizes = state_sizes(optimizer, group, parameter)
-                total += sum(in_blocks(size, block_bytes) for size in sizes)
-    return OptimizerState(name, total, ((f"{name} state", total),) if total else ())
+                total += state_bytes(optimizer, group, parameter, block_bytes)
+                counts += _in_blocks(_count_sizes(optimizer, group, parameter), block_bytes)
+    return OptimizerState(name, total, ((f"{name} state", total),) if total else (), counts)
+
+
+def state_bytes(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    block_bytes: int,
+) -> int:
+    """Return the bytes that an optimizer keeps for a parameter where the parameter lies."""
+    sizes = state_sizes(optimizer, group, parameter)
+    return _in_blocks(sizes + _count_sizes(optimizer, group, parameter), block_bytes)
+
+
+def _in_blocks(sizes: list[int], block_bytes: int) -> int:
+    return sum(in_blocks(size, block_bytes) for size in sizes)
+
+
+def _count_sizes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> list[int]:
+    """Return bytes of each count of steps that lies where the parameter does: on the CPU, and on
+    another device where the optimizer is fused or capturable."""
+    held, own = optimizer.state.get(parameter), local_part(parameter)
+    if held:
+        tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)}
+        counts = [v for k, v in tensors.items() if not _has_state(k, v, parameter)]
+        return [local_part(v).nbytes for v in counts if v.device == own.device]
+    there = own.device.type == "cpu" or group.get("capturable") or group.get("fused")
+    if not there or isinstance(optimizer, torch.optim.SGD):
+        return []
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    # NAdam counts a product, too.
+    return [8 if wide else 4] * (1 + isinstance(optimizer, torch.optim.NAdam))
+
+
+def _has_state(name: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a tensor is state of a parameter rather than a count of its steps. State of a
+    parameter without dimensions has none, either."""
+    return bool(value.dim()) or (not parameter.dim() and name != "step")
 
 
 def state_sizes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> list[int]:
-    """Return bytes of each state tensor of a parameter; step counts, on the CPU, do not count."""
+    """Return bytes of each state tensor of a parameter, without its counts of steps."""
     held = optimizer.state.get(parameter)
     if held:
         tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)}
-        if parameter.dim():
-            state = [v for v in tensors.values() if v.dim()]
-        else:  # its state has no dimensions, either, like the count of steps
-            state = [v for k, v in tensors.items() if v.dim() or k != "step"]
+        state = [v for k, v in tensors.items() if _has_state(k, v, parameter)]
         return [local_part(v).untyped_storage().nbytes() for v in state]
     kind = type(optimizer)
     if kind not in PER_PARAMETER:

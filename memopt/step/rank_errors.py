@@ -10,6 +10,11 @@ from memopt.errors import RankError
 from memopt.step.rank_groups import last_failure_alone
 
 _SHOWN = 300
+_OTHERWISE = (
+    "the ranks took different steps: give all of them as many batches, padded to the same shapes, "
+    "and the same branches"
+)
+"""What ends the waiting for a rank that is there."""
 
 
 def lost(error: Exception, doing: str) -> RankError:
@@ -19,7 +24,7 @@ def lost(error: Exception, doing: str) -> RankError:
     look = (
         f"Before that, {before}"
         if before
-        else "Look at the other ranks' output for the first error"
+        else f"Look at the other ranks' output for the first error; without one {_OTHERWISE}"
     )
     return RankError(
         f"another rank is gone, or did not answer in time, while {doing}: {reason}. {look}"

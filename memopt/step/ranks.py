@@ -188,7 +188,10 @@ class Ranks:
         self.exchanged(None, doing)
 
 
-_SAME = "Every rank must run the same script with the same model, arguments and libraries"
+_SAME = (
+    "Every rank must run the same script with the same model, libraries and arguments (batches "
+    "padded to the same shapes)"
+)
 
 _NOW: ContextVar[Ranks | None] = ContextVar("memopt_ranks", default=None)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from memopt.torch_private.tensors import SHARD, shard_of, spec_of
+from memopt.torch_private.tensors import SHARD, base_of, flat_shard_of, shard_of, spec_of
 
 
 def any_shards(tensors: Iterable[torch.Tensor]) -> bool:
@@ -80,3 +80,22 @@ def padded_bytes(tensor: torch.Tensor) -> tuple[int, int]:
         part_bytes = tensor.nbytes // rows * most
         whole_bytes = ranks * part_bytes
     return part_bytes, whole_bytes
+
+
+def flat_bytes(model: nn.Module) -> int:
+    """Return the bytes that a FullyShardedDataParallel holds around the forward of a module whose
+    parameters are views of its flat one: its shard, and the flat gradients, one that its backward
+    ends with and one to which that is added."""
+    first = next(model.parameters(), None)
+    if first is not None and first.is_leaf:
+        return 0
+    values = [value for one in model.modules() for value in vars(one).values()]
+    bases = [base_of(value) for value in values if isinstance(value, torch.Tensor)]
+    found = 0
+    for flat in {id(base): base for base in bases if base is not None}.values():
+        shard = flat_shard_of(flat)
+        if shard is not None:
+            apart = shard.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+            found += apart * shard.nbytes + flat.nbytes
+            found += 0 if flat.grad is None else flat.grad.nbytes
+    return found

@@ -39,6 +39,12 @@ TENSORS = (
         "_spec",
         needs="distributed",
     ),
+    *rows(
+        "charge what FullyShardedDataParallel holds",
+        "torch.distributed.fsdp._flat_param.FlatParameter",
+        "_local_shard",
+        needs="distributed",
+    ),
 )
 MODULES = (
     *rows(

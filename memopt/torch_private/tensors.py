@@ -120,3 +120,13 @@ def shard_of(tensor: Any) -> torch.Tensor:
 def spec_of(tensor: Any) -> Any:
     """Return the mesh, placements and shape of a DTensor."""
     return getattr(tensor, attribute_name(f"{_DTENSOR}._spec"))
+
+
+_FLAT_SHARD = "torch.distributed.fsdp._flat_param.FlatParameter._local_shard"
+
+
+def flat_shard_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the present rank's part of a parameter into which FullyShardedDataParallel has
+    flattened others; None: it is none."""
+    name = _FLAT_SHARD.rpartition(".")[2]
+    return getattr(tensor, attribute_name(_FLAT_SHARD)) if hasattr(tensor, name) else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -222,3 +222,77 @@ def line(ranks: int) -> DeviceMesh:
 @pytest.mark.slow
 def test_ranks_capture_alike_where_one_has_padding(tmp_path: Path) -> None:
     assert processes.results(processes.run(padded_on_one, 2, tmp_path)) == [True, True]
+
+
+def test_the_state_of_an_optimizer_of_shards_is_charged(alone: DeviceMesh) -> None:
+    """In the forward of a model that is sharded whole other parameters are there than it trains."""
+    found = []
+    for planned in (False, True):
+        model = fully_shard(cases.mlp(), mesh=alone)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if planned:
+            memopt.wrap(model, "min", "rotor", optimizer=optimizer, progress=False)
+        for _ in range(2):
+            model(torch.ones(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(cases.own(model))
+    assert cases.same(*found)
+    (plan,) = memopt.running(model).plans
+    assert plan.profiled.optimizer.bytes_total == 2 * sum(x.nbytes + 2 for x in found[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_flat_parameters_are_charged() -> None:
+    """FullyShardedDataParallel around a wrapped model holds flat gradients beside its own."""
+    inner, x = memopt.wrap(cases.mlp(), "min", "store-all", progress=False), torch.randn(8, 16)
+    whole = sum(one.nbytes for one in inner.parameters())
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(inner, device_id=cpu, use_orig_params=True)
+    charged = []
+    for last in (False, True):
+        with contextlib.nullcontext() if last else model.no_sync():
+            model(x).square().mean().backward()
+        charged.append(memopt.running(inner).around.certain().bucket_bytes - whole)
+    assert 0 <= charged[0] < 64 * 8  # each parameter's place is aligned
+    assert charged[1] - 2 * charged[0] == whole
+    assert memopt.running(inner).calls.planned == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_flat_parameters_of_blocks_are_refused() -> None:
+    model = cases.mlp()
+    model[0] = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"0 is a FullyShardedDataParallel.*take fully_shard"):
+        memopt.wrap(model, "min", parts="auto", progress=False)
+    memopt.wrap(model, "min", progress=False)
+    with pytest.raises(CaptureError, match="FullyShardedDataParallel: take fully_shard"):
+        model(torch.randn(8, 16))
+
+
+class Reading(nn.Sequential):
+    """Blocks around a line that reads a value."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        input = self[0](input)
+        return super().forward(input * (1 + (input.sum().item() > 1e9)))
+
+
+@pytest.mark.parametrize("shard", [fully_shard, memopt.shard])
+@pytest.mark.filterwarnings("ignore:.*can.* be captured as one graph")
+def test_a_sharded_model_in_parts(shard: Any, alone: DeviceMesh) -> None:
+    found, x = [], torch.randn(8, 16)
+    for planned in (False, True):
+        model = shard(Reading(*(cases.mlp()[0] for _ in range(3))), mesh=alone)
+        if planned:
+            memopt.wrap(model, "min", "rotor", parts="auto", progress=False)
+        for number in range(6):
+            model.zero_grad()
+            meter = metered(torch.device("cpu")) if number == 5 else contextlib.nullcontext()
+            with meter as used:
+                model(x).square().mean().backward()
+        found.append([cases.local(one.grad) for one in model.parameters()])
+    assert cases.same(*found)
+    assert memopt.running(model).calls.planned == 4 * 6
+    own_bytes = sum(one.nbytes for one in cases.own(model))
+    assert memopt.running(model).parts.shared.peak_bytes() == own_bytes + x.nbytes + used.peak_bytes

@@ -80,7 +80,7 @@ def test_instances_before_and_after_a_step(make) -> None:
         value
         for state in optimizer.state.values()
         for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
+        if isinstance(value, torch.Tensor)  # the counts of steps, too, which lie there
     ]
     assert before == sum(t.nbytes for t in tensors)
     assert optimizer_state(optimizer, held).bytes_total == before
@@ -102,3 +102,12 @@ def test_state_of_a_number_counts_the_same_before_and_after_a_step(kind: Any) ->
     number.grad = torch.ones_like(number)
     optimizer.step()
     assert state_sizes(optimizer, optimizer.param_groups[0], number) == before
+
+
+def test_counts_of_steps_are_charged_where_they_lie() -> None:
+    """On an accelerator a fused optimizer's take a block each; others' stay on the CPU."""
+    held = [torch.nn.Parameter(torch.empty(8, device="meta"))]
+    for options, counts in (({"fused": True}, 1), ({"capturable": True}, 1), ({}, 0)):
+        optimizer = torch.optim.AdamW(held, **options)
+        state = optimizer_state(optimizer, held, block_bytes=512)
+        assert (state.bytes_total, state.count_bytes) == (512 * (2 + counts), 512 * counts)
