@@ -17,7 +17,7 @@ NAMES = (
     "joint_tables", "partitioner", "compiled_planning", "published_steps",
     "published_decisions", "monet_table1",
     "monet_ablation", "monet_real", "arena", "cluster", "estimate_accuracy", "prediction",
-    "trainer_architectures", "sharded", "engines", "moved_llama", "long_context", "host_time",
+    "trainer_architectures", "sharded", "engines", "moved_llama", "long_context",
 )  # fmt: skip
 GPU = ("gpu",)
 """What needs a CUDA device."""

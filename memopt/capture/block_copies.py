@@ -8,6 +8,7 @@ importance: a part's number is that of the first parameter or part of the forwar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx.node import map_arg
 from memopt.capture.block_runs import CopiedNames
 from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
 from memopt.capture.periods import plain, read_by
-from memopt.models.periods import BlockRun, Period, longest_period, run_of
+from memopt.models.periods import BlockRun, longest_period, run_of
 from memopt.step.memory_layout import storage_of
 from memopt.step.nodes import tensors_of
 from memopt.torch_private import pytree
@@ -115,12 +116,10 @@ class _WholeJoint:
         parts = longest_period(keys, equal, 3)
         if parts is None:
             raise _NotPeriodicError("no run of equal parts")
-        parts = Period(begin + parts.start, parts.length, parts.count)
+        parts = replace(parts, start=begin + parts.start)
         of_parts = () if forward is None else (forward,)
         numbers = (
-            self._number(one, of_parts)
-            for place in range(parts.start, parts.start + parts.length)
-            for one in self._read[place]
+            self._number(one, of_parts) for place in parts.positions(0) for one in self._read[place]
         )
         first = next((number for number in numbers if number is not None), None)
         if first is None and forward is None:

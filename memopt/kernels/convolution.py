@@ -1,5 +1,6 @@
 """Convolutions: in parts of the batch, to bound the workspace or to write over their operand; the
-gradients of the input and of the weight as separate runs; a library's other algorithms.
+gradients of the input and of the weight as separate runs, the weight's from what made its input; a
+library's other algorithms.
 
 A library may choose another algorithm for another batch size, so split kernels are not declared
 exact. ATen computes the two gradients separately in any case: each alone has the same bits (tested
@@ -8,13 +9,14 @@ on the CPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from memopt.kernels.batch_norm import BATCH_AGAIN, BATCH_NORM
 from memopt.kernels.kernel import PARTS, Kernel, split, with_twin
 from memopt.kernels.site import Sites, contiguous, part_bytes, storage_bytes, value_of
 
@@ -38,7 +40,7 @@ def _forward_over(x: Tensor, parts: int, *arguments: Any) -> Any:
     return x
 
 
-def input_gradient(g: Tensor, shape: Any, *arguments: Any) -> Any:
+def _input_gradient(g: Tensor, shape: Any, *arguments: Any) -> Any:
     """Return a tuple of a convolution's input gradient alone, without its input's values."""
     # The input's values are not used (MONeT appendix C); oneDNN copies it all the same.
     like = g.new_empty(()).expand(shape)
@@ -47,7 +49,7 @@ def input_gradient(g: Tensor, shape: Any, *arguments: Any) -> Any:
 
 def _input_gradient_into(result: Tensor, g: Tensor, parts: int, *arguments: Any) -> Any:
     for part in split(len(g), parts):
-        (result[part],) = input_gradient(g[part], result[part].shape, *arguments)
+        (result[part],) = _input_gradient(g[part], result[part].shape, *arguments)
     return (result,)
 
 
@@ -59,7 +61,7 @@ def _weight_gradient(bias: bool, *arguments: Any) -> Any:
     return ATEN.convolution_backward(*arguments, [False, True, bias])[1:]
 
 
-def summed_weight_gradients(
+def _summed_weight_gradients(
     parts: Iterable[tuple[Tensor, Tensor]], bias: bool, *arguments: Any
 ) -> Any:
     """Return (gradient of the weight, of the bias or None): the sum over parts of the batch.
@@ -82,7 +84,20 @@ def summed_weight_gradients(
 
 def _weight_gradient_split(g: Tensor, x: Tensor, parts: int, bias: bool, *arguments: Any) -> Any:
     pieces = ((g[part], x[part]) for part in split(len(g), parts))
-    return summed_weight_gradients(pieces, bias, *arguments)
+    return _summed_weight_gradients(pieces, bias, *arguments)
+
+
+def _weight_gradient_again(
+    g: Tensor, u: Tensor, convolution: Any, norm: Any, relu: bool, parts: int, *more: Any
+) -> Any:
+    def pieces() -> Iterator[tuple[Tensor, Tensor]]:
+        for part in split(len(g), parts):
+            x = ATEN.convolution(u[part], *convolution)
+            if norm is not None:
+                (x,) = BATCH_AGAIN.over(x, *norm)  # type: ignore[misc]  # it has one
+            yield g[part], ATEN.relu_(x) if relu else x
+
+    return _summed_weight_gradients(pieces(), *more)
 
 
 def _native(operator: Any) -> Callable[..., Any]:
@@ -105,8 +120,9 @@ INPUT_SPLIT = with_twin(
     lambda g, parts, shape, *more: _input_gradient_into(g.new_empty(shape), g, parts, *more),
     lambda g, parts, _, *more: _input_gradient_into(g, g, parts, *more),
 )
-INPUT = Kernel("convolution_backward.input.2", input_gradient)
+INPUT = Kernel("convolution_backward.input.2", _input_gradient)
 WEIGHT_SPLIT = Kernel("convolution_backward.weight.split", _weight_gradient_split)
+WEIGHT_AGAIN = Kernel("convolution_backward.weight.again", _weight_gradient_again)
 KEEPING = Kernel("convolution_backward.input", _input_gradient_of)
 WEIGHT = Kernel("convolution_backward.weight", _weight_gradient)
 NATIVE = Kernel("convolution.native", _native(ATEN.convolution))
@@ -122,7 +138,7 @@ SPLITS = (2, PARTS)
 """Numbers of parts of the batch."""
 
 
-def wanted(backward: Node) -> tuple[bool, bool, bool]:
+def _wanted(backward: Node) -> tuple[bool, bool, bool]:
     """Return whether a convolution's backward gives gradients of input, weight and bias."""
     mask: Any = backward.args[-1]
     return tuple(mask)
@@ -147,7 +163,7 @@ def attach(sites: Sites) -> None:
                     parts=parts,
                 )
     for backward in sites.calls(CONVOLUTION_BACKWARD):
-        if all(wanted(backward)[:2]):
+        if all(_wanted(backward)[:2]):
             _attach_backward(sites, backward)
 
 
@@ -155,7 +171,7 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
     given = backward.args[:-1]
     g, x, *more = given
     by_input, *by_weight = (sites.result(backward, i) for i in range(3))
-    bias = wanted(backward)[2]
+    bias = _wanted(backward)[2]
     many = len(value_of(x)) >= PARTS
     alone: Any = {"workspace_bytes": storage_bytes(more[0]), "like": 0.5, "parts": 1}
     # First the weight's: then its input can be freed.
@@ -191,6 +207,41 @@ def _attach_backward(sites: Sites, backward: Node) -> None:
             exact=False,
             like=0.5,
             moved_bytes=2 * storage_bytes(x),
+            parts=PARTS,
+        )
+
+
+def attach_again(sites: Sites) -> None:
+    """Attach to a convolution's backward an alternative that recomputes its input from the
+    convolution before, through batch norm and ReLU if they lie between."""
+    for backward in sites.calls(CONVOLUTION_BACKWARD):
+        g, x, *arguments, _ = backward.args
+        relu = sites.producer(x, "aten.relu.default")
+        normed = relu.args[0] if relu is not None else x
+        norm = sites.producer(normed, BATCH_NORM)
+        made = sites.producer(norm.args[0] if norm is not None else normed, CONVOLUTION)
+        by_input, by_weight, by_bias = _wanted(backward)
+        if not by_weight or made is None or len(value_of(x)) < PARTS:
+            continue
+        u, *convolution = made.args
+        if not contiguous(g, x, u):
+            continue
+        statistics = None
+        if norm is not None:
+            mean, inverse = (sites.result(norm, i) for i in (1, 2))
+            if mean is None or value_of(x).dtype != value_of(mean).dtype or inverse is None:
+                continue
+            statistics = (*norm.args[1:3], mean, inverse)
+        again = tuple((call, 1.0) for call in (made, norm, relu) if call is not None)
+        sites.add(
+            backward,
+            "weight gradient again",
+            WEIGHT_AGAIN,
+            (g, u, tuple(convolution), statistics, relu is not None, PARTS, by_bias, *arguments),
+            (sites.result(backward, 1), sites.result(backward, 2)),
+            workspace_bytes=part_bytes(x) + storage_bytes(arguments[0]),
+            exact=False,
+            like=((backward, 0.5 if by_input else 1.0), *again),
             parts=PARTS,
         )
 

@@ -1,5 +1,5 @@
-"""Max pooling with an 8-bit index inside the window, and pooling backwards that do without the
-input (which ATen's read for its shape only) or without the index (recomputed from the input)."""
+"""Max pooling with an 8-bit index inside the window, and a pooling backward that does without the
+input (which ATen's reads for its shape only)."""
 
 from __future__ import annotations
 
@@ -63,18 +63,8 @@ def _shape_only(g: Tensor, index: Tensor, shape: Any, *arguments: Any) -> Any:
     return ATEN.max_pool2d_with_indices_backward(g, like, *arguments, index)
 
 
-def _recomputed(g: Tensor, x: Tensor, *arguments: Any) -> Tensor:
-    result = torch.empty_like(x)
-    # Image by image, so that neither the maxima nor their indices exist whole.
-    for i in range(len(x)):
-        _, index = ATEN.max_pool2d_with_indices(x[i : i + 1], *arguments)
-        result[i : i + 1] = _shape_only(g[i : i + 1], index, x[i : i + 1].shape, *arguments)
-    return result
-
-
 FORWARD = Kernel("max_pool.index8", _forward)
 BACKWARD = Kernel("max_pool_backward.index8", _backward)
-AGAIN = Kernel("max_pool_backward.recomputed", _recomputed)
 SHAPE_ONLY = Kernel("max_pool_backward.shape_only", _shape_only)
 
 
@@ -87,12 +77,6 @@ def attach(sites: Sites) -> None:
             continue
         shape = tuple(value_of(x).shape)
         sites.add(backward, "shape only", SHAPE_ONLY, (g, index, shape, *arguments))
-        image_bytes = value_of(x)[0].numel() * value_of(x).element_size()
-        value = value_of(forward)[0]
-        # One image's maxima, their indices and the gradient of its input.
-        one = value[0].numel() * (value.element_size() + 8) + image_bytes
-        like = ((forward, 1.0), (backward, 1.0))
-        sites.add(backward, "recomputed", AGAIN, (g, x, *arguments), workspace_bytes=one, like=like)
         result = sites.result(forward, 0)
         height, width = pair(arguments[0])
         if result is not None and height * width <= 256:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from memopt.models.graph import Graph, Implementation, Operator
 from memopt.models.same_graph import graph_difference
+
+Priced = TypeVar("Priced", Operator, Implementation)
 
 
 def agreed_graph(graphs: Sequence[Graph]) -> Graph:
@@ -52,20 +55,16 @@ def _with_largest(one: Graph, other: Graph) -> Graph:
 
 def _operator(one: Operator, other: Operator) -> Operator:
     known = {choice.name: choice for choice in other.implementations}
-    return replace(
-        one,
-        time_s=max(one.time_s, other.time_s),
-        workspace_bytes=max(one.workspace_bytes, other.workspace_bytes),
-        in_place=tuple(t for t in one.in_place if t in other.in_place),
-        implementations=tuple(
-            _choice(choice, known[choice.name])
-            for choice in one.implementations
-            if choice.name in known
-        ),
+    choices = (
+        _costlier(choice, known[choice.name])
+        for choice in one.implementations
+        if choice.name in known
     )
+    return replace(_costlier(one, other), implementations=tuple(choices))
 
 
-def _choice(one: Implementation, other: Implementation) -> Implementation:
+def _costlier(one: Priced, other: Priced) -> Priced:
+    """Return an operator, or one implementation, with the larger figures of two."""
     return replace(
         one,
         time_s=max(one.time_s, other.time_s),

@@ -168,7 +168,7 @@ class Chain:
     @classmethod
     def random(
         cls,
-        seed: int,
+        seed: int | Random,
         length: int = 10,
         *,
         shape: str | None = None,
@@ -181,7 +181,7 @@ class Chain:
         """Draw a chain: the same seed gives the same one. All figures are whole numbers.
 
         Args:
-            seed: of the drawing.
+            seed: of the drawing, or a generator that draws on.
             length: how many stages, the loss included.
             shape: the course of the sizes: "heterogeneous", "equal", "growing", "shrinking" or
                 "sparse" (many zeros); None: any of them.
@@ -197,8 +197,9 @@ class Chain:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(f"Chain.random: at least one stage is needed, got {length!r}")
         course = None if shape is None else Shape(shape)
+        rng = seed if isinstance(seed, Random) else Random(seed)
         limits = (max_bytes, max_time_s, parameter_gradients, negative_overheads)
-        first, wanted, rows = random_rows(Random(seed), length, course, *limits)
+        first, wanted, rows = random_rows(rng, length, course, *limits)
         beside = {"resident_bytes": resident_bytes, "input_gradient_bytes": wanted}
         return cls.from_table(rows, input_bytes=first, **beside)
 

@@ -40,7 +40,7 @@ def random_rows(
     negative_overheads: bool,
 ) -> tuple[int, int, list[Row]]:
     """Draw (bytes of the input, of its gradient, a row for each stage); see
-    `memopt.models.generate.random_chain`."""
+    `memopt.models.chain.Chain.random`."""
     shape = rng.choice(list(Shape)) if shape is None else shape
     sizes = _sizes(rng, length + 1, shape, max_bytes)
     zeros = 0.4 if shape is Shape.SPARSE else 0.0

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from memopt.models.chain import Chain
 from memopt.models.chain_rows import Shape as Shape
-from memopt.models.chain_rows import random_rows
 from memopt.models.graph import (
     Graph,
     Implementation,
@@ -22,38 +22,10 @@ from memopt.models.graph import (
 )
 
 
-def random_chain(
-    rng: Random,
-    length: int,
-    *,
-    shape: Shape | None = None,
-    max_bytes: int = 12,
-    max_time_s: int = 9,
-    parameter_gradients: bool = False,
-    negative_overheads: bool = False,
-    resident_bytes: int = 0,
-) -> Chain:
-    """Draw a chain of `length` stages, the last of which is the loss.
-
-    Args:
-        rng: source of randomness.
-        length: number of stages, the loss included, at least 1.
-        shape: course of the sizes along it; None: any of them.
-        max_bytes: the largest activation.
-        max_time_s: the longest operation.
-        parameter_gradients: whether stages hold gradients of their own.
-        negative_overheads: whether backward overheads may be below 0.
-        resident_bytes: as in Chain.
-    """
-    input_bytes, gradient_bytes, rows = random_rows(
-        rng, length, shape, max_bytes, max_time_s, parameter_gradients, negative_overheads
-    )
-    return Chain.from_table(
-        rows,
-        input_bytes=input_bytes,
-        resident_bytes=resident_bytes,
-        input_gradient_bytes=gradient_bytes,
-    )
+def random_chain(rng: Random, length: int, **options: Any) -> Chain:
+    """Draw a chain of `length` stages, the last of which is the loss; options as of
+    `Chain.random`."""
+    return Chain.random(rng, length, **options)
 
 
 def random_graph(

@@ -34,6 +34,18 @@ class Period:
         """Return a position, given by its part and its offset there."""
         return self.start + part * self.length + offset
 
+    def part(self, position: int) -> int:
+        """Return the part that a position belongs to."""
+        return (position - self.start) // self.length
+
+    def offset(self, position: int) -> int:
+        """Return a position's offset in its part."""
+        return (position - self.start) % self.length
+
+    def positions(self, part: int) -> range:
+        """Return the positions of a part."""
+        return range(self.at(part, 0), self.at(part + 1, 0))
+
 
 @dataclass(frozen=True)
 class BlockRun:
@@ -57,11 +69,11 @@ class BlockRun:
 
     def number(self, position: int) -> int:
         """Return the number of the part that a position belongs to."""
-        return self.first + self.way * ((position - self.parts.start) // self.parts.length)
+        return self.first + self.way * self.parts.part(position)
 
     def offset(self, position: int) -> int:
         """Return a position's offset in its part."""
-        return (position - self.parts.start) % self.parts.length
+        return self.parts.offset(position)
 
     def at(self, number: int, offset: int) -> int:
         """Return a position, given by its part's number and its offset there."""

@@ -57,12 +57,15 @@ class ChainState:
         if step.move is Move.BACKWARD:
             return self._backward(step)
         if step.move is Move.DROP_ACTIVATION:
-            self._drop(self.activations, step, self.chain.activation_bytes(step.stage))
+            self._drop_activation(step)
         elif step.move is Move.DROP_SAVED:
             self._drop(self.saved, step, self.chain.stages[step.stage - 1].saved_bytes)
         else:
             raise InvalidProgramError(f"{step}: transfers are not part of a Rotor schedule")
         return self.live_bytes, 0.0
+
+    def _drop_activation(self, step: ChainStep) -> None:
+        self._drop(self.activations, step, self.chain.activation_bytes(step.stage))
 
     def _drop(self, held: set[int], step: ChainStep, size_bytes: int) -> None:
         if step.stage not in held:
@@ -89,11 +92,7 @@ class ChainState:
         overhead = stage.forward_overhead_bytes if saving else stage.no_save_overhead_bytes
         during = self.live_bytes + overhead
         if dropping:
-            self._drop(
-                self.activations,
-                ChainStep(Move.DROP_ACTIVATION, index - 1),
-                self.chain.activation_bytes(index - 1),
-            )
+            self._drop_activation(ChainStep(Move.DROP_ACTIVATION, index - 1))
         return during, stage.forward_time_s
 
     def _backward(self, step: ChainStep) -> tuple[int, float]:
@@ -109,11 +108,7 @@ class ChainState:
         self.saved.remove(index)
         self.gradient = index - 1
         if index > 1 and index - 1 in self.activations:
-            self._drop(
-                self.activations,
-                ChainStep(Move.DROP_ACTIVATION, index - 1),
-                self.chain.activation_bytes(index - 1),
-            )
+            self._drop_activation(ChainStep(Move.DROP_ACTIVATION, index - 1))
         return during, stage.backward_time_s
 
 

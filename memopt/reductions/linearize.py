@@ -26,6 +26,7 @@ from functools import cached_property
 
 from memopt.models.chain import Chain
 from memopt.models.graph import Graph
+from memopt.models.last_of import LastOf
 from memopt.models.steps import ChainStep
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -46,6 +47,7 @@ from memopt.reductions.stage_map import (
     has_updates,
 )
 
+_BEST = LastOf["Linearization"](kept=1)
 _SPAN_DIVISORS = (2, 4, 8, 12, 16, 24, 32, 48)
 """`linearizations` tries spans of the number of forward operators divided by each."""
 _FEWER_DIVISORS, _MANY = (4, 16, 48), 8000
@@ -106,33 +108,16 @@ def linearize(graph: Graph, max_span: int | None = None) -> Linearization:
     """
     if max_span is not None:
         return _linearize(graph, _Plan.of(graph, max_span))
-    known = _last.get(graph)
-    if known is not None:
-        return known
+    return _BEST.of((graph,), None, lambda: _best(graph))
+
+
+def _best(graph: Graph) -> Linearization:
     best, *others = linearizations(graph)
     for other in others:
         gain = best.recomputing_peak_bytes - other.recomputing_peak_bytes
         if 20 * gain > best.recomputing_peak_bytes - graph.resident_bytes:
             best = other
-    _last.keep(graph, best)
     return best
-
-
-class _LastLinearization:
-    """The linearization of the graph asked for last: several strategies ask for one graph's."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Graph, Linearization] | None = None
-
-    def get(self, graph: Graph) -> Linearization | None:
-        kept = self._kept
-        return kept[1] if kept is not None and kept[0] is graph else None
-
-    def keep(self, graph: Graph, found: Linearization) -> None:
-        self._kept = graph, found
-
-
-_last = _LastLinearization()
 
 
 def linearizations(graph: Graph) -> tuple[Linearization, ...]:

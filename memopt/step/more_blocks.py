@@ -86,8 +86,8 @@ def _runs(graph: Graph, path: str) -> tuple[BlockRun, ...]:
         run = BlockRun(_longest(graph, reading, forward.parts.count), way, 0)
         found = []
         for part in range(1, run.parts.count - 1):
-            places = range(run.parts.at(part, 0), run.parts.at(part + 1, 0))
-            read = [numbers[t] for i in places for t in graph.operators[i].reads if t in numbers]
+            reads = (graph.operators[i].reads for i in run.parts.positions(part))
+            read = [numbers[t] for tensors in reads for t in tensors if t in numbers]
             found.append(max(read) - way * part if read else None)
         if len(set(found)) != 1 or found[0] is None:
             raise UnequalBlocksError

@@ -1,5 +1,5 @@
-"""Convolutions that write over what they read, weight gradients from what made their input, and
-input gradients in parts: against float64, and within whole steps."""
+"""Convolutions that write over what they read, and weight gradients from what made their input:
+against float64, and within whole steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from tests.kernels.test_kernels import F64, Scaled, _check
 NAMES = (
     "split 8",
     "weight gradient again",
-    "input gradient parts",
     "input gradient split",
-    "of a part",
     "bitmask",
 )
 
@@ -43,8 +41,6 @@ def choosing(graph: Graph) -> tuple[Program, set[str]]:
 def _names(operator: Operator) -> list[str]:
     found = [choice.name for choice in operator.implementations]
     wanted = [name for name in (*NAMES, "weight gradient", "input gradient") if name in found]
-    if "of a part" in found:
-        return ["of a part"]
     if "weight gradient" not in found:
         return [name for name in wanted[:1] if name in NAMES]
     sides = ([n for n in wanted if n.startswith(side)] for side in ("weight", "input"))
@@ -74,7 +70,7 @@ def test_kernels_against_float64(norm: bool) -> None:
     torch.manual_seed(0)
     names = _check(Scaled(Branches(norm), torch.float32), torch.randn(9, 3, 6, 5), 0)
     found = {name.split(" ", 1)[1] for name in names}
-    assert found >= set(NAMES) - {"of a part"}
+    assert found >= set(NAMES)
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -16,7 +16,6 @@ kernel holds much memory at once and strategies have something to choose from.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from torch.fx import Node
 
 from memopt.kernels.compiled.fusible import is_constant, is_fusible
 from memopt.kernels.compiled.pooling import is_pooling, is_unpooling
+from memopt.models.disjoint import DisjointSets
 from memopt.models.graph import Graph, Operator, Phase
 from memopt.step.build import Lowering
 
@@ -128,28 +128,18 @@ def _no_larger(graph: Graph, op: int) -> bool:
 def _connected(graph: Graph, members: set[int], level: list[int]) -> list[list[int]]:
     """Group members of one level and phase, each list ascending. Two are connected if one reads the
     other's result, or both read the same tensor and each reads nothing larger."""
-    parent = {op: op for op in members}
-
-    def root(op: int) -> int:
-        while parent[op] != op:
-            parent[op] = parent[parent[op]]
-            op = parent[op]
-        return op
-
+    connected = DisjointSets[int]()
     place = {op: (level[op], graph.operators[op].phase) for op in members}
     for op in sorted(members):
         for source in _sources(graph, op):
             if source in members and place[source] == place[op]:
-                parent[root(op)] = root(source)
+                connected.join(source, op)
     for tensor in graph.producer:
         first: dict[tuple[int, Phase], int] = {}
         for op in graph.readers[tensor]:
             if op in members and _is_largest(graph, tensor, op):
-                parent[root(op)] = root(first.setdefault(place[op], op))
-    groups: dict[int, list[int]] = defaultdict(list)
-    for op in sorted(members):
-        groups[root(op)].append(op)
-    return list(groups.values())
+                connected.join(first.setdefault(place[op], op), op)
+    return connected.sets(sorted(members))
 
 
 def _is_largest(graph: Graph, tensor: int, op: int) -> bool:

@@ -7,6 +7,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -192,22 +193,16 @@ def _reorder(graph: FxGraph, lowering: Lowering, fused: Sequence[Compiled]) -> N
         for written in part.again:
             for call in _readers(lowering, fused, written):
                 needs[unit[call]].add(one)
-    waiting: dict[int, list[int]] = defaultdict(list)
-    for one, sources in needs.items():
-        for source in sources:
-            waiting[source].append(one)
-    left = {one: len(sources) for one, sources in needs.items()}
-    ready = [one for one, count in left.items() if not count]
-    heapq.heapify(ready)
+    sorter = TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[int] = []
     order: list[Node] = []
-    while ready:
+    while sorter.is_active():
+        for one in sorter.get_ready():
+            heapq.heappush(ready, one)
         one = heapq.heappop(ready)
         order += members[one]
-        for reader in waiting[one]:
-            left[reader] -= 1
-            if not left[reader]:
-                heapq.heappush(ready, reader)
-    assert len(order) == len(nodes), "regions that are not convex"
+        sorter.done(one)
     end = graph.output_node()
     for node in order:
         if node is not end:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 from memopt.kernels.compiled.divide import Region
 from memopt.kernels.tiled.tokens import PRODUCTS, Axis, Tokens
+from memopt.models.disjoint import DisjointSets
 from memopt.models.graph import Phase
 from memopt.step.build import Lowering
 
@@ -89,25 +90,16 @@ def _groups(
         if found or axes[op] is not None:
             level[op] = max(found, default=0)
     _sink(lowering, axes, level)
-    parent = {op: op for op in level if axes[op] is not None}
-
-    def root(op: int) -> int:
-        while parent[op] != op:
-            parent[op] = parent[parent[op]]
-            op = parent[op]
-        return op
-
+    members = {op for op in level if axes[op] is not None}
+    connected = DisjointSets[int]()
     for tensor, producer in graph.producer.items():
         first: dict[tuple[object, ...], int] = {}
         for op in (producer, *graph.readers[tensor]):
-            if op in parent:
+            if op in members:
                 place = level[op], axes[op], graph.operators[op].phase
-                parent[root(op)] = root(first.setdefault(place, op))
-    groups: dict[int, list[int]] = defaultdict(list)
-    for op in sorted(parent):
-        groups[root(op)].append(op)
+                connected.join(first.setdefault(place, op), op)
     halves: dict[Phase, list[tuple[int, ...]]] = defaultdict(list)
-    for found in groups.values():
+    for found in connected.sets(sorted(members)):
         halves[graph.operators[found[0]].phase].append(tuple(found))
     return halves[Phase.FORWARD], halves[Phase.BACKWARD]
 

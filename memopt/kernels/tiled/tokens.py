@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from memopt.kernels.tiled.dims import Dims, Labels, dims_of
+from memopt.models.disjoint import DisjointSets
 from memopt.models.graph import Phase
 from memopt.step.build import Lowering
 from memopt.step.signature import values_of
@@ -54,7 +55,7 @@ class Tokens:
 
     def __init__(self, lowering: Lowering) -> None:
         self._lowering = lowering
-        self._parent: dict[Any, Any] = {}
+        self._equal = DisjointSets[Any]()
         self._size: dict[Any, int] = {}
         self._merged: list[tuple[Any, tuple[Any, Any]]] = []
         self.dims: dict[Node, Dims] = {}
@@ -69,19 +70,6 @@ class Tokens:
                 self._join_item(node)
         self._close()
         self.axes = tuple(self._found_axes())
-
-    def _root(self, one: Any) -> Any:
-        parent = self._parent
-        while (above := parent.setdefault(one, one)) != one:
-            parent[one] = parent[above]
-            one = parent[one]
-        return one
-
-    def _unite(self, one: Any, other: Any) -> bool:
-        a, b = self._root(one), self._root(other)
-        if a != b:
-            self._parent[b] = a
-        return bool(a != b)
 
     def _join(self, node: Node, made: Dims) -> None:
         own = {label: (node, label) for label in _labels(made)}
@@ -99,7 +87,7 @@ class Tokens:
         for (one, number), labels, shape in shapes:
             for dim, (label, size) in enumerate(zip(labels, shape, strict=True)):
                 if label is not None:
-                    self._unite(own[label], (one, number, dim))
+                    self._equal.join(own[label], (one, number, dim))
                     self._size[own[label]] = int(size)
         for whole, (outer, inner) in made.merges:
             self._merged.append((own[whole], (own[outer], own[inner])))
@@ -107,7 +95,7 @@ class Tokens:
     def _join_item(self, node: Node) -> None:
         parent, number = node.args
         for dim in range(node.meta["val"].dim() if _is_tensor(node) else 0):
-            self._unite((parent, number, dim), (node, 0, dim))
+            self._equal.join((parent, number, dim), (node, 0, dim))
 
     def _close(self) -> None:
         """Joined dimensions are equal if their parts are; and parts of one size are, if what they
@@ -118,12 +106,12 @@ class Tokens:
             wholes: dict[Any, Any] = {}
             parts: dict[Any, tuple[Any, Any]] = {}
             for whole, (outer, inner) in self._merged:
-                pair = self._root(outer), self._root(inner)
-                changed |= self._unite(wholes.setdefault(pair, whole), whole)
+                pair = self._equal.root(outer), self._equal.root(inner)
+                changed |= self._equal.join(wholes.setdefault(pair, whole), whole)
                 sizes = self._size[outer], self._size[inner]
-                known = parts.setdefault((self._root(whole), sizes), pair)
-                changed |= self._unite(known[0], pair[0])
-                changed |= self._unite(known[1], pair[1])
+                known = parts.setdefault((self._equal.root(whole), sizes), pair)
+                changed |= self._equal.join(known[0], pair[0])
+                changed |= self._equal.join(known[1], pair[1])
 
     def _found_axes(self) -> Iterator[Axis]:
         graph = self._lowering.graph
@@ -141,14 +129,14 @@ class Tokens:
 
     def _axis(self, rows: Any, count: int) -> Axis:
         for whole, (outer, inner) in self._merged:
-            if self._root(whole) == rows:
+            if self._equal.root(whole) == rows:
                 counts = self._size[outer], self._size[inner]
-                return Axis(rows, self._root(outer), self._root(inner), counts)
+                return Axis(rows, self._equal.root(outer), self._equal.root(inner), counts)
         return Axis(rows, None, None, (1, count))
 
     def class_of(self, node: Node, dim: int, number: int = 0) -> Any:
         """Return the class of a dimension."""
-        return self._root((node, number, dim))
+        return self._equal.root((node, number, dim))
 
     def places(self, node: Node, axis: Axis, number: int = 0) -> tuple[str, ...]:
         """Return what each dimension of a result counts (`Axis.part_of`)."""
@@ -168,7 +156,7 @@ class Tokens:
         made = self.dims.get(node)
         if made is None:
             return None
-        classes = {label: self._root((node, label)) for label in _labels(made)}
+        classes = {label: self._equal.root((node, label)) for label in _labels(made)}
         found = [axis for axis in self.axes if _touches(axis, classes)]
         if len(found) != 1:
             return None

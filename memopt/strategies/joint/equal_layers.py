@@ -20,30 +20,13 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from memopt.models.graph import Graph, Implementation, Operator
+from memopt.models.periods import Period
 
 LEAST_SAVED = 4
 """The least number of operators that a stretch must save by repeating."""
 NUMBER = re.compile(r"_\d+$")
 Slot = tuple[int, int]
 """(operator, index among the tensors that its implementations write)."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Layers of `period` operators each, `count` of them, from forward operator `begin` on."""
-
-    begin: int
-    period: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """Return the operator after it."""
-        return self.begin + self.period * self.count
-
-    def layer_of(self, i: int) -> int:
-        """Return the repetition that an operator belongs to."""
-        return (i - self.begin) // self.period
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +40,17 @@ class EqualLayers:
     graph: Graph
 
     @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[Period, ...]:
         """Return stretches that do not overlap, those that repeat most operators found first."""
         return self._found(range(self.graph.first_backward))
 
     @cached_property
-    def backward_stretches(self) -> tuple[Stretch, ...]:
+    def backward_stretches(self) -> tuple[Period, ...]:
         """Return the stretches that repeat among the operators after the forward, as `stretches`
         does for the forward."""
         return self._found(range(self.graph.first_backward, len(self.graph.operators)))
 
-    def _found(self, operators: range) -> tuple[Stretch, ...]:
+    def _found(self, operators: range) -> tuple[Period, ...]:
         kinds: dict[object, int] = {}
         numbers = [kinds.setdefault(self._kind(i), len(kinds)) for i in operators]
         return tuple(_stretches(np.array(numbers, dtype=np.int64), operators.start))
@@ -84,13 +67,7 @@ class EqualLayers:
             tuple(choice.name for choice in operator.implementations),
         )
 
-    @property
-    def distinct(self) -> int:
-        """Count forward operators, those of equal layers once."""
-        repeated = sum((stretch.count - 1) * stretch.period for stretch in self.stretches)
-        return self.graph.first_backward - repeated
-
-    def parts(self) -> Iterator[tuple[Stretch, range]]:
+    def parts(self) -> Iterator[tuple[Period, range]]:
         """Yield ranges of layers, at least two each: a whole stretch, its halves, their halves,
         ..."""
         for stretch in self.stretches:
@@ -105,7 +82,7 @@ class EqualLayers:
                 ]
 
 
-def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) -> Iterator[Stretch]:
+def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) -> Iterator[Period]:
     """Yield the stretch of a sequence that repeats most operators, and those around it."""
     best, saved = None, LEAST_SAVED - 1
     for period in range(1, kinds.size // 2 + 1):
@@ -117,11 +94,11 @@ def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) ->
         longest = int(lengths.argmax())
         repeated = int(lengths[longest]) // period * period
         if repeated > saved:
-            best, saved = Stretch(int(edges[2 * longest]), period, repeated // period + 1), repeated
+            best, saved = Period(int(edges[2 * longest]), period, repeated // period + 1), repeated
     if best is None:
         return
-    yield Stretch(begin + best.begin, best.period, best.count)
-    yield from _stretches(kinds[: best.begin], begin)
+    yield Period(begin + best.start, best.length, best.count)
+    yield from _stretches(kinds[: best.start], begin)
     yield from _stretches(kinds[best.end :], begin + best.end)
 
 
@@ -147,8 +124,8 @@ class RepeatedLayers:
     """
 
     graph: Graph
-    forward: Stretch
-    backward: Stretch
+    forward: Period
+    backward: Period
     top: int
 
     @classmethod
@@ -160,12 +137,12 @@ class RepeatedLayers:
         both = equal.stretches, equal.backward_stretches
         if not all(both):
             return None
-        forward, backward = (max(one, key=lambda s: s.period * (s.count - 1)) for one in both)
+        forward, backward = (max(one, key=lambda s: s.length * (s.count - 1)) for one in both)
         offsets = Counter(
-            forward.layer_of(graph.producer[t]) + backward.layer_of(i)
-            for i in range(backward.begin, backward.end)
+            forward.part(graph.producer[t]) + backward.part(i)
+            for i in range(backward.start, backward.end)
             for t in graph.operators[i].reads
-            if forward.begin <= graph.producer.get(t, -1) < forward.end
+            if forward.start <= graph.producer.get(t, -1) < forward.end
         )
         if not offsets:
             return None
@@ -175,10 +152,10 @@ class RepeatedLayers:
     def layer(self) -> tuple[int | None, ...]:
         """Return the layer of each operator, None outside of layers."""
         found: list[int | None] = [None] * len(self.graph.operators)
-        for i in range(self.forward.begin, self.forward.end):
-            found[i] = self.forward.layer_of(i)
-        for i in range(self.backward.begin, self.backward.end):
-            found[i] = self.top - self.backward.layer_of(i)
+        for i in range(self.forward.start, self.forward.end):
+            found[i] = self.forward.part(i)
+        for i in range(self.backward.start, self.backward.end):
+            found[i] = self.top - self.backward.part(i)
         return tuple(found)
 
     @cached_property
@@ -213,16 +190,14 @@ class RepeatedLayers:
         m = self.top - layer
         if not (0 <= layer < self.forward.count and 0 <= m < self.backward.count):
             return ()
-        forward, backward = self.forward, self.backward
-        first, second = forward.begin + layer * forward.period, backward.begin + m * backward.period
-        return (*range(first, first + forward.period), *range(second, second + backward.period))
+        return (*self.forward.positions(layer), *self.backward.positions(m))
 
     def at(self, i: int, layer: int) -> int:
         """Return the operator of `layer` at the place of operator i in its own layer."""
         own = self.layer[i]
         assert own is not None
         forward = i < self.forward.end
-        return i + (layer - own) * (self.forward.period if forward else -self.backward.period)
+        return i + (layer - own) * (self.forward.length if forward else -self.backward.length)
 
     def _read_outside(self, low: int, high: int) -> Iterator[int]:
         """Yield layers whose tensors are read by operators outside the layers from low to high."""
@@ -269,7 +244,7 @@ class RepeatedLayers:
         if other is None:
             return ("outside", t)
         stretch = self.forward if i < self.forward.end else self.backward
-        return (other - layer, stretch is self.forward, (i - stretch.begin) % stretch.period, slot)
+        return (other - layer, stretch is self.forward, stretch.offset(i), slot)
 
 
 def _tensors(one: Operator | Implementation) -> tuple[int, ...]:

@@ -229,7 +229,7 @@ class Neighbourhood:
         """Yield changes of many equal layers at once: of all layers of a stretch, of its halves, of
         their halves..."""
         for stretch, layers in self.mover.layers.parts():
-            begin, period = stretch.begin + layers[0] * stretch.period, stretch.period
+            begin, period = stretch.at(layers[0], 0), stretch.length
             again = self._repeated_points(range(begin, begin + len(layers) * period))
             if again:
                 yield partial(self.without, again)

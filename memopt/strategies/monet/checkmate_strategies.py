@@ -19,28 +19,13 @@ from memopt.strategies.shared.time_point_search import TimePointSearch
 
 CHECKMATE_PAPER = "Jain et al.: Checkmate: Breaking the Memory Wall, MLSys 2020"
 
-
 STAGE_S = 5e-6
 """Seconds in which a turn of `CheckmateModel` is built, for each tensor that may be in memory."""
 
 
-def _building_s(graph: Graph) -> float:
-    """Return about how long it takes to build Checkmate's program, s: in every stage every operator
-    has a turn, with all tensors."""
-    return STAGE_S * len(graph.operators) ** 3
-
-
-def _bound(graph: Graph, budget_bytes: int, deadline: Deadline) -> float:
-    """Bound the plans of the whole graph whose operators run as they are, in s."""
-    search = TimePointSearch(graph, lambda operator, name: False, budget_bytes, deadline)
-    return search.run().bound_s
-
-
 @dataclass(frozen=True)
-class Checkmate(SolvedExactly):
-    """Recomputes any operators of any model, solved exactly; minutes for a large model.
-
-    Checkmate's exact program: recomputation of any operator, one implementation each.
+class CheckmateStrategy(GraphStrategy):
+    """A strategy that plans by Checkmate's program: one implementation of each operator.
 
     Attributes:
         fastest: -O: the plan's operators then run by the fastest kernels that fit; else -D.
@@ -49,16 +34,35 @@ class Checkmate(SolvedExactly):
     fastest: bool = False
     max_operators: int = 24
 
-    name: ClassVar[str] = "checkmate"
     features: ClassVar[Features] = Features(recompute=True)
     references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
+
+    def building_s(self, graph: Graph) -> float:
+        # In every stage every operator has a turn, with all tensors.
+        return STAGE_S * len(graph.operators) ** 3
+
+    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
+        if self.fastest:
+            return None
+        search = TimePointSearch(graph, lambda operator, name: False, budget_bytes, deadline)
+        return search.run().bound_s
+
+    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
+        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
+
+
+@dataclass(frozen=True)
+class Checkmate(CheckmateStrategy, SolvedExactly):
+    """Recomputes any operators of any model, solved exactly; minutes for a large model.
+
+    Checkmate's exact program: recomputation of any operator, one implementation each.
+    """
+
+    name: ClassVar[str] = "checkmate"
 
     def model(self, graph: Graph) -> CheckmateModel:
         """Build Checkmate's program of a graph."""
         return CheckmateModel(graph)
-
-    def building_s(self, graph: Graph) -> float:
-        return _building_s(graph)
 
     def as_they_are(self, graph: Graph) -> bool:
         return not self.fastest or super().as_they_are(graph)
@@ -70,35 +74,21 @@ class Checkmate(SolvedExactly):
         # Kernels are chosen after the program: its bound is that of the default ones.
         return status, program, None if self.fastest else bound_s
 
-    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
-        return None if self.fastest else _bound(graph, budget_bytes, deadline)
-
-    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
-        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program
-
 
 @dataclass(frozen=True)
-class CheckmateRounding(GraphStrategy):
+class CheckmateRounding(CheckmateStrategy):
     """Recomputes any operators of any model; faster to plan than checkmate, slower steps.
 
     Checkmate's linear relaxation, rounded in two phases.
 
     Attributes:
-        fastest: as for Checkmate.
         shares: the relaxation is solved for these shares of the budget, in turn, and the
             fastest rounded plan that fits is kept.
     """
 
-    fastest: bool = False
-    max_operators: int = 24
     shares: tuple[float, ...] = (1.0, 0.9, 0.8, 0.7)
 
     name: ClassVar[str] = "checkmate-rounding"
-    features: ClassVar[Features] = Features(recompute=True)
-    references: ClassVar[tuple[str, ...]] = (CHECKMATE_PAPER,)
-
-    def building_s(self, graph: Graph) -> float:
-        return _building_s(graph)
 
     def search(
         self, graph: Graph, budget_bytes: int, deadline: Deadline
@@ -114,9 +104,3 @@ class CheckmateRounding(GraphStrategy):
                 best.offer(built.rounded(values))
         status = Status.UNKNOWN if best.program is None else Status.FEASIBLE
         return status, best.program, None
-
-    def bound(self, graph: Graph, budget_bytes: int, deadline: Deadline) -> float | None:
-        return None if self.fastest else _bound(graph, budget_bytes, deadline)
-
-    def polish(self, graph: Graph, program: Program, budget_bytes: int | None) -> Program:
-        return fastest_kernels(graph, program, budget_bytes) if self.fastest else program

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from memopt.models.bounds import needed_operators
+from memopt.models.disjoint import DisjointSets
 from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Program
@@ -103,22 +104,11 @@ class _Decisions:
 
     def parts(self) -> Iterator[list[int]]:
         """Yield the operators that share a decision, ascending."""
-        leader = list(range(len(self.choices)))
-
-        def lead(i: int) -> int:
-            while leader[i] != i:
-                leader[i] = leader[leader[i]]
-                i = leader[i]
-            return i
-
-        seen: dict[int, int] = {}
+        together, seen = DisjointSets[int](), dict[int, int]()
         for i, row in enumerate(self.choices):
             for t in {t for _, c in row for t in (*c.reads, *c.writes)} - self.settled:
-                leader[lead(i)] = lead(seen.setdefault(t, i))
-        parts: dict[int, list[int]] = defaultdict(list)
-        for i in range(len(self.choices)):
-            parts[lead(i)].append(i)
-        yield from parts.values()
+                together.join(seen.setdefault(t, i), i)
+        yield from together.sets(range(len(self.choices)))
 
     def fastest(self, part: list[int]) -> Iterator[_Run]:
         """Yield the runs of a part's operators that are fastest together, the last first."""

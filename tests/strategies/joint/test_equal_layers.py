@@ -11,10 +11,11 @@ import pytest
 from memopt.models.device import Device
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
+from memopt.models.periods import Period
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.solvers.running import Deadline
-from memopt.strategies.joint.equal_layers import EqualLayers, Stretch
+from memopt.strategies.joint.equal_layers import EqualLayers
 from memopt.strategies.joint.local_search import LocalSearch
 from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions, Neighbourhood
@@ -43,8 +44,7 @@ def wide(graph: Graph) -> list[Decisions]:
 @pytest.mark.parametrize("layers", [3, 8, 40])
 def test_the_layers_of_a_deep_chain_are_found(layers: int) -> None:
     found = EqualLayers(blocks(layers))
-    assert found.stretches == (Stretch(1, 2, layers),)
-    assert found.distinct == 3
+    assert found.stretches == (Period(1, 2, layers),)
 
 
 def test_nothing_is_equal_where_sizes_differ() -> None:
@@ -52,18 +52,17 @@ def test_nothing_is_equal_where_sizes_differ() -> None:
     sizes = [1, 2, 3, 5, 8, 13, 21, 34]
     graph = blocks(8, sizes=sizes)
     assert EqualLayers(graph).stretches == ()
-    assert EqualLayers(graph).distinct == graph.first_backward
 
 
 def test_stretches_do_not_overlap_and_repeat() -> None:
     for seed in range(20):
         graph = random_graph(Random(seed), 30)
         layers = EqualLayers(graph)
-        spans = sorted((one.begin, one.end) for one in layers.stretches)
+        spans = sorted((one.start, one.end) for one in layers.stretches)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         for one in layers.stretches:
-            for i in range(one.begin, one.end - one.period):
-                assert layers._kind(i) == layers._kind(i + one.period)
+            for i in range(one.start, one.end - one.length):
+                assert layers._kind(i) == layers._kind(i + one.length)
 
 
 def test_the_number_of_changes_grows_with_distinct_layers_not_with_all() -> None:
