@@ -98,7 +98,7 @@ def install(
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
         watched_outputs=halves.outputs_read_later,
-        fork=lambda saved: mover.fork((arenas or halves).fork(saved)),
+        fork=lambda saved: (arenas or halves).fork(mover.fork(saved)),
         handover=order,
         partial=partial,
         segments=segments,

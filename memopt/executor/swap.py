@@ -162,7 +162,11 @@ class ThreadSwap:
         self._worker = Worker("memopt-swap")
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """Return what is saved for a backward that may run again: no copy is written over."""
+        """Return what is saved for a backward that may run again, once it is complete: no copy is
+        written over."""
+        for one in saved:
+            if isinstance(one, HostCopy):
+                self.wait(one)
         return saved
 
     def lease(self) -> None:

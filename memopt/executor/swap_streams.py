@@ -265,12 +265,16 @@ class StreamSwap:
 
     def fork(self, saved: list[Any]) -> list[Any]:
         """Copy a step's pool for a backward that may run again (retain_graph): each run writes over
-        what it has dropped. The host waits for the copies.
+        what it has dropped. The host waits for the copies, the compute stream for what is on its
+        way.
 
         Args:
             saved: what the forward has saved for the backward.
         """
-        held = [one for one in saved if isinstance(one, PooledCopy) and one.lease is not None]
+        copies = [one for one in saved if isinstance(one, PooledCopy)]
+        for one in copies:
+            one.settle()
+        held = [one for one in copies if one.lease is not None]
         if not held:
             return saved
         before, lease = held[0].lease, self.lease()

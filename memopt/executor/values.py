@@ -17,7 +17,8 @@ from torch.fx import Node
 from memopt.executor.absence import NOTHING_ABSENT, Uncomputed
 from memopt.executor.graph_segments import Segments
 from memopt.executor.host_pool import HostPlacement, place_host_copies
-from memopt.programs.instructions import Compute, Instruction, Program
+from memopt.programs.in_place import taken_over
+from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
 from memopt.programs.moved import carried_over, moved_tensors
 from memopt.step.build import Lowering
@@ -109,7 +110,7 @@ class Halves:
         Args:
             saved: what the forward has saved for the backward.
         """
-        taken = {one.in_place for one in self.backward if isinstance(one, Compute)}
+        taken = taken_over(self.backward)
         forked = list(saved)
         for position, tensor in enumerate(self.saved):
             if tensor in taken:

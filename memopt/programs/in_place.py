@@ -7,7 +7,7 @@ depends on the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from memopt.models.graph import Graph
@@ -69,6 +69,12 @@ def without_in_place(
         else:
             made.append(instruction)
     return Program(made, program.offsets)
+
+
+def taken_over(instructions: Iterable[Instruction]) -> frozenset[int]:
+    """Return the tensors whose storage an output takes over."""
+    taken = (one.in_place for one in instructions if isinstance(one, Compute))
+    return frozenset(tensor for tensor in taken if tensor is not None)
 
 
 def _overwritten(
