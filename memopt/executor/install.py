@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -98,12 +99,20 @@ def install(
         names=tuple(p.name or p.node.name for p in captured.primals),
         source=source,
         watched_outputs=halves.outputs_read_later,
-        fork=lambda saved: (arenas or halves).fork(mover.fork(saved)),
+        fork=functools.partial(_forked, halves, mover, arenas),
         handover=order,
         partial=partial,
         segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
     )
+
+
+def _forked(
+    halves: Halves, mover: ThreadSwap | StreamSwap, arenas: Arenas | None, saved: list[Any]
+) -> list[Any]:
+    """Copy what is saved for a backward that may run again, once all transfers have ended."""
+    saved = mover.fork(saved)
+    return halves.fork(saved, saved if arenas is None else arenas.fork(saved))
 
 
 def _watched(halves: Halves) -> tuple[int, ...]:

@@ -102,18 +102,17 @@ class Halves:
         values."""
         return tuple(tensor for tensor in self.carried if tensor in self.lowering.bases)
 
-    def fork(self, saved: list[Any]) -> list[Any]:
+    def fork(self, saved: list[Any], placed: list[Any]) -> list[Any]:
         """Copy what is saved for a backward that may run again (retain_graph): the tensors whose
-        memory the backward half takes for results of its own. Without an arena, which is copied
-        whole.
+        memory the backward half takes for results of its own.
 
         Args:
             saved: what the forward has saved for the backward.
+            placed: the same, with copies of what lies in an arena.
         """
-        taken = taken_over(self.backward)
-        forked = list(saved)
+        taken, forked = taken_over(self.backward), list(placed)
         for position, tensor in enumerate(self.saved):
-            if tensor in taken:
+            if tensor in taken and placed[position] is saved[position]:
                 forked[position] = _copied(saved[position])
         return forked
 
