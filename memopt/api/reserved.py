@@ -74,7 +74,10 @@ def planned_within(
     limit = plan.budget
     try:
         _, best = fastest_within(
-            solve_for, limit, used, lambda _: InfeasibleBudgetError("none fits", limit)
+            _below(solve_for, limit, plan),
+            limit,
+            used,
+            lambda _: InfeasibleBudgetError("none fits", limit),
         )
     except InfeasibleBudgetError as error:
         return _least_beside(solve_for, limit, beside, error)
@@ -101,10 +104,14 @@ def within_card(
     if card_bytes is None or reserved_bytes(plan) <= card_bytes:
         return plan
 
-    def capped(limit_bytes: int) -> PlanRecord:
-        return plan if limit_bytes >= budget_bytes else solve_for(limit_bytes)
+    return within_reserved(_below(solve_for, budget_bytes, plan), card_bytes)
 
-    return within_reserved(capped, card_bytes)
+
+def _below(
+    solve_for: Callable[[int], PlanRecord], known_bytes: int, known: PlanRecord
+) -> Callable[[int], PlanRecord]:
+    """Plan as `solve_for` does within less than the budget whose plan is known."""
+    return lambda limit: known if limit >= known_bytes else solve_for(limit)
 
 
 def soon_within_card(

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from tests.fuzz.loop_models import Tokens
-from tests.fuzz.loop_state import Loop, forward, loss_of, outputs
+from tests.fuzz.loop_state import Loop, backward, forward, loss_of, outputs
 
 Action = Callable[[Loop], None]
 ACTIONS: dict[str, Action] = {}
@@ -33,11 +33,8 @@ def finish(loop: Loop) -> None:
 @action
 def plain(loop: Loop) -> None:
     out, _ = forward(loop)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loop.saw("loss", loss)
-        loss.backward()
-    del out, loss
+    loop.saw("loss", backward(loop, out))
+    del out
     finish(loop)
 
 
@@ -45,9 +42,7 @@ def plain(loop: Loop) -> None:
 def accumulate(loop: Loop) -> None:
     for _ in range(loop.dice.randint(2, 3)):
         out, _ = forward(loop)
-        loss = loss_of(loop, out)
-        if loss is not None:
-            (loss / 2).backward()
+        backward(loop, out, 0.5)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
     finish(loop)
 
@@ -76,9 +71,7 @@ def two_in_one(loop: Loop) -> None:
 @action
 def gradients_of_inputs(loop: Loop) -> None:
     out, inputs = forward(loop, grad=True)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.saw("inputs", ["none" if x.grad is None else x.grad for x in inputs])
     finish(loop)
 
@@ -89,9 +82,7 @@ def computed_inputs(loop: Loop) -> None:
     inputs = [x + shift if x.is_floating_point() else x for x in loop.inputs(8)]
     with loop.context():
         out = loop.model(*inputs)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.saw("shift", "none" if shift.grad is None else shift.grad)
     finish(loop)
 
@@ -133,11 +124,7 @@ def no_backward(loop: Loop) -> None:
 @action
 def held_output(loop: Loop) -> None:
     out, _ = forward(loop)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
-        loop.held.append(loss)
-        loop.held.append(out)
+    loop.held += [backward(loop, out), out]
     loop.held[:] = loop.held[-2:]
     finish(loop)
 
@@ -154,9 +141,7 @@ def evaluate(loop: Loop) -> None:
 def trained_in_eval(loop: Loop) -> None:
     loop.model.eval()
     out, _ = forward(loop)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.model.train()
     finish(loop)
 
@@ -356,9 +341,7 @@ def through_checkpoint(loop: Loop) -> None:
     inputs = [x.requires_grad_() if x.is_floating_point() else x for x in loop.inputs(8)]
     with loop.context():
         out = checkpoint(loop.model, *inputs, use_reentrant=False)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     finish(loop)
 
 

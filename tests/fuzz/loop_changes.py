@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
 from tests.fuzz.loop_actions import action, finish, plain
-from tests.fuzz.loop_state import Loop, forward, loss_of, outputs
+from tests.fuzz.loop_state import Loop, backward, forward, outputs
 
 
 def _linear(loop: Loop) -> nn.Linear | None:
@@ -146,9 +146,7 @@ def hooked_output(loop: Loop) -> None:
     for leaf in outputs(out):
         leaf.register_hook(lambda gradient: gradient * 2)
         leaf.retain_grad()
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.saw("output gradients", ["none" if x.grad is None else x.grad for x in outputs(out)])
     finish(loop)
 
@@ -175,9 +173,7 @@ def other_seed_within(loop: Loop) -> None:
     """Random numbers drawn between forward and backward."""
     out, _ = forward(loop)
     torch.rand(3)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        (loss * torch.rand(())).backward()
+    backward(loop, out, torch.rand(()))
     finish(loop)
 
 
@@ -188,18 +184,14 @@ def partly_without_gradients(loop: Loop) -> None:
         first, _ = forward(loop, 8)
     out, _ = forward(loop, 8)
     leaves = [x for x in torch.utils._pytree.tree_leaves(first) if isinstance(x, Tensor)]
-    loss = loss_of(loop, out)
-    if loss is not None:
-        (loss * leaves[0].float().mean().sigmoid()).backward()
+    backward(loop, out, leaves[0].float().mean().sigmoid())
     finish(loop)
 
 
 @action
 def gradients_scaled_in_place(loop: Loop) -> None:
     out, _ = forward(loop)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     for parameter in loop.model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
@@ -216,9 +208,7 @@ def gradients_shared(loop: Loop) -> None:
         one.grad = flat[begin : begin + one.numel()].view_as(one).to(one.dtype)
         begin += one.numel()
     out, _ = forward(loop)
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.saw("buffer", flat)
     loop.look()
     loop.optimizer.step()
@@ -234,9 +224,7 @@ def widened(loop: Loop) -> None:
 
     loop.model.double()
     out = loop.model(*inputs(loop.inputs(8), torch.float64))
-    loss = loss_of(loop, out)
-    if loss is not None:
-        loss.backward()
+    backward(loop, out)
     loop.look()
     loop.model.zero_grad()
     loop.model.float()

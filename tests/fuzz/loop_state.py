@@ -90,6 +90,14 @@ def loss_of(loop: Loop, out: Any) -> Tensor | None:
     return total
 
 
+def backward(loop: Loop, out: Any, factor: float | Tensor = 1.0) -> Tensor | None:
+    """Run the backward of a drawn loss of the outputs, if any can be trained; return the loss."""
+    loss = loss_of(loop, out)
+    if loss is not None:
+        (loss * factor).backward()
+    return loss
+
+
 def _loss(kind: str, real: Tensor) -> Tensor:
     if kind == "mean":
         return real.mean()

@@ -39,7 +39,7 @@ def test_a_module_with_compiled_kernels(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5, 6, 8, 12])
+@pytest.mark.parametrize("seed", [5, 8, 12, 2006, 2035])
 def test_a_training_loop(seed: int) -> None:
     row = fuzz_loop(seed)
     assert not row.wrong, row.wrong
