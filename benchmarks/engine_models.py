@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 VOCABULARY, WIDTH, TOKENS = 64, 32, 16
+STEPS, MICRO_BATCHES = 5, 2
+Wrap = Callable[[Any], Any]
+Ran = tuple[list[float], list[Tensor], int | None]
+"""Losses and norms; a rank's parameters; the most bytes of a last micro-batch, if it is metered."""
 
 
 @dataclass(frozen=True)
@@ -197,3 +202,18 @@ def tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any
         both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
         parallelize_module(model, mesh, both)
     return model
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the tokens."""
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def stepped(optimizer: torch.optim.Optimizer, norm: Tensor) -> float:
+    """Clip gradients by this norm, update, and return it."""
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        if one.grad is not None:
+            one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.item()

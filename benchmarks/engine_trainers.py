@@ -10,12 +10,11 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 
-from benchmarks.engine_models import TOKENS, VOCABULARY
+from benchmarks.engine_models import MICRO_BATCHES, STEPS, TOKENS, VOCABULARY, loss_of
 from tests.distributed import cases
 
-STEPS, MICRO_BATCHES, ROWS = 5, 2, 2
+ROWS = 2
 Trained = tuple[list[float], list[Tensor], Any]
 """What was logged, this rank's parts of the parameters, and the counts of planned calls."""
 
@@ -25,10 +24,6 @@ def _texts(ranks: int) -> Tensor:
     random = torch.Generator().manual_seed(3)
     rows = STEPS * MICRO_BATCHES * ROWS * ranks
     return torch.randint(0, VOCABULARY, (rows, TOKENS), generator=random)
-
-
-def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 class WithLoss(nn.Module):
@@ -41,7 +36,7 @@ class WithLoss(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the loss and the logits."""
         logits = self.decoder(input_ids)
-        return {"loss": _loss(logits, labels), "logits": logits}
+        return {"loss": loss_of(logits, labels), "logits": logits}
 
 
 def by_hugging_face(decoder: nn.Module, ranks: int, planned: bool, fsdp: bool) -> Trained:
@@ -87,7 +82,7 @@ def by_lightning(decoder: nn.Module, ranks: int, planned: bool, fsdp: bool) -> T
                 fully_shard(self.network, mesh=mesh)
 
         def training_step(self, tokens: Tensor, _: int) -> Tensor:
-            loss = _loss(self.network(tokens), tokens)
+            loss = loss_of(self.network(tokens), tokens)
             self.losses.append(loss.item())
             return loss
 

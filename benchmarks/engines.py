@@ -17,31 +17,28 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.multiprocessing
-from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
 from benchmarks.engine_models import (
+    MICRO_BATCHES,
+    STEPS,
     SUBJECTS,
     TOKENS,
     VOCABULARY,
     Decoder,
+    Ran,
     SpreadExperts,
+    Wrap,
+    loss_of,
+    stepped,
     tensor_parallel,
 )
+from benchmarks.engine_pipelines import SCHEDULES, pipelined
 from benchmarks.engine_trainers import TRAINERS
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
@@ -50,10 +47,8 @@ from memopt.step.backend import backend_of
 from tests.distributed.cases import fsdp2_on_cpu, launched
 from tests.distributed.gloo import in_one_thread
 
-STEPS, MICRO_BATCHES = 5, 2
 STRATEGY = "rotor"
 """Plans in a second, the same on every rank; the default searches for some ten."""
-Wrap = Callable[[Any], Any]
 
 
 def _blockwise(model: Any, mesh: DeviceMesh, wrap: Wrap) -> Any:
@@ -158,10 +153,6 @@ _WITHOUT_EXPERTS = ("tensor and sequence parallel",)
 _OF_EXPERTS = ("expert parallel, DDP",)
 
 
-Ran = tuple[list[float], list[Tensor], int | None]
-"""Losses and norms; a rank's parameters; the most bytes of a last micro-batch, if it is metered."""
-
-
 def trained(model: Any, data: int) -> Ran:
     """Train on data of a seed."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
@@ -179,7 +170,7 @@ def trained(model: Any, data: int) -> Ran:
                 quiet = model.no_sync()
             tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
             with quiet, meter as use:
-                loss = _loss(model(tokens), tokens)
+                loss = loss_of(model(tokens), tokens)
                 loss.backward()
             peak_bytes = max(peak_bytes, use.peak_bytes)
             found.append(loss.item())
@@ -187,72 +178,12 @@ def trained(model: Any, data: int) -> Ran:
         slopes = [one.grad for one in model.parameters() if one.grad is not None]
         norms = list(map(torch.linalg.vector_norm, slopes))
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
-        found.append(_stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
+        found.append(stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     # Its whole parameters are resident for a plan, and fully_shard gathers them in the micro-batch.
     gathered = model.parameters() if hasattr(model, "unshard") else ()
     return found, [one.detach() for one in own], peak_bytes - sum(p.nbytes for p in gathered)
 
-
-def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def _stepped(optimizer: torch.optim.Optimizer, norm: Tensor) -> float:
-    """Clip gradients by this norm, update, and return it."""
-    for one in (one for group in optimizer.param_groups for one in group["params"]):
-        if one.grad is not None:
-            one.grad.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0).item())
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm.item()
-
-
-def pipelined(
-    model: Decoder, ranks: int, wrap: Wrap, schedule: Any, own: tuple[int, ...], stages: int
-) -> Ran:
-    """Train under a pipeline's schedule.
-
-    Args:
-        model: the whole.
-        ranks: how many.
-        wrap: plans a stage's module.
-        schedule: a class of torch's; of one stage a rank, or of several.
-        own: the stages of this rank.
-        stages: how many there are.
-
-    Returns:
-        The micro-batches' losses, on the last stage's rank, and norms; this rank's parameters.
-    """
-    layers = [model.embedding, *model.blocks, nn.Sequential(model.norm, model.head)]
-    size = len(layers) // stages
-    modules = {i: wrap(nn.Sequential(*layers[size * i :][:size])) for i in own}
-    made = [PipelineStage(modules[i], i, stages, torch.device("cpu")) for i in own]
-    several = issubclass(schedule, PipelineScheduleMulti)
-    running = schedule(made if several else made[0], 2 * MICRO_BATCHES, loss_fn=_loss)
-    parameters = [one for module in modules.values() for one in module.parameters()]
-    optimizer = torch.optim.AdamW(parameters, 1e-2, foreach=False)
-    torch.manual_seed(100)
-    found: list[float] = []
-    for _ in range(STEPS):
-        tokens = torch.randint(0, VOCABULARY, (4 * MICRO_BATCHES, TOKENS))
-        losses: list[Tensor] = []
-        last = {"target": tokens, "losses": losses} if stages - 1 in own else {}
-        running.step(*([tokens] if 0 in own else []), **last)
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        norm = torch.stack([one.square().sum() for one in gradients]).sum()
-        torch.distributed.all_reduce(norm)
-        found += [one.item() for one in losses] + [_stepped(optimizer, norm.sqrt())]
-    return found, [one.detach() for one in parameters], None
-
-
-SCHEDULES: dict[str, tuple[Any, int, bool]] = {
-    "pipeline, 1F1B": (Schedule1F1B, 1, False),
-    "pipeline, interleaved 1F1B": (ScheduleInterleaved1F1B, 2, False),
-    "pipeline, zero bubble": (ScheduleInterleavedZeroBubble, 2, False),
-    "pipeline, ZBV": (ScheduleZBVZeroBubble, 2, True),
-}
-"""Schedule → (its class, stages of a rank, whether a rank's second is counted from the end)."""
 
 ALL = (*ENGINES, *TRAINERS, *SCHEDULES)
 _ON_FOUR = (
@@ -276,7 +207,8 @@ class Cell:
     Attributes:
         failed: what differs, or the refusal; "": nothing.
         planned, calls: calls that ran under plans, and all.
-        over_bytes: of the last micro-batch's peak above its budget; None: several plans share it.
+        over_bytes: of the last micro-batch's peak above its budget, of a pipeline of the step's
+            above those of a rank's stages; None: several plans share one.
         ranks: of the group.
     """
 
@@ -323,13 +255,13 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
     calls = planned + sum(one.original + one.replanned for one in counts)
     same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
     made = replace(made, failed="" if same else "differs", planned=planned, calls=calls)
-    plans = [plan for one in wrapped for plan in memopt.running(one).plans]
-    if after[2] is None or len(wrapped) != 1 or not plans:
+    plans = [memopt.running(one).plans[-1] for one in wrapped if memopt.running(one).plans]
+    if after[2] is None or not plans or (len(wrapped) != 1 and engine not in SCHEDULES):
         return made
-    assert plans[-1].budget is not None
     # Scalars that a step makes are metered, and resident for a plan.
-    resident_bytes = plans[-1].resident_bytes - backend_of("cpu").step_scalars_bytes
-    return replace(made, over_bytes=resident_bytes + after[2] - plans[-1].budget)
+    scalars_bytes = backend_of("cpu").step_scalars_bytes
+    beside_bytes = sum(one.resident_bytes - scalars_bytes - int(one.budget or 0) for one in plans)
+    return replace(made, over_bytes=beside_bytes + after[2])
 
 
 def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:

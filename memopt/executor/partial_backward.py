@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.executor.handover import Handover
+from memopt.executor.pipeline_stages import PIPELINES
 from memopt.programs.instructions import Program
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured, Primal
@@ -207,9 +208,6 @@ def _is_sum(node: Node, missing: Node) -> bool:
     return alike and same_strides(whole, one.stride())
 
 
-_PIPELINES = "torch.distributed.pipelining"
-
-
 @dataclass
 class FirstHalf:
     """The first half of a call's backward, as the zero-bubble schedules of pipelines run it.
@@ -237,7 +235,7 @@ class FirstHalf:
         """Return the first half that runs now: a backward that keeps its graph, and is asked for no
         parameter's gradient, where there may be pipelines. None: the backward is another one, or
         hands its gradients over in parts."""
-        if handover or not keeps_graph() or _PIPELINES not in sys.modules:
+        if handover or not keeps_graph() or PIPELINES not in sys.modules:
             return None
         wanted = wanted_inputs()
         if not wanted or any(primals[i].held for i in wanted):

@@ -378,7 +378,7 @@ class InParts(SelfPlanning):
             kwargs = without_keys(self.model, args, kwargs)
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
-            self.around.calling(kind)
+            self.around.calling(kind, call)
             self.parts.look_further()
             self.parts.shared.calling(kind, call)
         output = plain_call(self.model, *args, **kwargs)

@@ -224,7 +224,7 @@ class SelfPlanning:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)
             call, kind = self._call_and_kind(args, kwargs)
-            self.around.calling(self._lengths.met_as(kind)[0], *self.plans.waiting())
+            self.around.calling(self._lengths.met_as(kind)[0], call, *self.plans.waiting())
             self._in_call.plans = 0
             try:
                 made = self._planned(kind, call)

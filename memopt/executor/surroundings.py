@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
+from memopt.executor.pipeline_stages import scheduled
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
@@ -165,7 +166,7 @@ class Surroundings:
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
         self._watched, self._engine = _Watched(), NO_CHARGES
-        self._gathering = NO_CHARGES
+        self._gathering = self._scheduled = NO_CHARGES
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
         self._with_state, self.settled = with_state, False
@@ -180,12 +181,13 @@ class Surroundings:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
         state_bytes = sum(self._watched.state_bytes.values())
-        calls = {"waiting_calls": self._waiting, "halved_calls": self._halved}
-        return replace(met, state_bytes=state_bytes, **calls).plus(self._engine)
+        counted = Charges(waiting_calls=self._waiting, halved_calls=self._halved)
+        known = self.certain().largest(counted.plus(self._engine))
+        return replace(met, state_bytes=state_bytes).plus(known)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
-        return self._engine
+        return self._engine.plus(self._scheduled)
 
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
@@ -198,19 +200,22 @@ class Surroundings:
         """Charge no gathering: from now on steps are metered with it."""
         self._gathering = NO_CHARGES
 
-    def calling(self, kind: Any, waiting: int = 0, halved: int = 0) -> None:
+    def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while so many await their backward, and so many awaited the
-        second half of one. The most that wait in a step are charged from the next one on."""
+        second half of one. The most that wait in a step are charged from the next one on, at once
+        where a pipeline's schedule tells."""
         self.stop()
         _BEGUN.calls += 1
         self._most_waiting = max(self._most_waiting, waiting)
         if not waiting:
             self._waiting, self._halved = self._most_waiting, halved
+            self._scheduled = scheduled(call)
         flat = 0 if (model := self._model()) is None else flat_bytes(model)
         self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
-        if held_bytes > LARGEST_NUMBER_BYTES and not waiting:
+        kept = waiting or self._scheduled.output_calls
+        if held_bytes > LARGEST_NUMBER_BYTES and not kept:
             self._largest(kind, Charges(forward_bytes=held_bytes))
 
     def held_bytes(self) -> int:

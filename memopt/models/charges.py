@@ -22,11 +22,14 @@ class Charges:
             the buffer in which `fully_shard` gathers.
         held_bytes: held until the backward begins: gradients that are dropped then.
         bucket_bytes: the buckets in which DistributedDataParallel reduces gradients, the shards
-            that `fully_shard` keeps beside gathered parameters: resident.
+            that `fully_shard` keeps beside gathered parameters, the buffers in which a pipeline's
+            stage receives: resident.
         waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
             backward; each keeps what the plan keeps between its forward and its backward.
         halved_calls: of them, those whose backward is split and half done; each keeps its
             gradients instead.
+        output_calls: other calls as large as whose outputs something is kept: those that a pipeline
+            collects, or buffers for their gradients.
     """
 
     boundary_bytes: int = 0
@@ -37,6 +40,7 @@ class Charges:
     bucket_bytes: int = 0
     waiting_calls: int = 0
     halved_calls: int = 0
+    output_calls: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -67,6 +71,7 @@ class Charges:
             max(0, self.bucket_bytes - charged.bucket_bytes),
             self.waiting_calls,
             self.halved_calls,
+            self.output_calls,
         )
 
     def beside(self) -> Charges:
@@ -76,6 +81,7 @@ class Charges:
             held_bytes=self.held_bytes,
             waiting_calls=self.waiting_calls,
             halved_calls=self.halved_calls,
+            output_calls=self.output_calls,
         )
 
     def listed(self) -> list[str]:
@@ -84,13 +90,15 @@ class Charges:
             (self.boundary_bytes, "the loss between forward and backward"),
             (self.kept_bytes, "what the loop keeps of its loss"),
             (self.state_bytes, "optimizer state"),
-            (self.forward_bytes, "the last outputs and fully_shard's buffer, in the forward"),
+            (self.forward_bytes, "the last outputs (or fully_shard's buffer), in the forward"),
             (self.held_bytes, "gradients that are dropped before the backward"),
-            (self.bucket_bytes, "buckets (DistributedDataParallel) or shards (fully_shard)"),
+            (self.bucket_bytes, "buckets, or fully_shard's shards, or a pipeline's buffers"),
         )
         found = [f"{format_bytes(size)} of {what}" for size, what in sizes if size]
         if self.waiting_calls:
             found.append(f"{self.waiting_calls} more call(s) that await their backward")
+        if self.output_calls:
+            found.append(f"{self.output_calls} more call(s) with buffers for their outputs")
         return found
 
 

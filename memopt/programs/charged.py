@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from memopt.models.charges import Charges
@@ -51,13 +52,16 @@ def backward_bytes(graph: Graph, program: Program) -> int:
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     """Return what the calls keep that await their backward beside this one, with their outputs; or
-    their gradients, if that is more, where a backward is half done."""
+    their gradients, if that is more, where a backward is half done; and buffers for outputs."""
+
+    def total_bytes(tensors: Iterable[int]) -> int:
+        return sum(graph.tensors[one].size_bytes for one in set(tensors) - graph.resident)
+
     calls = charges.waiting_calls
-    if not calls:
-        return 0
-    kept_bytes = held_bytes(graph, program, outputs=True)
-    gradient_bytes = sum(graph.tensors[one].size_bytes for one in set(graph.gradients))
-    return calls * kept_bytes + charges.halved_calls * max(0, gradient_bytes - kept_bytes)
+    kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
+    more_bytes = max(0, total_bytes(graph.gradients) - kept_bytes)
+    output_bytes = charges.output_calls * total_bytes(graph.outputs)
+    return calls * kept_bytes + charges.halved_calls * more_bytes + output_bytes
 
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:

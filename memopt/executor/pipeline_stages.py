@@ -1,0 +1,101 @@
+"""What a pipeline's schedule keeps beside a stage's call, read from the schedule
+(`torch.distributed.pipelining`) before its first step has run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, cast
+
+import torch
+
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.device import in_blocks
+from memopt.step.backend import backend_of
+from memopt.step.inputs import Call
+from memopt.torch_private import pytree
+
+PIPELINES = "torch.distributed.pipelining"
+_LOSS_BYTES = 8
+"""Of a micro-batch's loss, at most."""
+
+
+def scheduled(call: Call) -> Charges:
+    """Return what the schedule of a pipeline keeps beside the present call of its stage: other
+    micro-batches until their backward or its second half, the buffers in which their activations
+    and gradients are received, the last stage's outputs. Only torch's schedules are read."""
+    if PIPELINES not in sys.modules:
+        return NO_CHARGES
+    stage, schedule, collects = _around()
+    if stage is None or schedule is None or not schedule.pipeline_order:
+        return NO_CHARGES
+    order = [one for actions in schedule.pipeline_order.values() for one in _single(actions)]
+    kinds = [one.computation_type.value for one in order if one.stage_index == stage.stage_index]
+    waiting, halved = in_flight(kinds)
+    calls = kinds.count("F")
+    # Those that wait hold their outputs.
+    collected = max(0, calls - 1 - waiting) if collects else 0
+    # The others' activations, and the gradient that is being sent.
+    received = [] if stage.is_first else pytree.tree_leaves(call.args)
+    sizes = [one.nbytes for one in received if isinstance(one, torch.Tensor)]
+    losses = [_LOSS_BYTES] * stage.is_last
+    block_bytes = max((backend_of(one.device).block_bytes for one in call.tensors()), default=1)
+    return Charges(
+        bucket_bytes=calls * sum(in_blocks(size, block_bytes) for size in [*sizes, *losses]),
+        waiting_calls=waiting,
+        halved_calls=halved,
+        output_calls=collected if stage.is_last else calls - 1,
+    )
+
+
+def in_flight(kinds: Iterable[str]) -> tuple[int, int]:
+    """Return how many micro-batches await their backward when another's forward begins, and how
+    many the second half of theirs, at most.
+
+    Args:
+        kinds: what a stage computes, in order: F(orward), B(ackward), or of a split one I (of
+            inputs) and W (of weights).
+    """
+    waiting = halved = most_waiting = most_halved = 0
+    for kind in kinds:
+        if kind == "F":
+            most_waiting = max(most_waiting, waiting)
+        waiting += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        halved += {"I": 1, "W": -1}.get(kind, 0)
+        most_halved = max(most_halved, halved)
+    return most_waiting, most_halved
+
+
+def _single(actions: Iterable[Any]) -> Iterator[Any]:
+    """Yield a rank's actions, also those that are joined in one."""
+    for action in actions:
+        if action is not None:
+            yield from getattr(action, "sub_actions", None) or (action,)
+
+
+def _around() -> tuple[Any, Any, bool]:
+    """Find the stage that calls, its schedule, and whether its outputs are collected."""
+    stage: Any = None
+    schedule: Any = None
+    collects, frame = True, cast("FrameType | None", sys._getframe())
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(PIPELINES):
+            found, collected = _locals_of(frame, self=None, return_outputs=True)
+            if stage is None and hasattr(found, "stage_index"):
+                stage = found
+            elif schedule is None and hasattr(found, "pipeline_order"):
+                schedule = found
+            collects &= collected
+        frame = frame.f_back
+    return stage, schedule, collects
+
+
+def _locals_of(frame: FrameType, **otherwise: Any) -> list[Any]:
+    """Return a function's local variables of these names, or what stands in for one that is not
+    there. Until Python 3.12 a frame keeps the copy that is read, and so what it holds: tensors."""
+    found = frame.f_locals
+    values = [found.get(name, value) for name, value in otherwise.items()]
+    if isinstance(found, dict):
+        found.clear()
+    return values
