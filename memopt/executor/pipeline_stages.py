@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
@@ -15,38 +16,69 @@ from memopt.models.device import in_blocks
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import reducing_later
 
 PIPELINES = "torch.distributed.pipelining"
 _LOSS_BYTES = 8
 """Of a micro-batch's loss, at most."""
 
 
-def scheduled(call: Call) -> Charges:
+@dataclass(frozen=True)
+class Scheduled:
+    """What a schedule says of a call.
+
+    Attributes:
+        charges: what it keeps beside the call.
+        has_loss: whether a loss may follow that is not charged: not in a stage before the last,
+            nor when a pipeline tries out which shapes it sends, and makes its buffers.
+    """
+
+    charges: Charges = NO_CHARGES
+    has_loss: bool = True
+
+    @property
+    def losses_waiting(self) -> int:
+        """Losses of other micro-batches that await their backward."""
+        return self.has_loss * self.charges.waiting_calls
+
+
+def scheduled(call: Call) -> Scheduled:
     """Return what the schedule of a pipeline keeps beside the present call of its stage: other
     micro-batches until their backward or its second half, the buffers in which their activations
     and gradients are received, the last stage's outputs. Only torch's schedules are read."""
-    if PIPELINES not in sys.modules:
-        return NO_CHARGES
-    stage, schedule, collects = _around()
+    around = _Around()
+    stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
-        return NO_CHARGES
+        return Scheduled()
     order = [one for actions in schedule.pipeline_order.values() for one in _single(actions)]
     kinds = [one.computation_type.value for one in order if one.stage_index == stage.stage_index]
     waiting, halved = in_flight(kinds)
     calls = kinds.count("F")
     # Those that wait hold their outputs.
-    collected = max(0, calls - 1 - waiting) if collects else 0
+    collected = max(0, calls - 1 - waiting) if around.collects else 0
     # The others' activations, and the gradient that is being sent.
     received = [] if stage.is_first else pytree.tree_leaves(call.args)
     sizes = [one.nbytes for one in received if isinstance(one, torch.Tensor)]
     losses = [_LOSS_BYTES] * stage.is_last
     block_bytes = max((backend_of(one.device).block_bytes for one in call.tensors()), default=1)
-    return Charges(
+    charges = Charges(
         bucket_bytes=calls * sum(in_blocks(size, block_bytes) for size in [*sizes, *losses]),
         waiting_calls=waiting,
         halved_calls=halved,
         output_calls=collected if stage.is_last else calls - 1,
     )
+    return Scheduled(charges, stage.is_last and around.runs)
+
+
+def accumulating() -> bool:
+    """Whether the calls around leave gradients to later ones: those of DistributedDataParallel's
+    `no_sync`, and of a pipeline's schedule."""
+    if reducing_later():
+        return True
+    frame = cast("FrameType | None", sys._getframe()) if PIPELINES in sys.modules else None
+    while frame is not None and not _is_pipelines(frame):
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_flight(kinds: Iterable[str]) -> tuple[int, int]:
@@ -74,21 +106,37 @@ def _single(actions: Iterable[Any]) -> Iterator[Any]:
             yield from getattr(action, "sub_actions", None) or (action,)
 
 
-def _around() -> tuple[Any, Any, bool]:
-    """Find the stage that calls, its schedule, and whether its outputs are collected."""
-    stage: Any = None
-    schedule: Any = None
-    collects, frame = True, cast("FrameType | None", sys._getframe())
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(PIPELINES):
-            found, collected = _locals_of(frame, self=None, return_outputs=True)
-            if stage is None and hasattr(found, "stage_index"):
-                stage = found
-            elif schedule is None and hasattr(found, "pipeline_order"):
-                schedule = found
-            collects &= collected
-        frame = frame.f_back
-    return stage, schedule, collects
+class _Around:
+    """The pipeline around the present call.
+
+    Attributes:
+        stage, schedule: those that call; None: there is none, or of a kind that is not known.
+        collects: whether outputs are collected.
+        runs: whether the call is that of a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.stage: Any = None
+        self.schedule: Any = None
+        self.collects, self.runs = True, False
+        frame = cast("FrameType | None", sys._getframe()) if PIPELINES in sys.modules else None
+        while frame is not None:
+            if _is_pipelines(frame):
+                self._look(frame)
+            frame = frame.f_back
+
+    def _look(self, frame: FrameType) -> None:
+        found, collects = _locals_of(frame, self=None, return_outputs=True)
+        if self.stage is None and hasattr(found, "stage_index"):
+            self.stage = found
+        elif self.schedule is None and hasattr(found, "pipeline_order"):
+            self.schedule = found
+        self.collects &= collects
+        self.runs |= frame.f_code.co_name == "forward_one_chunk"
+
+
+def _is_pipelines(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(PIPELINES)
 
 
 def _locals_of(frame: FrameType, **otherwise: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import nn
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
+from memopt.executor.pipeline_stages import accumulating
 from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
@@ -25,7 +26,6 @@ from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
 from memopt.step.shards import held_gradients
-from memopt.torch_private.modules import reducing_later
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -303,7 +303,7 @@ class PlanMaker:
         try:
             made = self._planned(call, Asked(holding, charges, budget_bytes))
         except InfeasibleBudgetError as error:
-            if not holding or not self.alone or reducing_later():
+            if not holding or not self.alone or accumulating():
                 raise
             held_bytes = bytes_of(held_gradients(self._model))
             until_backward = replace(charges, held_bytes=held_bytes)

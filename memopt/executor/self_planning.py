@@ -26,6 +26,7 @@ from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_o
 from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, captured_of, count_in
 from memopt.executor.part_names import check_call, naming_parts
+from memopt.executor.pipeline_stages import accumulating
 from memopt.executor.plan_maker import Made, PlanMaker, Planner, shown
 from memopt.executor.planning_in_backward import PlanningInBackward
 from memopt.executor.ready_plans import ReadyPlans
@@ -46,7 +47,6 @@ from memopt.torch_private.modules import (
     COMPILED_CALL,
     FORWARD_PRE_HOOKS,
     plain_call,
-    reducing_later,
 )
 
 _NO_PLAN = (
@@ -286,7 +286,7 @@ class SelfPlanning:
             check_leaves(call)
         # What accumulates has a plan with room for gradients from its first micro-batch on.
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
-        holding = reducing_later() or next(held_gradients(self.model), None) is not None
+        holding = accumulating() or next(held_gradients(self.model), None) is not None
         leaves = tuple(map(described, call.leaves))
         marks = (call.whole_masks, call.orders)
         return call.spec, leaves, autocast_state(), *marks, tuple(trained), holding

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
-from memopt.executor.pipeline_stages import scheduled
+from memopt.executor.pipeline_stages import Scheduled, scheduled
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
@@ -166,7 +166,7 @@ class Surroundings:
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
         self._watched, self._engine = _Watched(), NO_CHARGES
-        self._gathering = self._scheduled = NO_CHARGES
+        self._gathering, self._scheduled = NO_CHARGES, Scheduled()
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
         self._with_state, self.settled = with_state, False
@@ -183,11 +183,12 @@ class Surroundings:
         state_bytes = sum(self._watched.state_bytes.values())
         counted = Charges(waiting_calls=self._waiting, halved_calls=self._halved)
         known = self.certain().largest(counted.plus(self._engine))
-        return replace(met, state_bytes=state_bytes).plus(known)
+        kept_bytes = met.kept_bytes * (1 + self._scheduled.losses_waiting)
+        return replace(met, state_bytes=state_bytes, kept_bytes=kept_bytes).plus(known)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
-        return self._engine.plus(self._scheduled)
+        return self._engine.plus(self._scheduled.charges)
 
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
@@ -214,7 +215,7 @@ class Surroundings:
         self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
-        kept = waiting or self._scheduled.output_calls
+        kept = waiting or self._scheduled.charges.output_calls
         if held_bytes > LARGEST_NUMBER_BYTES and not kept:
             self._largest(kind, Charges(forward_bytes=held_bytes))
 
@@ -246,7 +247,8 @@ class Surroundings:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         before, given = self._outputs, memory_of(call.tensors())
         self._outputs = {at: x for at, x in memory_of(tensors).items() if at not in given}
-        if device is None or not any(tensor.requires_grad for tensor in tensors):
+        trained = any(tensor.requires_grad for tensor in tensors)
+        if device is None or not (trained and self._scheduled.has_loss):
             return
         if self._by_itself():
             end_metering()  # of another stage

@@ -103,9 +103,9 @@ def test_what_a_schedule_keeps_is_charged_from_the_first_call(tmp_path: Path) ->
     losses_bytes = 8 * CALLS
     received_bytes = 4 * ROWS * WIDTH * CALLS
     last = Charges(bucket_bytes=losses_bytes)
-    # With gradients of earlier micro-batches, and without.
-    assert gpipe == [(replace(last, waiting_calls=CALLS - 1), 2)]
-    assert one_by_one == [(replace(last, output_calls=CALLS - 1), 2)]
-    assert dropping == [(last, 2)]
+    # One plan, with room for gradients from the first micro-batch on.
+    assert gpipe == [(replace(last, waiting_calls=CALLS - 1), 1)]
+    assert one_by_one == [(replace(last, output_calls=CALLS - 1), 1)]
+    assert dropping == [(last, 1)]
     received = replace(last, bucket_bytes=losses_bytes + received_bytes, output_calls=CALLS - 1)
-    assert interleaved == [(Charges(waiting_calls=1, output_calls=CALLS - 1), 2), (received, 2)]
+    assert interleaved == [(Charges(waiting_calls=1, output_calls=CALLS - 1), 1), (received, 1)]
