@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
@@ -202,32 +202,5 @@ class Strategy(ABC):
 class Improver(Strategy):
     """A strategy that starts from programs that are known, where there are any."""
 
-    def solve(
-        self,
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution:
-        return self.solve_from(
-            (),
-            cost_model,
-            budget_bytes,
-            device=device,
-            time_limit_s=time_limit_s,
-            progress=progress,
-        )
-
-    @abstractmethod
-    def solve_from(
-        self,
-        known: Sequence[Program],
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution: ...
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **how: Any) -> Solution:
+        return self.solve_from((), cost_model, budget_bytes, **how)
