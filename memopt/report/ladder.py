@@ -72,9 +72,20 @@ class Rung:
         """What a step that moves tensors waits for, and what it takes of the host; "" of others."""
         if not self.host_bytes:
             return ""
+        host = format_bytes(self.host_bytes)
+        return f"{self.name}: busy are {self.streams}; {host} of host memory each."
+
+    @property
+    def streams(self) -> str:
+        """The streams that work, and for which share of the step; the busiest first."""
         shares = sorted(self.busy.items(), key=lambda one: -one[1])
-        said = ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
-        return f"{self.name}: busy are {said}; {format_bytes(self.host_bytes)} of host memory each."
+        return ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the rung for machines: bytes and seconds."""
+        row = asdict(replace(self, plan=None))
+        del row["plan"]
+        return row
 
     @property
     def rate_of_one(self) -> float:
@@ -243,11 +254,6 @@ class Ladder:
 
     def figures(self) -> dict[str, Any]:
         """Return the ladder for machines: bytes and seconds."""
-        rungs = []
-        for rung in self.rungs:
-            row = asdict(replace(rung, plan=None))
-            del row["plan"]
-            rungs.append({"name": rung.name, **row})
         return {
             "device": self.device.name,
             "budget_bytes": self.budget_bytes,
@@ -259,7 +265,7 @@ class Ladder:
             "lora": self.lora,
             "unit": self.unit,
             "parts_bytes": dict(self.parts),
-            "rungs": rungs,
+            "rungs": [{"name": rung.name, **rung.figures()} for rung in self.rungs],
             "next": [
                 {"name": one.rung.name, "more_bytes": one.more_bytes, "slower": one.slower}
                 for one in self.next_steps()
@@ -281,8 +287,8 @@ def memory_parts(
     throughout, then gradients, activations and workspace; and beside the peak, what the allocator
     reserves on top of it and CUDA's context."""
     program = store_all(graph)
-    listed = [(what, size) for what, size in fixed_bytes(graph, optimizer_parts)]
-    there = {what: size for what, size in listed if what != "gradients"}
+    parts = fixed_bytes(graph, optimizer_parts)
+    there = {what: size for what, size in parts if what != "gradients"}
     peak = peak_of(graph, program)
     consumers = () if peak is None else peak.consumers
     words = {"gradient": "gradients", "workspace": "workspace"}
@@ -292,10 +298,9 @@ def memory_parts(
             found[words.get(one.kind, "activations")] += one.size_bytes
     total = replay(graph, program).peak_bytes
     found["activations"] += total - sum(there.values()) - sum(found.values())
-    parts = {**there, **found}
-    parts[FRAGMENTS] = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
-    parts[CONTEXT] = CONTEXT_BYTES
-    return tuple((what, size) for what, size in parts.items() if size)
+    fragments = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
+    listed = {**there, **found, FRAGMENTS: fragments, CONTEXT: CONTEXT_BYTES}
+    return tuple((what, size) for what, size in listed.items() if size)
 
 
 def trained_otherwise(changes: tuple[str, ...]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from memopt.models.budget import format_bytes
@@ -41,8 +41,6 @@ def mesh_table(rungs: Iterable[MeshRung], unit: str) -> str:
     rows: list[tuple[str, ...]] = [("mesh", "fits", "needs", "step", unit, "binds")]
     for one in sorted(rungs, key=lambda x: (not x.rung.fits, -x.rung.rate_of_one)):
         rung = one.rung
-        shares = sorted(rung.busy.items(), key=lambda x: -x[1])
-        binds = ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
         how = f" ({', '.join(rung.changes)})" if rung.changes else ""
         rows.append(
             (
@@ -51,7 +49,7 @@ def mesh_table(rungs: Iterable[MeshRung], unit: str) -> str:
                 or_dash(rung.needed_bytes, format_bytes),
                 or_dash(rung.step_time_s, format_seconds),
                 or_dash(rung.samples_per_s, "{:,.0f}".format),
-                one.why or binds or "memory",
+                one.why or rung.streams or "memory",
             )
         )
     return "\n".join(aligned(rows))
@@ -59,9 +57,4 @@ def mesh_table(rungs: Iterable[MeshRung], unit: str) -> str:
 
 def mesh_figures(rungs: Iterable[MeshRung]) -> list[dict[str, Any]]:
     """Return the meshes for machines: bytes and seconds."""
-    rows = []
-    for one in rungs:
-        row = asdict(replace(one.rung, plan=None))
-        del row["plan"]
-        rows.append({"mesh": dict(one.mesh.sizes), "why": one.why, **row})
-    return rows
+    return [{"mesh": dict(one.mesh.sizes), "why": one.why, **one.rung.figures()} for one in rungs]
