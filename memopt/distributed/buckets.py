@@ -44,12 +44,7 @@ def buckets(model: nn.Module, bucket_bytes: int, dtype: torch.dtype | None) -> d
 
 def _blocks(model: nn.Module, within: bool = False) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of each block, and of each module outside of blocks. A block is a module
-    in a list that has modules of its own; blocks inside a block come before it.
-
-    Args:
-        model: the module to search.
-        within: whether it is in a block.
-    """
+    in a list that has modules of its own; blocks inside a block come before it."""
     is_list = isinstance(model, (nn.ModuleList, nn.Sequential))
     for child in model.children():
         block = is_list and any(True for _ in child.children())

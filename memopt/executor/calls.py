@@ -128,12 +128,7 @@ class Calls:
     _evaluated: bool = field(default=False, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
-        """Count a call of the unplanned model; warn when it is the first training step.
-
-        Args:
-            model: the unplanned model.
-            reason: why the plan does not run, for people.
-        """
+        """Count a call of the unplanned model; warn when it is the first training step."""
         self.original += 1
         if self._warned or not torch.is_grad_enabled():
             return

@@ -114,12 +114,7 @@ class DependencyCheck:
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
         """Return what changed since the forward of the values that eager reads in the backward;
-        None: nothing.
-
-        Args:
-            model: the user's model.
-            values: of the captured inputs in the forward.
-        """
+        None: nothing."""
         late = self._states[0].late
         with engine_off(model):  # as in the forward
             changed = None if late.unchanged(model) else late.changed(model)

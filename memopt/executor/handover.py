@@ -92,12 +92,7 @@ class Handover:
         return found
 
     def begin(self, running: Iterator[Handed], added: AddedLater) -> tuple[Any, ...]:
-        """Run the backward's first part; return gradients by position, None for later ones.
-
-        Args:
-            running: the planned backward.
-            added: looks at what autograd adds to the gradients.
-        """
+        """Run the backward's first part; return gradients by position, None for later ones."""
         self._running, self._added, self._done = running, added, 0
         found = self.next_part(0)
         return tuple(found.get(i) for i in range(self._count))

@@ -99,13 +99,7 @@ def other_parameters(
     named: Iterable[tuple[str, nn.Parameter]],
 ) -> str | None:
     """Say which parameter one of the two optimizers, this one and the planned one, trains and the
-    other does not; None: they train the same ones.
-
-    Args:
-        profiled: the planned step.
-        optimizer: the one given.
-        named: the parameters of the step's module.
-    """
+    other does not; None: they train the same ones."""
     assert profiled.parts is not None
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -14,11 +14,7 @@ V = TypeVar("V")
 
 
 class TiedValue(weakref.ref[Any], Generic[V]):
-    """A value kept for an object that may die at any time.
-
-    Attributes:
-        value: the value.
-    """
+    """A value kept for an object that may die at any time."""
 
     __slots__ = ("value",)
 

@@ -23,13 +23,7 @@ def in_four_bits(graph: Graph, element_bytes: int, device: Device) -> Graph:
     """Return the step with its adapters' frozen weights in 4 bits.
 
     An operator that is priced by its bytes and never run makes a weight before each operator that
-    reads it.
-
-    Args:
-        graph: the step with adapters (`adapters.adapted`).
-        element_bytes: of one element of these weights.
-        device: to price for.
-    """
+    reads it."""
     tensors, operators = list(graph.tensors), list[Operator]()
     sizes: dict[int, int] = {}
     for index in frozen_weights(graph):

@@ -204,11 +204,6 @@ def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
 
 
 def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
-    """Write a trace file of one or several steps, for ui.perfetto.dev or chrome://tracing.
-
-    Args:
-        path: the file, ".json".
-        steps: for example a predicted and a measured step.
-    """
+    """Write a trace file of one or several steps, for ui.perfetto.dev or chrome://tracing."""
     content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
     write_whole(path, json.dumps(content).encode())

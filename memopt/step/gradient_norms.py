@@ -162,15 +162,7 @@ def norm_over_ranks(
 
     torch decides from the placements what is sent: the norms of the shards are stacked, and summed
     over the ranks as powers. It is traced here, over the norms of the present rank's shards, so
-    that a step has the same operators and collectives in the same order.
-
-    Args:
-        extension: the step.
-        norms: of the present rank's parts of the gradients.
-        gradients: these parts.
-        parameters: DTensors, placed as the gradients are.
-        norm_type: as of `torch.nn.utils.clip_grad_norm_`.
-    """
+    that a step has the same operators and collectives in the same order."""
     pairs = zip(parameters, gradients, strict=True)
     whole = [like_part(parameter, gradient.meta["val"]) for parameter, gradient in pairs]
     parts = [_aten._foreach_norm.Scalar([one], float(norm_type))[0] for one in whole]
@@ -184,13 +176,7 @@ def norm_over_ranks(
 
 
 def finite_over_ranks(extension: Extension, largest: Node, parameter: torch.Tensor) -> Node:
-    """Add a number that is finite if the largest magnitudes of all ranks are.
-
-    Args:
-        extension: the step.
-        largest: the largest magnitude among the present rank's gradients.
-        parameter: a DTensor of these ranks.
-    """
+    """Add a number that is finite if the largest magnitudes of all ranks are."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = spec_of(parameter).mesh

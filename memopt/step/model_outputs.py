@@ -311,10 +311,6 @@ def _extent(value: torch.Tensor) -> int:
 def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     """Make a joint graph return its outputs themselves instead of their copies, in place.
 
-    Args:
-        module: the joint graph.
-        outputs: how the graph's outputs were traced.
-
     Raises:
         CaptureError: outputs that share memory would no longer share it.
     """

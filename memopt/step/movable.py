@@ -110,13 +110,7 @@ def with_movable(
 def with_host_updates(
     profiled: Profiled | None, optimizer: torch.optim.Optimizer, device: Device
 ) -> ProfiledStep:
-    """Let the host run the updates of tensors that may be on the host between steps.
-
-    Args:
-        profiled: a whole step, see `with_movable`.
-        optimizer: the step's optimizer.
-        device: the device whose host runs them.
-    """
+    """Let the host run the updates of tensors that may be on the host between steps."""
     assert isinstance(profiled, ProfiledStep)
     assert profiled.parts is not None
     choices = host_updates(profiled.graph, profiled.parts, optimizer, device)

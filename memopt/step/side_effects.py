@@ -82,11 +82,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class SideEffects:
-    """All side effects of a forward.
-
-    Attributes:
-        effects: the changes, in their order.
-    """
+    """All side effects of a forward."""
 
     effects: tuple[Effect, ...] = ()
 

@@ -30,15 +30,7 @@ def solution_of(
     proved: float,
     stats: Mapping[str, object],
 ) -> Solution:
-    """Make the solution of a plan, optimal where its gap is at most `proved`.
-
-    Args:
-        plan: a program, or a chain's steps, within the budget.
-        timeline: its replay.
-        bound_s: for the strategy's class; plans outside it may be faster.
-        proved: share of the bound.
-        stats: the solution's.
-    """
+    """Make the solution of a plan, optimal where its gap is at most `proved`."""
     bound_s = min(timeline.time_s, bound_s)
     # Not by the gap, which is 0 for a bound of 0.
     optimal = timeline.time_s <= bound_s * (1 + proved)

@@ -59,12 +59,7 @@ _ROW_MAJOR, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 @dataclass(frozen=True)
 class InChannelsLast:
-    """A step whose images were put in channels-last order.
-
-    Attributes:
-        captured: the step.
-        undo: restores the graph, which both steps share.
-    """
+    """A step whose images were put in channels-last order."""
 
     captured: Captured
     undo: Callable[[], None]
@@ -262,12 +257,7 @@ def computes_alike(before: Signature, after: Signature, device: torch.device) ->
 
     Some kernels go through memory without looking at strides: the backward of `weight_norm` gives
     other numbers for a filter's gradient in channels-last order. A user's model does not run into
-    that, but a model whose images memopt puts in another order could.
-
-    Args:
-        before, after: the call, with both layouts.
-        device: where it runs.
-    """
+    that, but a model whose images memopt puts in another order could."""
     key = before.text, after.text, device, numeric_settings()
     return bool(_known.find(key, lambda: _tried(before, after, device)))
 

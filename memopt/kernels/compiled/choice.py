@@ -87,13 +87,7 @@ def chosen_kernels(
 
 
 def planned_kernels(record: ModelRecord | None, device: torch.device, block_bytes: int) -> Fuse:
-    """Return the function that gives a step captured anew the kernels of a plan.
-
-    Args:
-        record: the plan's record.
-        device: where the step runs.
-        block_bytes: the allocator's granularity in the plan's graph.
-    """
+    """Return the function that gives a step captured anew the kernels of a plan."""
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None:

@@ -46,13 +46,7 @@ Tried: TypeAlias = tuple[float, int, MovedBase]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan.
-
-    Attributes:
-        device_bytes: total, of the device.
-        host_bytes: of the host; infinite: no limit.
-        deadline: of the search.
-    """
+    """The limits of a plan."""
 
     device_bytes: int
     host_bytes: float = math.inf
