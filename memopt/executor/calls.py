@@ -88,13 +88,7 @@ def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
 
 
 def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Parameter]) -> bool:
-    """Warn that an optimizer trains a model that was never called, if it does.
-
-    Args:
-        model: the wrapped model.
-        optimizer: it has stepped.
-        settled: parameters of other wrapped models that were called, or warned of.
-    """
+    """Warn that an optimizer trains a model that was never called, if it does."""
     groups = (group["params"] for group in optimizer.param_groups)
     trained = {one for group in groups for one in group if one.grad is not None} - settled
     if trained.isdisjoint(model.parameters()):

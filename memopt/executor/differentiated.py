@@ -120,9 +120,6 @@ class AsOriginal:
     def check_unchanged(self, values: Sequence[Any]) -> None:
         """Check, before the backward, the values that eager would read in it.
 
-        Args:
-            values: of the joint graph's inputs in the forward.
-
         Raises:
             ExecutionError: one has changed since the forward, whose values the planned
                 backward uses.

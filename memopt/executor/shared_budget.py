@@ -164,11 +164,6 @@ class SharedBudget:
     def _agreed(self, ranks: Ranks, last: _Kind | None, beside_bytes: int) -> int | None:
         """Take the largest figures of all ranks, if the last step was to be metered.
 
-        Args:
-            ranks: that run the parts together.
-            last: the last step's kind.
-            beside_bytes: what this rank's loop holds beside the step.
-
         Returns:
             The most that any rank holds beside the step; None: the step was not to be metered.
         """

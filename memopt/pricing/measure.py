@@ -307,12 +307,7 @@ def _times(
 def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
     """Run one step on the example inputs, and return copies of the wanted calls' arguments.
 
-    The model does not change: the captured graph is functional. Random state is left as it was.
-
-    Args:
-        captured: the captured model, whose parameters and inputs hold values.
-        wanted: texts of the calls' signatures (`signature(node).text`).
-    """
+    The model does not change: the captured graph is functional. Random state is left as it was."""
     model = captured.model()
     assert model is not None
     found: dict[str, Arguments] = {}

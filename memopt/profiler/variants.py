@@ -223,13 +223,7 @@ def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
 
     A gradient belongs to a parameter of its size. Of several, the one made first belongs to the one
     that the forward reads last. (Which of a block's equal ones it is makes no difference to memory
-    and time.)
-
-    Args:
-        graph: the step up to its gradients; optimizer state is not charged.
-        state: the optimizer's, shared by the parameters as their bytes are.
-        device: to price for.
-    """
+    and time.)"""
     readers, producer, tensors = graph.readers, graph.producer, graph.tensors
     made, used = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for gradient in sorted(set(graph.gradients) & producer.keys(), key=producer.__getitem__):

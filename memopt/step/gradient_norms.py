@@ -43,13 +43,6 @@ def with_norms(
 ) -> tuple[Captured, Lowering, Node | None]:
     """Add the unscaling and clipping of gradients to a step.
 
-    Args:
-        captured, lowering: the step, before its updates.
-        positions: positions of the trained primals, in the order of the model's parameters.
-        parameters: these parameters; DTensors if ranks hold parts of them.
-        rules: what is done to their gradients.
-        block_bytes: the allocator's granularity.
-
     Returns:
         The step, its gradients replaced; and, if they are scaled, the node of the largest magnitude
         among all their elements, which is finite if all are. If they are clipped, the last of the

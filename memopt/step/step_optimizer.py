@@ -162,15 +162,7 @@ def update_all(
     touch: Touch,
     groups: list[dict[str, Any]],
 ) -> None:
-    """Step parameters at once, and restore the optimizer's groups.
-
-    Args:
-        optimizer: of `PER_PARAMETER`.
-        parameters: those to step.
-        gradients: theirs.
-        touch: made of the parameters before.
-        groups: the optimizer's, with these parameters alone.
-    """
+    """Step parameters at once, and restore the optimizer's groups."""
     every, states = optimizer.param_groups, touch.states
     before = [None if state is None else dict(state) for state in states]
     try:

@@ -38,12 +38,7 @@ def lowered_peak(view: ChainView, solution: Solution) -> int | None:
 
 
 def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
-    """Return the plan of the smallest budget that a solution names; its own plan, if it has one.
-
-    Args:
-        answer: a strategy's solution.
-        attempt: asks the strategy again, where it names a budget without a plan.
-    """
+    """Return the plan of the smallest budget that a solution names; its own plan, if it has one."""
     if answer.plans:
         return answer
     if answer.smallest is None and answer.smallest_budget_bytes is not None:

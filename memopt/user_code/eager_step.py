@@ -22,15 +22,7 @@ def eager_step(
     rules: StepRules,
     run_backward: OwnBackward,
 ) -> Callable[[], None]:
-    """Make a step that takes the same batch for each of its micro-batches.
-
-    Args:
-        model, call: the model and its example call.
-        loss_of: computes the loss from the model's output.
-        optimizer: its `step` and `zero_grad` end the step.
-        rules: what happens to gradients before the updates.
-        run_backward: runs the step's backwards.
-    """
+    """Make a step that takes the same batch for each of its micro-batches."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
     if rules.scaled:

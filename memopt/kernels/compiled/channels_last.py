@@ -74,11 +74,7 @@ def is_of_images(node: Node) -> bool:
 
 def in_channels_last(captured: Captured) -> InChannelsLast | None:
     """Put the images of a step in channels-last order. Return None, and change nothing, if it has
-    no convolution of images on the CPU, is not to be computed, or relies on strides.
-
-    Args:
-        captured: the step; its graph is changed in place.
-    """
+    no convolution of images on the CPU, is not to be computed, or relies on strides."""
     graph = captured.module.graph
     images = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _reads_image(node)]
     on_host = captured.device is not None and captured.device.type == "cpu"

@@ -218,13 +218,7 @@ _LOOKUPS = ("embedding", "gather")
 
 def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work, ...]:
     """Return the work of a fused kernel: one launch, which reads each input and writes each output
-    once, and the operations of each operator, in registers.
-
-    Args:
-        lowering: of the step before its regions became operators.
-        region: of it.
-        one: the region as a graph of its own.
-    """
+    once, and the operations of each operator, in registers."""
     parts = []
     for op in region.operators:
         node = lowering.nodes[op]

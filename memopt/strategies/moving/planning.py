@@ -249,14 +249,7 @@ def activation_bases(
     shares: Iterable[float],
 ) -> Iterator[tuple[str, Program]]:
     """Yield programs whose activations are planned within a share of the room; the rest of it is
-    for moved tensors. The room is the budget without what cannot move.
-
-    Args:
-        graph: a step with movable tensors.
-        budget_bytes: total.
-        solve: plans the step with resident parameters, within a total budget.
-        shares: of the budget, for activations; the rest is for moved tensors.
-    """
+    for moved tensors. The room is the budget without what cannot move."""
     fixed = graph.resident_bytes - graph.movable_bytes
     resident = fixed_graph(graph)
     for share in shares:

@@ -32,12 +32,6 @@ def rotor_programs(
 ) -> tuple[Program | None, Program]:
     """Plan the chain with Rotor.
 
-    Args:
-        graph: the training step.
-        budget_bytes: total bytes; None: no limit.
-        view: the graph's linearization, if the caller has it.
-        deadline: of Rotor's table; None: none.
-
     Returns:
         The program within the budget, if there is one, and that of the smallest peak known.
     """
