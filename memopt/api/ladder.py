@@ -65,16 +65,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """What a ladder is asked for.
-
-    Attributes:
-        device: to train on.
-        budget_bytes: of its memory.
-        optimizer: a name; None: no state is charged.
-        lora: rank of adapters; 0: all parameters are trained.
-        ranks: devices that the user has.
-        dtype: of the parameters; None: the model's own.
-    """
+    """What a ladder is asked for."""
 
     device: Device
     budget_bytes: int

@@ -72,12 +72,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a kernel call that is skipped.
-
-    Attributes:
-        likes: the tensors; None where the call returns none.
-        several: whether the call returns several.
-    """
+    """The results of a kernel call that is skipped."""
 
     likes: tuple[Like | None, ...]
     several: bool

@@ -136,13 +136,7 @@ def _like(
 
 @dataclass
 class ArenaLease:
-    """One step's arena.
-
-    Attributes:
-        memory: its bytes; they go back with the lease.
-        slots: the placed tensors, in the layout's order.
-        arenas: gets the bytes back.
-    """
+    """One step's arena."""
 
     memory: Tensor
     slots: list[Tensor]

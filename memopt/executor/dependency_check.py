@@ -43,13 +43,7 @@ class _KnownState:
 
 
 class DependencyCheck:
-    """Checks everything that one captured model's trace read.
-
-    Args:
-        captured: the captured model.
-        dependencies: the values that its trace read.
-        structure: further values that must be as planned: modules, parameters and buffers.
-    """
+    """Checks everything that one captured model's trace read."""
 
     def __init__(
         self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]

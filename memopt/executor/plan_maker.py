@@ -149,15 +149,7 @@ class Made:
 
 
 class PlanMaker:
-    """Makes the plans of a wrapped model, and warns when they exceed the budget.
-
-    Args:
-        model: the model.
-        planner: makes plans.
-        around: the memory met around its steps.
-        alone: whether this process plans without others, as far as is known.
-        instead, family: see `Planner`.
-    """
+    """Makes the plans of a wrapped model, and warns when they exceed the budget."""
 
     def __init__(
         self,

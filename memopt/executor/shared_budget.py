@@ -89,14 +89,7 @@ class SharedBudget:
     """Divides a budget among the parts of a model.
 
     Parts that communicate need the same plans on all ranks: the largest figures of any rank count,
-    and the first rank plans.
-
-    Args:
-        model: the model.
-        budget: as the user wrote it.
-        solver: makes plans.
-        around: the memory met around its steps.
-    """
+    and the first rank plans."""
 
     def __init__(
         self, model: nn.Module, budget: WrittenBudget, solver: PartSolver, around: Surroundings

@@ -31,12 +31,7 @@ class StepParameters:
     """The parameters of a train step, looked up and checked before each step.
 
     What takes long is done again only when the model registers other modules or parameters than
-    before, or the optimizer has others.
-
-    Args:
-        profiled: the planned step.
-        optimizer: the user's.
-    """
+    before, or the optimizer has others."""
 
     def __init__(self, profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
         assert profiled.parts is not None

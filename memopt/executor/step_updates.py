@@ -26,17 +26,7 @@ _CACHED_BYTES = 2**20
 
 @dataclass
 class StepUpdates:
-    """The updates of one step.
-
-    Attributes:
-        optimizer: steps the parameters.
-        parameters: by name.
-        homes: the host copies of moved parameters and state.
-        host_state: the state, if it is on the host between updates.
-        undo: keeps former values.
-        changes: what the step has changed.
-        skipped: whether nothing is updated, since a gradient is infinite or NaN.
-    """
+    """The updates of one step."""
 
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, nn.Parameter]

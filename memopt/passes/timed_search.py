@@ -10,13 +10,7 @@ Improvement = Callable[[float, int, int], None]
 
 
 class TimedSearch:
-    """A search with a wall-clock limit that reports its improvements.
-
-    Attributes:
-        time_limit_s: wall clock, seconds; None: no limit.
-        on_improvement: called at each improvement.
-        interrupted: whether Ctrl-C ended it.
-    """
+    """A search with a wall-clock limit that reports its improvements."""
 
     def __init__(
         self, time_limit_s: float | None, on_improvement: Improvement | None = None

@@ -35,15 +35,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval [start_s, end_s) in which a lane is occupied.
-
-    Attributes:
-        lane: the lane.
-        name: shown to people.
-        start_s: seconds from the start of the step.
-        end_s: seconds.
-        stall: whether the lane only waits for a transfer.
-    """
+    """An interval [start_s, end_s) in which a lane is occupied."""
 
     lane: Lane
     name: str

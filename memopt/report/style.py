@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,6 +54,13 @@ def new_figure() -> tuple[Figure, Axes]:
         raise ImportError(_MISSING) from error
     figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def save_figure(draw: Callable[[Axes], object], path: Path) -> None:
+    """Draw a figure to a file, without a window."""
+    figure, axes = new_figure()
+    draw(axes)
+    figure.savefig(path, dpi=150)
 
 
 def picture_types() -> frozenset[str]:

@@ -33,13 +33,7 @@ _TOLD = "_memopt_told_to_ranks"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that hold parts of one model.
-
-    Attributes:
-        members: their ranks in the world, ascending.
-        group: what their messages go over.
-        kind: of the model.
-    """
+    """The processes that hold parts of one model."""
 
     members: tuple[int, ...]
     group: RankGroup

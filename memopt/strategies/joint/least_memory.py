@@ -48,13 +48,7 @@ def least_memory(
 
 @dataclass(eq=False)
 class _LeastSearch:
-    """A descent to less memory.
-
-    Attributes:
-        mover, deadline: see `least_memory`.
-        runs, least_bytes: the best so far, and the budget that they can meet.
-        tried: how many changes were judged.
-    """
+    """A descent to less memory."""
 
     mover: Mover
     deadline: Deadline

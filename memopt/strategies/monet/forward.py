@@ -37,12 +37,7 @@ BISECTIONS = 8
 
 @dataclass(frozen=True)
 class ForwardSearch:
-    """A search for programs of one graph; operators run as they are, without their implementations.
-
-    Attributes:
-        graph: all forward.
-        seed: of all random choices.
-    """
+    """A search for programs of one graph, whose operators run without their implementations."""
 
     graph: Graph
     seed: int = 0

@@ -82,14 +82,7 @@ class _Copy:
 
 
 class IntervalModel:
-    """The program of a graph within a budget.
-
-    Attributes:
-        graph: the training step.
-        budget_bytes: total bytes.
-        allowed: which implementations may be chosen; None: all.
-        most_runs: C.
-    """
+    """The program of a graph within a budget."""
 
     def __init__(
         self,
