@@ -10,11 +10,12 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
+from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.direct_calls import runs_below_autograd
 from memopt.executor.expressions import ExpressionWriter
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.values import Halves, argument_in, unpacked
-from memopt.executor.views import is_laid_out_one_way
+from memopt.executor.views import Look, is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.step.backend import is_on_host
@@ -30,9 +31,6 @@ def released(*tensors: torch.Tensor) -> None:
 
     A collective on CPU (gloo) runs in a thread of its group, which holds its tensors until a moment
     after those that wait for it go on. Freed meanwhile, they would stay in memory for that moment.
-
-    Args:
-        tensors: all tensors that the caller has in one storage, on a device with the host's memory.
     """
     storage = tensors[0].untyped_storage()
     # A wait returns the tensor that it waited for.
@@ -47,6 +45,7 @@ class Writer(ExpressionWriter):
         self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any], direct: bool
     ) -> None:
         super().__init__(halves, names, globals_, direct)
+        self.arena: ArenaWriter | None = None
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
         self.updating: set[int] = set()
@@ -59,6 +58,9 @@ class Writer(ExpressionWriter):
         alone = "record" in globals_ or not direct
         self.together = {} if alone else dict(halves.together)
         self.done = {p for first, every in self.together.items() for p in every if p != first}
+
+    def slot_of(self, found: Look) -> str:
+        return self.arena.look(found) if self.direct and self.arena is not None else ""
 
     def arrived(self, node: Node, text: str) -> str:
         if not is_wait(node.target):
