@@ -8,13 +8,12 @@ from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.passes.cp_sat import CpSat
+from memopt.passes.cp_sat import CpSat, Improvement
 from memopt.passes.order.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.passes.order.program_tasks import in_any_place, tasks_of
 from memopt.passes.place.arena_selection import select_buffers
 from memopt.passes.place.buffers import Buffer, Placement
 from memopt.passes.place.placement import DEFAULT_WORK_LIMIT, place
-from memopt.passes.timed_search import Improvement
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.lifetimes import Storage, lifetimes, storages

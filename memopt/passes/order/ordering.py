@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from memopt.models.bounds import relative_gap
 from memopt.models.status import Status
-from memopt.passes.cp_sat import CpSat
+from memopt.passes.cp_sat import CpSat, Improvement, TimedSearch
 from memopt.passes.order.mincut import forced_live, last_task_bound, minimum_cut
 from memopt.passes.order.part_programs import solve_by_parts
 from memopt.passes.order.task_contraction import (
@@ -25,7 +25,6 @@ from memopt.passes.order.task_contraction import (
 )
 from memopt.passes.order.tasks import Run, Tasks
 from memopt.passes.order.window_search import Window
-from memopt.passes.timed_search import Improvement, TimedSearch
 
 STATES_FROM_FRAMEWORK = 4_000
 """States that window searches from the framework's own order may visit before others are tried."""

@@ -198,8 +198,13 @@ class Rotor(TableStrategy):
         return RotorOptimal(self.slots, exact_stages, self.table_bytes).plan_set(chain, deadline)
 
     def _persistent(self, chain: Chain, deadline: Deadline) -> PlanSet:
-        from memopt.strategies.rotor.grouping import group_ends, grouped
-        from memopt.strategies.rotor.long_chains import most_stages, ungrouped, with_segments
+        from memopt.strategies.rotor.grouping import (
+            group_ends,
+            grouped,
+            most_stages,
+            ungrouped,
+            with_segments,
+        )
 
         most = most_stages(deadline, self.slots or DEFAULT_SLOTS, self.table_bytes)
         if len(chain) <= max(most, self.exact_stages) or self.slots is None:
@@ -270,8 +275,7 @@ class FloatingStrategy(TableStrategy):
                 return plans
             # Rotor may be exact where this table is in slots.
             return merged(plans, rotor.plan_set(chain, deadline))
-        from memopt.strategies.rotor.grouping import group_ends, grouped
-        from memopt.strategies.rotor.long_chains import ungrouped
+        from memopt.strategies.rotor.grouping import group_ends, grouped, ungrouped
 
         persistent = rotor.plan_set(chain, deadline)
         if deadline is not None and deadline.over:
