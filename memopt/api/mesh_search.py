@@ -62,13 +62,7 @@ class MeshSearch:
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
     ) -> tuple[MeshRung, ...]:
         """Try meshes of so many ranks: of data alone, and those with twice the ranks along tensor,
-        pipe or context, from the best of them on while that is better.
-
-        Args:
-            ranks: of all.
-            contexts: whether `load` can give a part of the sequence.
-            heard: is called with each as soon as it is planned.
-        """
+        pipe or context, from the best of them on while that is better."""
         network = self._device.network
         within = 1 if network is None else network.ranks_per_node
         tried: dict[Mesh, MeshRung] = {}

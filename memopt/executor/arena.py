@@ -288,11 +288,7 @@ class Arenas:
 
     def fork(self, saved: list[Any]) -> list[Any]:
         """Copy the arena for a backward that may run again (retain_graph), since each run
-        overwrites saved tensors.
-
-        Args:
-            saved: what the forward has saved for the backward.
-        """
+        overwrites saved tensors."""
         lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
         # The family may have grown between the two.

@@ -70,13 +70,7 @@ _MANY = (8, 32, 128, 512, 2048)
 
 
 def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
-    """Warn that plans are made for many kinds of calls, each time that four times as many exist.
-
-    Args:
-        made: how many plans were made so far.
-        differs: how the last kind of call differs from the one before, for people.
-        remedy: what to write to have other kinds run unplanned.
-    """
+    """Warn that plans are made for many kinds of calls, each time that four times as many exist."""
     if made in _MANY:
         warnings.warn(
             f"{made} plans were made, one for each kind of call, and to make one takes as long as "

@@ -71,12 +71,7 @@ class Handover:
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
         """Attach the chain to its anchor. Return the joint graph's inputs: those of later parts are
-        detached, since autograd gets their gradients from the chain.
-
-        Args:
-            values: by position.
-            anchor: position, in the first part, of the parameter that the chain is attached to.
-        """
+        detached, since autograd gets their gradients from the chain."""
         found = list(values)
         self._values = tuple(values)
         # A token on the device, so that autograd runs each part in the thread and on the stream of

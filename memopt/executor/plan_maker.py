@@ -348,11 +348,6 @@ class PlanMaker:
     def _arrived_dropping(self, plan: PlanRecord, least: int | None, tangents: list[Any]) -> None:
         """Begin the backward of a planned call that has no room for gradients.
 
-        Args:
-            plan: of the call.
-            least: the budget within which gradients may be held; None: unknown.
-            tangents: the gradients of its outputs.
-
         Raises:
             InfeasibleBudgetError: gradients are held that do not fit.
         """

@@ -77,13 +77,6 @@ def order_in_any_place(
     """Order a program that has no in-place outputs for the smallest peak that it can have once
     outputs are computed in place wherever the order allows it.
 
-    Args:
-        graph: the cost model of the program.
-        program: valid, every output in a storage of its own.
-        good_enough: bytes; an order of at most this peak ends the search.
-        time_limit_s: wall clock.
-        max_states: see `order_tasks`.
-
     Returns:
         The ordered program, with the in-place outputs that its order allows, and a bound over all
         orders and all choices of in-place outputs, bytes.

@@ -187,13 +187,7 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def gradients_of(
     ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
-    """Return which leaves of an output get gradients from a loss, and in which layouts.
-
-    Args:
-        ranks: for each leaf, which differentiable output it is.
-        arrived: the gradients that arrived, by the ranks of their outputs.
-        held_bytes: see `OutputGradients`.
-    """
+    """Return which leaves of an output get gradients from a loss, and in which layouts."""
     unused, strides = [], []
     for position, rank in enumerate(ranks):
         if rank is None:

@@ -45,15 +45,7 @@ def chosen_kernels(
     block_bytes: int,
     progress: Progress = silent,
 ) -> Fuse:
-    """Return the function that gives a step the kernels of `memopt.plan(kernels=...)`.
-
-    Args:
-        kernels: one of KERNELS. "auto" measures each region, both ways.
-        device: where the step runs.
-        options: how hard to measure.
-        block_bytes: the allocator's granularity.
-        progress: called with (fraction, what).
-    """
+    """Return the function that gives a step the kernels of `memopt.plan(kernels=...)`."""
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         plain = without_choice(kernels, model, captured, lowering, block_bytes)

@@ -124,12 +124,6 @@ class ForwardSearch:
     def search(self, best: Incumbent, bound_s: float, runs: range, deadline: Deadline) -> int:
         """Offer faster and faster programs within the incumbent's budget.
 
-        Args:
-            best: the budget, and the fastest program.
-            bound_s: a program that takes no longer ends the search.
-            runs: which of RUNS.
-            deadline: of all of them.
-
         Returns:
             The number of annealings.
         """

@@ -77,14 +77,6 @@ def planned_moves(
 ) -> Solution:
     """Return the fastest program known within the limits.
 
-    Args:
-        graph: a step with movable tensors.
-        device: link rates.
-        limits: budgets and deadline. Until there is a plan, all bases are tried.
-        bases: (its source, program), the movable tensors resident in it.
-        name: the strategy's, for messages.
-        known: a plan without moves; the plan returned is at least as fast.
-
     Raises:
         InfeasibleBudgetError: plans within the device's budget need more host memory.
     """
