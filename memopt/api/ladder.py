@@ -136,10 +136,9 @@ class _LadderMaker:
         from memopt.profiler.variants import Variants
 
         self._asked, self._inputs = asked, inputs
-        pricing = Pricing(asked.device, "estimate")
 
         def price(built: Any, given: Any, kernels: str) -> Any:
-            how = replace(pricing, kernels=kernels)
+            how = Pricing(asked.device, "estimate", kernels)
             return profiled_for(built, given, step, how, asked.device, lambda _s, _w: None)
 
         self._variants = Variants(model, inputs, asked.device, price, sharded_over)

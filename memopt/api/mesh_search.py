@@ -154,10 +154,9 @@ class MeshSearch:
             if len(lists) != 1 or lists[0].count <= pipe:
                 raise ValueError(f"its blocks are not one list of more than {pipe}")
             model = meta_copy(model, [replace(lists[0], kept=-(-lists[0].count // pipe))])
-        pricing = Pricing(self._device, "estimate")
 
         def price(built: Any, given: Any, kernels: str) -> Any:
-            how = replace(pricing, kernels=kernels)
+            how = Pricing(self._device, "estimate", kernels)
             options, device = self._options, self._device
             return profiled_for(built, given, options, how, device, lambda _s, _w: None)
 

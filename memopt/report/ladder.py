@@ -82,6 +82,12 @@ class Rung:
         shares = sorted(self.busy.items(), key=lambda one: -one[1])
         return ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table says of it: whether it fits, what it needs, and how long its step takes."""
+        needs = or_dash(self.needed_bytes, format_bytes)
+        return "yes" if self.fits else "no", needs, or_dash(self.step_time_s, format_seconds)
+
     def figures(self) -> dict[str, Any]:
         """Return the rung for machines: bytes and seconds."""
         row = asdict(replace(self, plan=None))
@@ -244,9 +250,7 @@ class Ladder:
             cost = f"{share:+.0%}" if rung is not best else ""
         return (
             rung.name,
-            "yes" if rung.fits else "no",
-            or_dash(rung.needed_bytes, format_bytes),
-            or_dash(rung.step_time_s, format_seconds),
+            *rung.cells,
             or_dash(
                 rung.samples_per_s, lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
             ),
@@ -352,9 +356,7 @@ def mesh_table(rungs: Iterable[MeshRung], unit: str) -> str:
         rows.append(
             (
                 f"{one.mesh}{how}",
-                "yes" if rung.fits else "no",
-                or_dash(rung.needed_bytes, format_bytes),
-                or_dash(rung.step_time_s, format_seconds),
+                *rung.cells,
                 or_dash(rung.samples_per_s, "{:,.0f}".format),
                 one.why or rung.streams or "memory",
             )
