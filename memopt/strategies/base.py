@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -34,16 +33,11 @@ def solution_of(
     bound_s = min(timeline.time_s, bound_s)
     # Not by the gap, which is 0 for a bound of 0.
     optimal = timeline.time_s <= bound_s * (1 + proved)
-    return Solution(
-        Status.OPTIMAL if optimal else Status.FEASIBLE,
-        steps=plan if isinstance(plan, tuple) else None,
-        program=None if isinstance(plan, tuple) else plan,
-        peak_bytes=timeline.peak_bytes,
-        time_s=timeline.time_s,
-        lower_bound_s=bound_s,
-        gap=relative_gap(timeline.time_s, bound_s),
-        stats=stats,
+    steps, program = (plan, None) if isinstance(plan, tuple) else (None, plan)
+    found = Solution(
+        Status.FEASIBLE, steps, program, timeline.peak_bytes, timeline.time_s, stats=stats
     )
+    return found.bounded(bound_s, optimal)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt.models.bounds import relative_gap
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.replay import replay
@@ -118,10 +117,4 @@ def _free(graph: Graph, solution: Solution) -> bool:
 
 def _looser(graph: Graph, solution: Solution) -> Solution:
     bound_s = min(graph.compute_time_s, solution.time_s or graph.compute_time_s)
-    optimal = _free(graph, solution)
-    return replace(
-        solution,
-        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-        lower_bound_s=bound_s,
-        gap=relative_gap(solution.time_s or bound_s, bound_s),
-    )
+    return solution.bounded(bound_s, _free(graph, solution))
