@@ -105,13 +105,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder as GPT-2 is one, in plain torch: tokens to logits, or with `labels` to its loss.
-
-    Args:
-        layers, width, heads: its size.
-        vocabulary: how many tokens there are.
-        longest: the longest text, tokens.
-    """
+    """A decoder as GPT-2 is one, in plain torch: tokens to logits, or with `labels` to its loss."""
 
     def __init__(
         self,
@@ -161,13 +155,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNet(nn.Module):
-    """A ResNet of basic blocks in plain torch; with its defaults ResNet-18's layers.
-
-    Args:
-        classes: how many it tells apart.
-        widths: channels of its groups.
-        blocks: blocks in each group.
-    """
+    """A ResNet of basic blocks in plain torch; with its defaults ResNet-18's layers."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ RUNS_ONLY = {
     "memopt.programs.lifetimes",
     "memopt.programs.liveness",
     "memopt.programs.moved",
-    "memopt.programs.updates_together",
+    "memopt.executor.step_updates",
     "memopt.programs.validate_moved",
     "memopt.programs.validate_network",
     "memopt.reductions.coarsen",

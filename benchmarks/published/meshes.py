@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.published import measurements
 from benchmarks.published.gpus import device_of
+from memopt.api.mesh_search import ring_s
 from memopt.models import mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -25,7 +26,6 @@ from memopt.pricing.roofline import work_time_s
 from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.reductions.block_checkpoints import forward_of_blocks, largest_sent_bytes, run_again
-from memopt.reductions.contexts import ring_s
 from memopt.step.kernel import FusedKernel
 from memopt.step.signature import describe_value, signature
 

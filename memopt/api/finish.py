@@ -19,14 +19,7 @@ from memopt.strategies.target import Target
 
 @dataclass(frozen=True)
 class FinishedProgram:
-    """A solution's program, ready to run.
-
-    Attributes:
-        solution: the solution, with the passes' statistics.
-        program: valid, and within the budget.
-        figures: of the program's replay.
-        passes: the passes that ran.
-    """
+    """A solution's program, ready to run."""
 
     solution: Solution
     program: Program
@@ -43,14 +36,6 @@ def finish(
     time_limit_s: float | None,
 ) -> FinishedProgram | Solution:
     """Make the program that runs from a strategy's solution.
-
-    Args:
-        target: the strategy, and the cost model that it planned.
-        solution: the strategy's.
-        budget: of device and host.
-        device: link rates.
-        passes: the passes that the user asks for.
-        time_limit_s: for each pass.
 
     Returns:
         The program; or a solution without a plan, if no program is within the budget.

@@ -25,16 +25,7 @@ FASTER = 1e-3
 
 
 class Improving:
-    """A search for a plan that is better than the one that runs.
-
-    Args:
-        plan: the one that runs.
-        strategy: looks for the better one.
-        limit_bytes: its budget; None: no limit.
-        time_limit_s: of the search; None: the strategy's own.
-        keep: is told the better plan.
-        aloud: whether to say on a terminal that it was taken over.
-    """
+    """A search for a plan that is better than the one that runs."""
 
     def __init__(
         self,

@@ -65,16 +65,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """What a ladder is asked for.
-
-    Attributes:
-        device: to train on.
-        budget_bytes: of its memory.
-        optimizer: a name; None: no state is charged.
-        lora: rank of adapters; 0: all parameters are trained.
-        ranks: devices that the user has.
-        dtype: of the parameters; None: the model's own.
-    """
+    """What a ladder is asked for."""
 
     device: Device
     budget_bytes: int
@@ -145,10 +136,9 @@ class _LadderMaker:
         from memopt.profiler.variants import Variants
 
         self._asked, self._inputs = asked, inputs
-        pricing = Pricing(asked.device, "estimate")
 
         def price(built: Any, given: Any, kernels: str) -> Any:
-            how = replace(pricing, kernels=kernels)
+            how = Pricing(asked.device, "estimate", kernels)
             return profiled_for(built, given, step, how, asked.device, lambda _s, _w: None)
 
         self._variants = Variants(model, inputs, asked.device, price, sharded_over)

@@ -13,16 +13,14 @@ from memopt.api.solving import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
-from memopt.models.graph import Graph, TensorKind
+from memopt.models.graph import Graph, Operator, Phase, TensorKind
 from memopt.models.mesh import Mesh, in_flight, pipeline_turns
 from memopt.models.options import Pricing, StepOptions
 from memopt.plan_record import PlanRecord
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.reductions.block_checkpoints import block_of, forward_of_blocks
-from memopt.reductions.contexts import in_context
-from memopt.report.ladder import RECOMPUTE, Rung, busy_shares
-from memopt.report.meshes import MeshRung
+from memopt.report.ladder import RECOMPUTE, MeshRung, Rung, busy_shares
 from memopt.stages import profiled_for
 from memopt.strategies import resolve
 from memopt.strategies.target import chain_view
@@ -64,13 +62,7 @@ class MeshSearch:
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
     ) -> tuple[MeshRung, ...]:
         """Try meshes of so many ranks: of data alone, and those with twice the ranks along tensor,
-        pipe or context, from the best of them on while that is better.
-
-        Args:
-            ranks: of all.
-            contexts: whether `load` can give a part of the sequence.
-            heard: is called with each as soon as it is planned.
-        """
+        pipe or context, from the best of them on while that is better."""
         network = self._device.network
         within = 1 if network is None else network.ranks_per_node
         tried: dict[Mesh, MeshRung] = {}
@@ -162,10 +154,9 @@ class MeshSearch:
             if len(lists) != 1 or lists[0].count <= pipe:
                 raise ValueError(f"its blocks are not one list of more than {pipe}")
             model = meta_copy(model, [replace(lists[0], kept=-(-lists[0].count // pipe))])
-        pricing = Pricing(self._device, "estimate")
 
         def price(built: Any, given: Any, kernels: str) -> Any:
-            how = replace(pricing, kernels=kernels)
+            how = Pricing(self._device, "estimate", kernels)
             options, device = self._options, self._device
             return profiled_for(built, given, options, how, device, lambda _s, _w: None)
 
@@ -243,3 +234,70 @@ def kept_bytes(graph: Graph, program: Program) -> int:
     living = lifetimes(graph, program).device
     held = (one.tensor for one in living if one.begin < boundary < one.end)
     return sum(graph.tensors[one].size_bytes for one in held if one in of_blocks)
+
+
+FUSED = "_scaled_dot_product"
+"""In the target of an attention whose scores are never whole."""
+
+
+def ring_s(
+    time_s: float,
+    keys_bytes: int,
+    ranks: int,
+    stride: int,
+    backward: bool,
+    device: Device,
+    compiled: bool = False,
+) -> float:
+    """Return the seconds of an attention to the keys of a whole context, as `context_parallel`
+    computes it (torch/distributed/tensor/experimental/_attention.py).
+
+    All ranks' keys are gathered beside the first part's work; in the backward a part's slopes are
+    sent on in float32 beside the next part's. Under `torch.compile` nothing is beside anything: a
+    traced collective is waited for at once, and Inductor moves no wait.
+
+    Args:
+        time_s: to the keys of one rank.
+        keys_bytes: of all ranks' keys and values, in half precision.
+        ranks: that share the context.
+        stride: between them.
+        backward: whether it is the backward.
+        device: with its network.
+        compiled: whether `torch.compile` traces it.
+    """
+    gather = Collective(CollectiveKind.ALL_GATHER, ranks, keys_bytes, stride)
+    gather_s = device.collective_time_s(gather)
+    sent_s = 2 * gather_s / (ranks - 1)
+    if compiled:
+        return ranks * time_s + gather_s + backward * ranks * sent_s
+    first_s = max(time_s, gather_s)
+    if not backward:
+        return first_s + (ranks - 1) * time_s
+    return first_s + (ranks - 1) * max(time_s, sent_s) + sent_s
+
+
+def in_context(graph: Graph, ranks: int, stride: int, device: Device) -> Graph:
+    """Return a graph of one part of a sequence, whose attentions meet the keys of `ranks` parts;
+    those are charged as their workspace.
+
+    Raises:
+        ValueError: it has no fused attention.
+    """
+    keys: dict[str, int] = {}
+    found: list[Operator] = []
+    for operator in graph.operators:
+        if FUSED not in operator.target:
+            found.append(operator)
+            continue
+        backward = operator.phase is Phase.BACKWARD
+        if not backward:
+            read = [graph.tensors[one].size_bytes for one in operator.reads]
+            result = max(graph.tensors[one].size_bytes for one in operator.writes)
+            keys[operator.module] = ranks * max(0, sum(read) - result)
+        size = keys[operator.module]
+        time_s = ring_s(operator.time_s, size, ranks, stride, backward, device)
+        more = operator.workspace_bytes + size
+        found.append(replace(operator, time_s=time_s, workspace_bytes=more))
+    if not keys:
+        raise ValueError("it has no fused attention (scaled_dot_product_attention)")
+    return replace(graph, operators=tuple(found))

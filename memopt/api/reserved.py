@@ -92,11 +92,6 @@ def within_card(
     """Plan within a budget on allocated bytes, such that the allocator reserves no more than the
     device has.
 
-    Args:
-        solve_for: plans within so many allocated bytes.
-        budget_bytes: on allocated bytes.
-        card_bytes: what the device has; None: unknown.
-
     Raises:
         InfeasibleBudgetError: no such plan was found.
     """

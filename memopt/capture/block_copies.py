@@ -17,8 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from memopt.capture.block_runs import CopiedNames
-from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks
-from memopt.capture.periods import plain, read_by
+from memopt.capture.equal_blocks import CUT, KEPT, EqualBlocks, plain, read_by
 from memopt.models.periods import BlockRun, longest_period, run_of
 from memopt.step.memory_layout import storage_of
 from memopt.step.nodes import tensors_of

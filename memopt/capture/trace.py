@@ -20,7 +20,6 @@ from memopt.capture.as_eager.masks import with_whole_masks
 from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
-from memopt.capture.lean_trace import lean_trace
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
@@ -33,6 +32,7 @@ from memopt.capture.uncaptured import (
     why_not_taken,
 )
 from memopt.errors import CaptureError
+from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
@@ -46,6 +46,8 @@ from memopt.step.side_effects import (
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
 from memopt.torch_private.access import known, optional, patched, private
+from memopt.torch_private.aot import code_written_late, values_described_once
+from memopt.torch_private.distributed import nothing_tried_out
 from memopt.torch_private.dynamo import capture_errors, constant, failing_modules_heard, graph_of
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
@@ -327,3 +329,18 @@ def _name_of_class(of: Any, name: object) -> Any:
         if isinstance(owner, type):
             return constant(getattr(owner, str(name)))
     return None
+
+
+@contextlib.contextmanager
+def lean_trace() -> Iterator[None]:
+    """Trace without full garbage collections, without writing the Python code of graphs that are
+    never run (it is written when they run), and without a second description of every value, or
+    what torch tries out meanwhile."""
+    with (
+        ONE_TRACE_AT_A_TIME,
+        full_collections_deferred(),
+        code_written_late(),
+        values_described_once(),
+        nothing_tried_out(),
+    ):
+        yield

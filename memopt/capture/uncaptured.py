@@ -340,12 +340,7 @@ def line_of(node: Node) -> str:
 
 def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
     """Return a trace's guards without changes that do not last: `self.buffer += 1` assigns the same
-    tensor again, and torch.func.functional_call replaces tensors and restores them.
-
-    Args:
-        model, call: the model that was traced, and its call.
-        guards: what the trace read and changed.
-    """
+    tensor again, and torch.func.functional_call replaces tensors and restores them."""
     registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
     if not registries:
         return guards

@@ -11,8 +11,9 @@ import typer
 import memopt
 from memopt.api.comparison import Cell, Comparison
 from memopt.commands import options
-from memopt.commands.output import baseline_figures, say, say_json
+from memopt.commands.output import baseline_figures, say, say_json, say_written
 from memopt.models.folders import write_whole
+from memopt.report.style import save_figure
 
 
 @options.with_model_options
@@ -51,14 +52,12 @@ def compare(
     if out is not None:
         write_whole(out, (made.to_markdown() + "\n").encode())
     if plot is not None:
-        _draw(made, plot)
+        save_figure(made.plot, plot)
     if model.as_json:
         say_json(_figures(made))
     elif not model.quiet:
         say(str(made))
-        for path in (out, plot):
-            if path is not None:
-                say(f"wrote {path}")
+        say_written(out, plot)
 
 
 def _figures(made: Comparison) -> dict[str, Any]:
@@ -75,11 +74,3 @@ def _figures(made: Comparison) -> dict[str, Any]:
             for cell in made.cells
         ],
     }
-
-
-def _draw(made: Comparison, path: Path) -> None:
-    from memopt.report.style import new_figure
-
-    figure, axes = new_figure()
-    made.plot(axes)
-    figure.savefig(path, dpi=150)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import typer
 import memopt
 from memopt.api.plan import load
 from memopt.commands import options
-from memopt.commands.output import OptionError, say
+from memopt.commands.output import OptionError, say_written
 from memopt.report.snapshot import write_snapshot
 
 DEFAULT = ("auto", "store-all")
@@ -76,10 +75,4 @@ def explore(
     if snapshot is not None:
         opened = page.subject.opened
         write_snapshot(snapshot, opened.graph, opened.program, opened.device)
-    _say_written(() if quiet else written.values())
-
-
-def _say_written(paths: Iterable[Path | None]) -> None:
-    for path in paths:
-        if path is not None:
-            say(f"wrote {path}")
+    say_written(*(() if quiet else written.values()))

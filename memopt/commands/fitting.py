@@ -19,8 +19,15 @@ from memopt.commands.output import OptionError, say, say_json, value_of
 from memopt.commands.targets import NamedModel
 from memopt.models.budget import MINIMUM, parse_budget
 from memopt.models.options import StepOptions, parse_returns
-from memopt.report.ladder import CHUNKED, Ladder, Rung
-from memopt.report.meshes import MeshRung, best_mesh, mesh_figures, mesh_table
+from memopt.report.ladder import (
+    CHUNKED,
+    Ladder,
+    MeshRung,
+    Rung,
+    best_mesh,
+    mesh_figures,
+    mesh_table,
+)
 
 SOLVED = ("batch", "sequence", "gpus", "mesh")
 _MOST = 8

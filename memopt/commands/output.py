@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -56,6 +57,13 @@ def value_of(option: str) -> Iterator[None]:
 def say(text: str) -> None:
     """Print a text on standard output."""
     typer.echo(text)
+
+
+def say_written(*paths: Path | None) -> None:
+    """Name the files that were written."""
+    for path in paths:
+        if path is not None:
+            say(f"wrote {path}")
 
 
 def say_json(value: object) -> None:

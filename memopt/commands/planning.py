@@ -10,8 +10,9 @@ import typer
 import memopt
 from memopt.api.plan import Plan, load
 from memopt.commands import options
-from memopt.commands.output import OptionError, plan_figures, say, say_json, value_of
+from memopt.commands.output import OptionError, plan_figures, say, say_json, say_written, value_of
 from memopt.commands.targets import Sizes, load_target
+from memopt.report.style import save_figure
 from memopt.strategies.host_budget import parse_host_budget
 
 
@@ -50,9 +51,7 @@ def plan(
     if model.as_json or not model.quiet:
         show_plan(made, model.as_json)
     if not model.silent:
-        for path in (out, plot):
-            if path is not None:
-                say(f"wrote {path}")
+        say_written(out, plot)
 
 
 def show(
@@ -114,9 +113,5 @@ def draw(plan: Plan, kind: str, path: Path) -> None:
         ImportError: matplotlib is missing; the message names the extra.
         ValueError: an unknown kind of plot or file.
     """
-    from memopt.report.style import new_figure
-
-    figure, axes = new_figure()
     with value_of("--kind"):
-        plan.plot(kind, axes)
-    figure.savefig(path, dpi=150)
+        save_figure(lambda axes: plan.plot(kind, axes), path)

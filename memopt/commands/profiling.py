@@ -9,7 +9,7 @@ import typer
 
 import memopt
 from memopt.commands import options
-from memopt.commands.output import say, say_json, table
+from memopt.commands.output import say, say_json, say_written, table
 from memopt.files.envelope import write_atomically
 from memopt.models.budget import format_bytes
 from memopt.models.graph import Graph
@@ -27,9 +27,7 @@ def profile(
 ) -> None:
     """Measure what a model's training step costs, operator by operator."""
     options.check_outputs({"--out": out})
-    graph = memopt.profile(
-        **model.arguments(),
-    )
+    graph = memopt.profile(**model.arguments())
     if out is not None:
         write_atomically(out, dumps(graph))
     figures = _figures(graph, top)
@@ -37,8 +35,7 @@ def profile(
         say_json(figures)
     elif not model.quiet:
         _print(figures)
-        if out is not None:
-            say(f"wrote {out}")
+        say_written(out)
 
 
 def _figures(graph: Graph, top: int) -> dict[str, Any]:

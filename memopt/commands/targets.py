@@ -45,14 +45,7 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Hugging Face model's inputs (a factory chooses its own), and a model's dtype.
-
-    Attributes:
-        batch: examples per step.
-        sequence: tokens per example.
-        meta: whether the model has no weights, for estimates.
-        dtype: one of DTYPES; None: that of the configuration or factory.
-    """
+    """Sizes of a Hugging Face model's inputs (a factory chooses its own), and a model's dtype."""
 
     batch: int = 4
     sequence: int = 128

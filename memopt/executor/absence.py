@@ -33,12 +33,7 @@ class Uncomputed:
         return NEUTRAL if tensor is None else self.fills.get(tensor, NEUTRAL)
 
     def result(self, node: Node, held: tuple[int | None, ...]) -> Result:
-        """Return the values that replace the results of a skipped kernel call.
-
-        Args:
-            node: the call.
-            held: the tensors that it writes.
-        """
+        """Return the values that replace the results of a skipped kernel call."""
         likes = tuple(
             Like.of(v, self.number(t)) if isinstance(v, torch.Tensor) else None
             for v, t in zip(values_of(node), held, strict=True)
@@ -77,12 +72,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a kernel call that is skipped.
-
-    Attributes:
-        likes: the tensors; None where the call returns none.
-        several: whether the call returns several.
-    """
+    """The results of a kernel call that is skipped."""
 
     likes: tuple[Like | None, ...]
     several: bool

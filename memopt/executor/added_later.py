@@ -23,11 +23,7 @@ _COPIES = frozenset((torch.ops.aten.clone.default,))
 
 
 class AddedLater:
-    """Checks, in each backward of a captured model, whether its sums come behind other parts.
-
-    Args:
-        captured: the captured model.
-    """
+    """Checks, in each backward of a captured model, whether its sums come behind other parts."""
 
     def __init__(self, captured: Captured) -> None:
         self._names = {

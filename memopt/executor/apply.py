@@ -124,7 +124,9 @@ def apply_plan(
     with _as_planned(plan), as_in_forward(model):
         ranks = ranks_of(model)
         with nullcontext() if ranks is None else ranks.failing_together(APPLYING):
-            captured, lowering = _capture(plan, model, inputs, last)
+            call = planned_call(plan, model, inputs)
+            of_file = inputs is None and plan.profiled is None
+            captured, lowering = with_module(plan, model, call, of_file, last)
             installed = install(
                 captured,
                 lowering,
@@ -151,14 +153,6 @@ def apply_plan(
             on_mismatch,
             spare_bytes=_spare_bytes(plan),
         )
-
-
-def _capture(
-    plan: PlanRecord, model: nn.Module, inputs: Any, last: LastCapture | None
-) -> tuple[Captured, Lowering]:
-    """Return the capture of the model that a plan is applied to; arguments as of `apply_plan`."""
-    call = planned_call(plan, model, inputs)
-    return with_module(plan, model, call, inputs is None and plan.profiled is None, last)
 
 
 def _between(

@@ -136,13 +136,7 @@ def _like(
 
 @dataclass
 class ArenaLease:
-    """One step's arena.
-
-    Attributes:
-        memory: its bytes; they go back with the lease.
-        slots: the placed tensors, in the layout's order.
-        arenas: gets the bytes back.
-    """
+    """One step's arena."""
 
     memory: Tensor
     slots: list[Tensor]
@@ -294,11 +288,7 @@ class Arenas:
 
     def fork(self, saved: list[Any]) -> list[Any]:
         """Copy the arena for a backward that may run again (retain_graph), since each run
-        overwrites saved tensors.
-
-        Args:
-            saved: what the forward has saved for the backward.
-        """
+        overwrites saved tensors."""
         lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
         # The family may have grown between the two.

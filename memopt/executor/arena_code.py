@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from memopt.executor.arena import Arenas
+from memopt.executor.expressions import ExpressionWriter
 from memopt.executor.values import unpacked
 from memopt.executor.views import Look
 from memopt.step.signature import values_of
-
-
-class HalfWriter(Protocol):
-    """The part of a half's writer that an arena needs (see `memopt.executor.code_writer`)."""
-
-    globals: dict[str, Any]
-    direct: bool
-
-    def emit(self, line: str) -> None:
-        """Add a line."""
-
-    def kernel(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Return the name of a callee for these arguments."""
-
-    def named(self, label: str, callee: Any) -> str:
-        """Return the name of a callee."""
-
-    def bind(self, node: Node) -> str:
-        """Note that a node's variable holds its value now."""
-
-    def argument(self, value: Any) -> str:
-        """Return the text of an argument."""
 
 
 class ArenaWriter:
@@ -52,12 +30,12 @@ class ArenaWriter:
         self.written: list[int] = []
         self.transient: list[int] = []
 
-    def begin(self, writer: HalfWriter) -> None:
+    def begin(self, writer: ExpressionWriter) -> None:
         """Emit the first lines of the forward."""
         writer.emit("arena = arenas.lease()")
         self.take(writer)
 
-    def take(self, writer: HalfWriter) -> None:
+    def take(self, writer: ExpressionWriter) -> None:
         """Emit the line that takes the slots, and the views that were made with them."""
         slots = "arenas.complete(arena.slots)" if writer.direct else "arena.slots"
         writer.emit(f"slots = {slots}")
@@ -71,7 +49,7 @@ class ArenaWriter:
 
     def call(
         self,
-        writer: HalfWriter,
+        writer: ExpressionWriter,
         node: Node,
         outputs: Iterable[int],
         position: int,
@@ -129,13 +107,13 @@ class ArenaWriter:
         self.used[tensor] = slot
         return f", slots[{slot}]"
 
-    def before(self, writer: HalfWriter, what: str, reads: Iterable[int]) -> None:
+    def before(self, writer: ExpressionWriter, what: str, reads: Iterable[int]) -> None:
         """If checked, emit a check of the tensors that are about to be read."""
         slots = [self.used[t] for t in dict.fromkeys(reads) if t in self.used]
         if self.checked and slots:
             writer.emit(f"arena.read({slots!r}, {what!r})")
 
-    def after(self, writer: HalfWriter, what: str) -> None:
+    def after(self, writer: ExpressionWriter, what: str) -> None:
         """If checked, emit a note of the slots that the last call has written."""
         if self.checked and self.written:
             writer.emit(f"arena.wrote({self.written!r}, {what!r})")
@@ -143,12 +121,14 @@ class ArenaWriter:
                 writer.emit(f"arena.freed({self.transient!r})")
         self.written = []
 
-    def brought(self, writer: HalfWriter, tensor: int) -> None:
+    def brought(self, writer: ExpressionWriter, tensor: int) -> None:
         """If checked, emit a note that a swap-in has arrived in its slot."""
         if self.checked and tensor in self.used:
             writer.emit(f"arena.wrote([{self.used[tensor]}], 'swap in')")
 
-    def taken(self, writer: HalfWriter, tensor: int, outputs: Iterable[int], what: str) -> None:
+    def taken(
+        self, writer: ExpressionWriter, tensor: int, outputs: Iterable[int], what: str
+    ) -> None:
         """Move a tensor's slot to the outputs that were computed in place over it."""
         slot = self._leave(tensor)
         if slot is not None:
@@ -161,14 +141,14 @@ class ArenaWriter:
         self.slots.pop(self.layout.lowering.bases.get(tensor), None)  # type: ignore[arg-type]
         return self.used.pop(tensor, None)
 
-    def free(self, writer: HalfWriter, tensor: int) -> None:
+    def free(self, writer: ExpressionWriter, tensor: int) -> None:
         """End a tensor's lifetime."""
         slot = self._leave(tensor)
         if self.checked and slot is not None:
             writer.emit(f"arena.freed([{slot}])")
 
 
-def _empty(writer: HalfWriter, like: Tensor) -> str:
+def _empty(writer: ExpressionWriter, like: Tensor) -> str:
     """Return an allocation for a result that leaves the step."""
     writer.globals["empty_strided"] = torch.empty_strided
     shape, stride = writer.argument(tuple(like.shape)), writer.argument(like.stride())

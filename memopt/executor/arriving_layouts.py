@@ -62,11 +62,7 @@ ArrivedOrders: TypeAlias = dict[int, tuple[int, ...]]
 
 
 class ArrivingLayouts:
-    """Looks at the gradients of the outputs of a captured model's calls.
-
-    Args:
-        captured: the captured model.
-    """
+    """Looks at the gradients of the outputs of a captured model's calls."""
 
     def __init__(self, captured: Captured) -> None:
         self._tangents: dict[int, Node] = {}

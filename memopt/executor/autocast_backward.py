@@ -14,11 +14,7 @@ from memopt.step.loss import differentiable
 
 
 class AutocastBackward:
-    """Looks whether the backward of a captured model's calls runs under autocast.
-
-    Args:
-        captured: the captured model.
-    """
+    """Looks whether the backward of a captured model's calls runs under autocast."""
 
     def __init__(self, captured: Captured) -> None:
         self._casts = backward_would_cast(captured.module)

@@ -70,13 +70,7 @@ _MANY = (8, 32, 128, 512, 2048)
 
 
 def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
-    """Warn that plans are made for many kinds of calls, each time that four times as many exist.
-
-    Args:
-        made: how many plans were made so far.
-        differs: how the last kind of call differs from the one before, for people.
-        remedy: what to write to have other kinds run unplanned.
-    """
+    """Warn that plans are made for many kinds of calls, each time that four times as many exist."""
     if made in _MANY:
         warnings.warn(
             f"{made} plans were made, one for each kind of call, and to make one takes as long as "
@@ -88,13 +82,7 @@ def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
 
 
 def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Parameter]) -> bool:
-    """Warn that an optimizer trains a model that was never called, if it does.
-
-    Args:
-        model: the wrapped model.
-        optimizer: it has stepped.
-        settled: parameters of other wrapped models that were called, or warned of.
-    """
+    """Warn that an optimizer trains a model that was never called, if it does."""
     groups = (group["params"] for group in optimizer.param_groups)
     trained = {one for group in groups for one in group if one.grad is not None} - settled
     if trained.isdisjoint(model.parameters()):
@@ -128,12 +116,7 @@ class Calls:
     _evaluated: bool = field(default=False, repr=False, compare=False)
 
     def fall_back(self, model: nn.Module, reason: str) -> None:
-        """Count a call of the unplanned model; warn when it is the first training step.
-
-        Args:
-            model: the unplanned model.
-            reason: why the plan does not run, for people.
-        """
+        """Count a call of the unplanned model; warn when it is the first training step."""
         self.original += 1
         if self._warned or not torch.is_grad_enabled():
             return

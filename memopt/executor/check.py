@@ -43,16 +43,7 @@ Measured = tuple[int, float]
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps of one model on its example call, planned or not.
-
-    Attributes:
-        plan: says where the backward begins, and what is resident.
-        model: the user's model.
-        call: the example call.
-        loss_fn: the user's loss; None: the sum of the outputs.
-        targets: what the loss takes beside the output.
-        world: the Python objects that a step reaches, and their state before it.
-    """
+    """Steps of one model on its example call, planned or not."""
 
     plan: PlanRecord
     model: nn.Module

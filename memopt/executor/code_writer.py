@@ -10,15 +10,16 @@ import torch
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.collectives import UnderWay
+from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.direct_calls import runs_below_autograd
 from memopt.executor.expressions import ExpressionWriter
 from memopt.executor.host_updates import gradient_of
 from memopt.executor.values import Halves, argument_in, unpacked
-from memopt.executor.views import is_laid_out_one_way
+from memopt.executor.views import Look, is_laid_out_one_way
 from memopt.models.variants import variant
 from memopt.programs.instructions import Compute, DropHost, Free, Instruction, SwapIn, SwapOut
 from memopt.step.backend import is_on_host
+from memopt.step.build import Lowering
 from memopt.step.collectives import WAIT, give_way, has_scratch, is_wait, let_go, waited
 from memopt.torch_private.tensors import holders
 
@@ -30,9 +31,6 @@ def released(*tensors: torch.Tensor) -> None:
 
     A collective on CPU (gloo) runs in a thread of its group, which holds its tensors until a moment
     after those that wait for it go on. Freed meanwhile, they would stay in memory for that moment.
-
-    Args:
-        tensors: all tensors that the caller has in one storage, on a device with the host's memory.
     """
     storage = tensors[0].untyped_storage()
     # A wait returns the tensor that it waited for.
@@ -47,6 +45,7 @@ class Writer(ExpressionWriter):
         self, halves: Halves, names: dict[Any, str], globals_: dict[str, Any], direct: bool
     ) -> None:
         super().__init__(halves, names, globals_, direct)
+        self.arena: ArenaWriter | None = None
         self.swapping_out: set[int] = set()
         self.swapping_in: set[int] = set()
         self.updating: set[int] = set()
@@ -59,6 +58,9 @@ class Writer(ExpressionWriter):
         alone = "record" in globals_ or not direct
         self.together = {} if alone else dict(halves.together)
         self.done = {p for first, every in self.together.items() for p in every if p != first}
+
+    def slot_of(self, found: Look) -> str:
+        return self.arena.look(found) if self.direct and self.arena is not None else ""
 
     def arrived(self, node: Node, text: str) -> str:
         if not is_wait(node.target):
@@ -342,3 +344,54 @@ class Writer(ExpressionWriter):
         names = [self.bind(n) if n is not None else "_" for n in nodes]
         if names:
             self.emit(f"{', '.join(names)}, = {source}", above=True)
+
+
+class UnderWay:
+    """The collectives that have started and not been waited for yet.
+
+    A wait precedes the first reader of a result. It also precedes the end or reuse of memory that a
+    collective reads or writes, as in `memopt.programs.replay`.
+    """
+
+    def __init__(self, lowering: Lowering, before: UnderWay | None = None) -> None:
+        self._lowering = lowering
+        self._reads: dict[int, tuple[int, ...]] = {} if before is None else dict(before._reads)
+        self._of: dict[int, int] = {} if before is None else dict(before._of)
+        """Result → the operator that writes it."""
+
+    def start(self, op: int, results: tuple[int, ...]) -> None:
+        """Note that an operator has run and that the program keeps `results`."""
+        operator = self._lowering.graph.operators[op]
+        if operator.collective is not None:
+            self._reads.update(dict.fromkeys(results, operator.reads))
+            self._of.update(dict.fromkeys(results, op))
+
+    def waited(self, wait: Node) -> tuple[int, ...]:
+        """Note a wait for a collective; return the tensors that it read or wrote, () if it was not
+        under way."""
+        (result,) = self._lowering.storages[wait]
+        assert result is not None
+        reads = self._reads.pop(result, None)
+        return () if reads is None else (result, *reads)
+
+    def beside(self, wait: Node) -> list[int]:
+        """Return other pending results of the collective that this node waits for: while one is
+        pending, all tensors of the collective are held."""
+        (result,) = self._lowering.storages[wait]
+        if result not in self._reads:
+            return []
+        return [t for t in self._reads if t != result and self._of[t] == self._of[result]]
+
+    def same(self, result: int, others: Iterable[int]) -> bool:
+        """Return whether one of `others` is a result of the same collective."""
+        return any(self._of[other] == self._of[result] for other in others)
+
+    def pending(self, result: int) -> bool:
+        """Return whether a result of the same collective has not been waited for."""
+        return self.same(result, self._reads)
+
+    def take(self, tensor: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Remove the pending results of collectives that use a tensor; return each with all tensors
+        of its collective."""
+        found = [t for t, reads in self._reads.items() if tensor == t or tensor in reads]
+        return [(result, (result, *self._reads.pop(result))) for result in found]

@@ -17,8 +17,7 @@ import torch
 from memopt.executor.arena import Arenas
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.arena_code import ArenaWriter
-from memopt.executor.code_writer import Writer
-from memopt.executor.collectives import UnderWay
+from memopt.executor.code_writer import UnderWay, Writer
 from memopt.executor.direct_calls import all_plain
 from memopt.executor.homes import Homes
 from memopt.executor.recorder import Recorder

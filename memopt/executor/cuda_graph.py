@@ -69,13 +69,7 @@ def static_bytes(lowering: Lowering, program: Program, library_bytes: int = 0) -
     """Return the bytes that a captured step holds beyond the plan: copies of its inputs, of the
     incoming gradients, and of its results, what attention leaves on the host otherwise, what runs
     between graphs and has no address, with its largest result again while that is copied, and the
-    libraries' workspaces, which a capture's stream has of its own.
-
-    Args:
-        lowering: of the captured model.
-        program: the plan.
-        library_bytes: the workspaces of a step that is not captured.
-    """
+    libraries' workspaces, which a capture's stream has of its own."""
     graph = lowering.graph
     inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
     copied = sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
@@ -97,12 +91,7 @@ def static_bytes(lowering: Lowering, program: Program, library_bytes: int = 0) -
 def between_graphs(lowering: Lowering, program: Program) -> dict[int, str]:
     """Return the instructions that no CUDA graph can repeat, by position, and why: they run between
     two graphs. So does what reads a tensor that such an instruction, or the user, gives on the
-    host: a capture would keep its value.
-
-    Args:
-        lowering: of the captured model.
-        program: the plan.
-    """
+    host: a capture would keep its value."""
     storages = lowering.storages
     runs = Counter(run.op for _, run in program.computes)
     given = (held for node, held in storages.items() if node.op == "placeholder")

@@ -43,13 +43,7 @@ class _KnownState:
 
 
 class DependencyCheck:
-    """Checks everything that one captured model's trace read.
-
-    Args:
-        captured: the captured model.
-        dependencies: the values that its trace read.
-        structure: further values that must be as planned: modules, parameters and buffers.
-    """
+    """Checks everything that one captured model's trace read."""
 
     def __init__(
         self, captured: Captured, dependencies: Dependencies, structure: Sequence[Dependency]
@@ -114,12 +108,7 @@ class DependencyCheck:
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
         """Return what changed since the forward of the values that eager reads in the backward;
-        None: nothing.
-
-        Args:
-            model: the user's model.
-            values: of the captured inputs in the forward.
-        """
+        None: nothing."""
         late = self._states[0].late
         with engine_off(model):  # as in the forward
             changed = None if late.unchanged(model) else late.changed(model)

@@ -120,9 +120,6 @@ class AsOriginal:
     def check_unchanged(self, values: Sequence[Any]) -> None:
         """Check, before the backward, the values that eager would read in it.
 
-        Args:
-            values: of the joint graph's inputs in the forward.
-
         Raises:
             ExecutionError: one has changed since the forward, whose values the planned
                 backward uses.
@@ -156,12 +153,7 @@ class AsOriginal:
 
     def in_order(self, orders: Mapping[int, tuple[int, ...]], given: list[Any]) -> Again | None:
         """Return what runs the call planned for gradients that arrive in these orders; None: it
-        cannot run again.
-
-        Args:
-            orders: dimensions, from the largest stride on, by the outputs' positions.
-            given: the gradients.
-        """
+        cannot run again."""
         # Gradients of what the forward leaves behind are no gradients of outputs.
         if self._other_order is None or self._captured.effects.made_by_call:
             return None

@@ -12,7 +12,6 @@ from typing import Any
 from torch.fx import Node
 
 from memopt.errors import InvalidProgramError
-from memopt.executor.arena_code import ArenaWriter
 from memopt.executor.direct_calls import direct, runs_below_autograd
 from memopt.executor.values import Halves, argument_in, attribute_of, base_of, kernel_of
 from memopt.executor.views import Look, look_of, looked, looked_at_plain, seen_outside
@@ -50,7 +49,6 @@ class ExpressionWriter:
         outputs = {one for one in captured.forward_outputs if isinstance(one, Node)}
         self.results = {*outputs, *captured.gradients, *captured.other_results}
         self.outside = seen_outside(outputs, self.lowering.views)
-        self.arena: ArenaWriter | None = None
         self._below = False
         self.above = False
         """Whether what is emitted now is for autograd to see."""
@@ -66,6 +64,10 @@ class ExpressionWriter:
             self.lines.append("    with below_autograd():")
         self._below = below
         self.lines.append(f"{'        ' if below else '    '}{line}")
+
+    def slot_of(self, found: Look) -> str:
+        """Return a view of a slot in an arena, which is made once for all steps; "": of none."""
+        return ""
 
     def bind(self, node: Node) -> str:
         """Note that a node's variable holds its value now, and return its name."""
@@ -179,7 +181,7 @@ class ExpressionWriter:
             return None
         if node not in self.results:
             self.looks[found] = node
-            slot = self.arena.look(found) if self.direct and self.arena is not None else ""
+            slot = self.slot_of(found)
             if slot:
                 return slot
         root = found.root.name

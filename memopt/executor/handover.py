@@ -71,12 +71,7 @@ class Handover:
 
     def attached(self, values: list[Any], anchor: int) -> list[Any]:
         """Attach the chain to its anchor. Return the joint graph's inputs: those of later parts are
-        detached, since autograd gets their gradients from the chain.
-
-        Args:
-            values: by position.
-            anchor: position, in the first part, of the parameter that the chain is attached to.
-        """
+        detached, since autograd gets their gradients from the chain."""
         found = list(values)
         self._values = tuple(values)
         # A token on the device, so that autograd runs each part in the thread and on the stream of
@@ -92,12 +87,7 @@ class Handover:
         return found
 
     def begin(self, running: Iterator[Handed], added: AddedLater) -> tuple[Any, ...]:
-        """Run the backward's first part; return gradients by position, None for later ones.
-
-        Args:
-            running: the planned backward.
-            added: looks at what autograd adds to the gradients.
-        """
+        """Run the backward's first part; return gradients by position, None for later ones."""
         self._running, self._added, self._done = running, added, 0
         found = self.next_part(0)
         return tuple(found.get(i) for i in range(self._count))

@@ -39,12 +39,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 
 class HostUpdates:
-    """The thread that runs updates on the host.
-
-    Args:
-        optimizer: the user's optimizer.
-        device: the model's device.
-    """
+    """The thread that runs updates on the host."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer

@@ -106,9 +106,6 @@ class InStep:
     def whole_step(self, changes: Changes) -> Iterator[None]:
         """Enter a whole step: what ends it on this rank, Ctrl-C too, ends it on all ranks.
 
-        Args:
-            changes: of the step.
-
         Raises:
             ExecutionError: a step failed on this rank.
             RankError: this rank refused the call before, and others did not.

@@ -19,14 +19,12 @@ import torch
 from torch import nn
 
 from memopt.capture.any_length import any_length
-from memopt.capture.training_call import as_planned
 from memopt.errors import MemoptError
-from memopt.executor.module import PlannedModule, program_of, when_arrived
+from memopt.executor.module import for_sizes, program_of
 from memopt.executor.plan_maker import Made
 from memopt.executor.recaptured import with_alternatives
-from memopt.executor.runtime import Installed
 from memopt.executor.sized_code import SizedCode
-from memopt.step.inputs import Call, align
+from memopt.step.inputs import Call
 from memopt.torch_private.aot import of_any_size
 from memopt.torch_private.symbols import Symbols
 
@@ -247,7 +245,7 @@ class Lengths:
             _LOG.info("a call of length %d has a plan of its own: %s", length, reason)
             return None
         longer = cell.made
-        module = _with_program(longer.module, cell.code.at(length), call)
+        module = for_sizes(longer.module, cell.code.at(length), call)
         made = Made(module, longer.plan, longer.charges, longer.enough)
         self._prepare(kind, call, made)
         cell.ready[kind] = made
@@ -315,17 +313,6 @@ class Lengths:
             return None
         of_any_size(captures[size][0].hooks.tangents)
         return code
-
-
-def _with_program(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
-    """Return a module for another call, of other sizes, in the same capture."""
-    own, (model, captured, runtime, _) = planned.__dict__, planned.__dict__["_memopt"]
-    whole = align(model, captured.call, call.args, as_planned(captured.call, call.kwargs))
-    guard = own["_memopt_guard"].of_sizes(whole)
-    more = own["_memopt_on_mismatch"], None, own["_memopt_spare"], guard
-    made = PlannedModule(model, captured, runtime, program, *more)
-    when_arrived(made, own["_memopt_arrived"])
-    return made
 
 
 def _power_of_2(length: int) -> int:

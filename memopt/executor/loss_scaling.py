@@ -12,13 +12,7 @@ from memopt.torch_private.modules import forget_step
 
 
 class LossScaling:
-    """The loss's gradient in a step, and a GradScaler's part in it.
-
-    Args:
-        micro_batches: number of losses that a step adds up.
-        scaler: scales the losses; None: they are not scaled.
-        device: where the step runs.
-    """
+    """The loss's gradient in a step, and a GradScaler's part in it."""
 
     def __init__(self, micro_batches: int, scaler: Any, device: torch.device) -> None:
         self._micro_batches = micro_batches

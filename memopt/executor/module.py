@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -38,6 +38,24 @@ OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that was not planned, the difference) → the module to call."""
 
 
+@dataclass(eq=False)
+class _Inside:
+    """What a planned module is made of, and how its calls ran."""
+
+    model: nn.Module
+    captured: Captured
+    runtime: Runtime
+    program: Installed
+    on_mismatch: OnMismatch | None
+    spare_bytes: int | None
+    guard: Guard
+    calls: Calls = field(default_factory=Calls)
+    twice: set[Any] = field(default_factory=set)
+    arrived: Arrived | None = None
+    other_loss: OtherLoss | None = None
+    other_order: OtherOrder | None = None
+
+
 class PlannedModule(nn.Module):
     """A model whose training step runs under a plan.
 
@@ -65,16 +83,9 @@ class PlannedModule(nn.Module):
         super().__init__()
         for name in _shared_names(model):
             self.__dict__[name] = model.__dict__[name]
-        self.__dict__["_memopt"] = (model, captured, runtime, program)
-        self.__dict__["_memopt_on_mismatch"] = on_mismatch
-        self.__dict__["_memopt_calls"] = Calls()
-        self.__dict__["_memopt_twice"] = set()
-        self.__dict__["_memopt_spare"] = spare_bytes
-        self.__dict__["_memopt_arrived"] = None
-        self.__dict__["_memopt_other_loss"] = None
-        self.__dict__["_memopt_other_order"] = None
-        own = guard or Guard.of(model, captured.call, captured, dependencies)
-        self.__dict__["_memopt_guard"] = own
+        guard = guard or Guard.of(model, captured.call, captured, dependencies)
+        inside = _Inside(model, captured, runtime, program, on_mismatch, spare_bytes, guard)
+        self.__dict__["_memopt"] = inside
 
     @property
     def training(self) -> bool:
@@ -121,7 +132,8 @@ class PlannedModule(nn.Module):
         Raises:
             ExecutionError: the step trains or updates a tensor that the model does not register.
         """
-        model, captured, runtime, program = self.__dict__["_memopt"]
+        own = _inside(self)
+        model, captured = own.model, own.captured
         twin = copy.deepcopy(model, memo)
         for position, primal in enumerate(captured.primals):
             constant = primal.constant
@@ -133,14 +145,11 @@ class PlannedModule(nn.Module):
                     "that the model does not register as parameter or buffer; copy "
                     "planned.original and plan the copy"
                 )
-        on_mismatch = self.__dict__["_memopt_on_mismatch"]
         dependencies = captured.dependencies.of_copy(model, twin)
-        spare_bytes = self.__dict__["_memopt_spare"]
-        copied = PlannedModule(
-            twin, captured, runtime, program, on_mismatch, dependencies, spare_bytes
-        )
+        more = own.on_mismatch, dependencies, own.spare_bytes
+        copied = PlannedModule(twin, captured, own.runtime, own.program, *more)
         memo[id(self)] = copied
-        for name in self.__dict__.keys() - {*_OWN, *_shared_names(model)}:
+        for name in self.__dict__.keys() - {"_memopt", *_shared_names(model)}:
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
 
@@ -179,9 +188,8 @@ class PlannedModule(nn.Module):
         return with_engine_around(original_of(self), self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        model, captured, runtime, program = self.__dict__["_memopt"]
-        guard: Guard = self.__dict__["_memopt_guard"]
-        calls: Calls = self.__dict__["_memopt_calls"]
+        own = _inside(self)
+        model, captured, guard, calls = own.model, own.captured, own.guard, own.calls
         if guard.evaluating(model):
             calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
             return calls.evaluated(model(*args, **kwargs))
@@ -196,22 +204,21 @@ class PlannedModule(nn.Module):
             if not asks_for_gradients(model, call):
                 calls.original += 1
                 return model(*args, **kwargs)
-            on_mismatch: OnMismatch | None = self.__dict__["_memopt_on_mismatch"]
-            if on_mismatch is None:
+            if own.on_mismatch is None:
                 raise
-            instead = on_mismatch(model, call, error)
+            instead = own.on_mismatch(model, call, error)
             if instead is model:
                 calls.fall_back(model, str(error))
             else:
                 calls.replanned += 1
             return instead(*args, **kwargs)
         wants_gradients = pattern(call)
-        if wants_gradients in self.__dict__["_memopt_twice"]:
+        if wants_gradients in own.twice:
             calls.original += 1
             return model(*args, **kwargs)
         calls.planned += 1
-        if self.__dict__["_memopt_spare"] is not None:
-            _warn_of_gradients(self, self.__dict__["_memopt_spare"])
+        if own.spare_bytes is not None:
+            _warn_of_gradients(own, own.spare_bytes)
         held = captured.held_values(model, ())
 
         def used(why: str, planned: bool) -> None:
@@ -220,14 +227,13 @@ class PlannedModule(nn.Module):
                 return
             # Such calls are made to be differentiated: they run unplanned from now on.
             if why is DIFFERENTIATED and any(wants_gradients):
-                self.__dict__["_memopt_twice"].add(wants_gradients)
+                own.twice.add(wants_gradients)
             calls.take_back(why)
 
-        random = runtime.random
-        other_order: OtherOrder | None = self.__dict__["_memopt_other_order"]
-        again = AsOriginal(captured, model, call, guard, random, used, other_order)
-        run = runtime.run(program, held, call, again, self.__dict__["_memopt_arrived"])
-        output = _refusing(self, run, call, again)
+        random = own.runtime.random
+        again = AsOriginal(captured, model, call, guard, random, used, own.other_order)
+        run = own.runtime.run(own.program, held, call, again, own.arrived)
+        output = _refusing(own, run, call, again)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -253,52 +259,56 @@ class Running:
     code: str
 
 
+def _inside(planned: nn.Module) -> _Inside:
+    return cast("_Inside", planned.__dict__["_memopt"])
+
+
 def running(planned: PlannedModule) -> Running:
     """Return how a planned module runs."""
-    calls: Calls = planned.__dict__["_memopt_calls"]
-    return Running(calls, original_of(planned), str(program_of(planned).source))
+    own = _inside(planned)
+    return Running(own.calls, own.model, str(own.program.source))
 
 
 def original_of(planned: PlannedModule) -> nn.Module:
     """Return the unplanned model of a planned module."""
-    return cast("nn.Module", planned.__dict__["_memopt"][0])
+    return _inside(planned).model
 
 
 def program_of(planned: PlannedModule) -> Installed:
     """Return the program that a planned module runs."""
-    return cast("Installed", planned.__dict__["_memopt"][3])
+    return _inside(planned).program
 
 
 def captured_of(planned: PlannedModule) -> Captured:
     """Return the capture that a planned module runs."""
-    return cast("Captured", planned.__dict__["_memopt"][1])
+    return _inside(planned).captured
 
 
 def count_in(planned: PlannedModule, calls: Calls) -> None:
     """Count the calls of a planned module in `calls` from now on."""
-    planned.__dict__["_memopt_calls"] = calls
+    _inside(planned).calls = calls
 
 
 def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
     """Let the module that `met` returns run, or else the unplanned one, in place of the backward of
     outputs that the plan's loss does not use; else that is an error."""
-    planned.__dict__["_memopt_other_loss"] = met
+    _inside(planned).other_loss = met
 
 
 def when_arrives_otherwise(planned: PlannedModule, met: OtherOrder) -> None:
     """Let the module that `met` returns run in place of a backward whose gradients arrive in other
     memory layouts than it was planned for; else they are copied."""
-    planned.__dict__["_memopt_other_order"] = met
+    _inside(planned).other_order = met
 
 
 def waiting_calls(*planned: nn.Module) -> int:
     """Return how many calls of planned modules, or plans of one, await their backward."""
-    return sum(map(len, {one.__dict__["_memopt"][2] for one in planned}))
+    return sum(map(len, {_inside(one).runtime for one in planned}))
 
 
 def most_halved(*planned: nn.Module) -> int:
     """Return how many calls of planned modules awaited the second half of a backward, at most."""
-    return sum(one.most_halved for one in {one.__dict__["_memopt"][2] for one in planned})
+    return sum(one.most_halved for one in {_inside(one).runtime for one in planned})
 
 
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
@@ -306,30 +316,38 @@ def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     return positions.isdisjoint(captured_of(planned).outputs.gradients.refused)
 
 
-def _refusing(planned: PlannedModule, output: Any, call: Call, again: AsOriginal) -> Any:
+def _refusing(own: _Inside, output: Any, call: Call, again: AsOriginal) -> Any:
     """Return a call's output, whose leaves without a planned backward get another one, or none."""
-    model, captured, runtime, _ = planned.__dict__["_memopt"]
-    refused = captured.outputs.gradients.refused
-    other_loss: OtherLoss | None = planned.__dict__["_memopt_other_loss"]
-    if not refused or other_loss is None:
+    refused = own.captured.outputs.gradients.refused
+    if not refused or own.other_loss is None:
         return refusing_gradients(output, refused)
-    wanted = trained(model, call)
-    other = partial(gradients_of_other_loss, again, runtime, wanted, other_loss)
+    wanted = trained(own.model, call)
+    other = partial(gradients_of_other_loss, again, own.runtime, wanted, own.other_loss)
     return refusing_gradients(output, refused, other, wanted)
+
+
+def for_sizes(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
+    """Return a module for another call, of other sizes, in the same capture."""
+    own = _inside(planned)
+    model, captured = own.model, own.captured
+    whole = align(model, captured.call, call.args, as_planned(captured.call, call.kwargs))
+    more = own.on_mismatch, None, own.spare_bytes, own.guard.of_sizes(whole)
+    made = PlannedModule(model, captured, own.runtime, program, *more)
+    _inside(made).arrived = own.arrived
+    return made
 
 
 def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
     """Call `arrived` with the gradients with which each backward of a planned module begins."""
-    planned.__dict__["_memopt_arrived"] = arrived
+    _inside(planned).arrived = arrived
 
 
 def accepts(planned: PlannedModule, call: Call) -> bool:
     """Return whether a call, made now, would be the one that a module is planned for."""
-    model, captured = planned.__dict__["_memopt"][:2]
-    guard: Guard = planned.__dict__["_memopt_guard"]
-    kwargs = as_planned(captured.call, call.kwargs)
+    own = _inside(planned)
+    kwargs = as_planned(own.captured.call, call.kwargs)
     try:
-        guard.check(model, align(model, captured.call, call.args, kwargs))
+        own.guard.check(own.model, align(own.model, own.captured.call, call.args, kwargs))
     except GuardError:
         return False
     return True
@@ -341,19 +359,19 @@ def _keeps(planned: PlannedModule, name: str) -> bool:
     return own or hasattr(PlannedModule, name)
 
 
-def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
+def _warn_of_gradients(own: _Inside, spare_bytes: int) -> None:
     """Warn, once, if gradients are held when a step begins for which the budget has no room."""
     # Gradients in one buffer count their own bytes each, at most the buffer.
     parts: dict[int, int] = {}
     whole: dict[int, int] = {}
-    for gradient in map(local_part, held_gradients(original_of(planned))):
+    for gradient in map(local_part, held_gradients(own.model)):
         storage = storage_of(gradient)
         parts[storage] = parts.get(storage, 0) + gradient.nbytes
         whole[storage] = gradient.untyped_storage().nbytes()
     held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
     if held_bytes <= spare_bytes:
         return
-    planned.__dict__["_memopt_spare"] = None
+    own.spare_bytes = None
     warnings.warn(
         f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
         "the plan does not charge: it may exceed its budget by "
@@ -361,19 +379,6 @@ def _warn_of_gradients(planned: PlannedModule, spare_bytes: int) -> None:
         "gradients to None before each step",
         stacklevel=3,
     )
-
-
-_OWN = (
-    "_memopt",
-    "_memopt_guard",
-    "_memopt_on_mismatch",
-    "_memopt_calls",
-    "_memopt_spare",
-    "_memopt_arrived",
-    "_memopt_other_loss",
-    "_memopt_other_order",
-    "_memopt_twice",
-)
 
 
 def _shared_names(model: nn.Module) -> list[str]:

@@ -84,11 +84,7 @@ def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
 
 @contextmanager
 def naming_parts(model: nn.Module | None) -> Iterator[None]:
-    """Plan a model inside; if it cannot be captured, the error names its parts that may be.
-
-    Args:
-        model: the model; None: it is in parts already.
-    """
+    """Plan a model inside; if it cannot be captured, the error names its parts that may be."""
     try:
         yield
     except NothingToTrainError:

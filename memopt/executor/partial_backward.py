@@ -83,15 +83,7 @@ def partial_backward(
     missing: frozenset[int],
     make: Callable[[Uncomputed], Backward],
 ) -> PartialBackward | None:
-    """Return a program's backward without some tangents; None: autograd's result is not known.
-
-    Args:
-        captured: the captured model.
-        lowering: its Graph and node map.
-        program: the plan.
-        missing: the positions of the tangents that do not arrive.
-        make: makes the program's backward without an absence.
-    """
+    """Return a program's backward without some tangents; None: autograd's result is not known."""
     absence = absence_of(captured, lowering, missing)
     if absence is None or _is_replaced(lowering, program, absence):
         return None

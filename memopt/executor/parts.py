@@ -105,16 +105,9 @@ class PartMaker(PlanMaker):
 class PartPlanning(SelfPlanning):
     """A sub-module that plans its own calls, as a part of a model.
 
-    Args:
-        name: of the sub-module.
-        module: the sub-module.
-        parts: the model's.
-        most_plans, on_mismatch: as of the model.
-
     Attributes:
         refused: why it cannot be captured; "": it can, as far as is known.
-        looked_into: whether its sub-modules are tried, too.
-    """
+        looked_into: whether its sub-modules are tried, too."""
 
     _in_parts = True
 
@@ -314,14 +307,7 @@ class Parts:
 
 
 class InParts(SelfPlanning):
-    """A model that plans its own calls, in parts if it cannot be captured whole.
-
-    Args:
-        model, planner, most_plans, on_mismatch: as of `SelfPlanning`.
-        budget: as the user wrote it.
-        solver: makes the parts' plans.
-        names: the parts that the user named; None: found.
-    """
+    """A model that plans its own calls, in parts if it cannot be captured whole."""
 
     _in_parts = True
 

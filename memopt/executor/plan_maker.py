@@ -149,15 +149,7 @@ class Made:
 
 
 class PlanMaker:
-    """Makes the plans of a wrapped model, and warns when they exceed the budget.
-
-    Args:
-        model: the model.
-        planner: makes plans.
-        around: the memory met around its steps.
-        alone: whether this process plans without others, as far as is known.
-        instead, family: see `Planner`.
-    """
+    """Makes the plans of a wrapped model, and warns when they exceed the budget."""
 
     def __init__(
         self,
@@ -355,11 +347,6 @@ class PlanMaker:
 
     def _arrived_dropping(self, plan: PlanRecord, least: int | None, tangents: list[Any]) -> None:
         """Begin the backward of a planned call that has no room for gradients.
-
-        Args:
-            plan: of the call.
-            least: the budget within which gradients may be held; None: unknown.
-            tangents: the gradients of its outputs.
 
         Raises:
             InfeasibleBudgetError: gradients are held that do not fit.

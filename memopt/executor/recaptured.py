@@ -44,12 +44,6 @@ def with_module(
 ) -> tuple[Captured, Lowering]:
     """Return the planned model's capture, or another one's if its graph is the planned one.
 
-    Args:
-        plan: of a module.
-        model, call: the model that it is applied to, and its example call.
-        of_file: whether the call comes from the plan's file.
-        last: keeps the capture.
-
     Raises:
         PlanFileError: model, call or graph are not the planned ones, or the plan does not hold.
     """

@@ -36,7 +36,7 @@ from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.partial_backward import FirstHalf, Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
-from memopt.executor.tied_values import TiedValue, tie
+from memopt.executor.swap import TiedValue, tie
 from memopt.executor.values import Halves
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured

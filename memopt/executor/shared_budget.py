@@ -89,14 +89,7 @@ class SharedBudget:
     """Divides a budget among the parts of a model.
 
     Parts that communicate need the same plans on all ranks: the largest figures of any rank count,
-    and the first rank plans.
-
-    Args:
-        model: the model.
-        budget: as the user wrote it.
-        solver: makes plans.
-        around: the memory met around its steps.
-    """
+    and the first rank plans."""
 
     def __init__(
         self, model: nn.Module, budget: WrittenBudget, solver: PartSolver, around: Surroundings
@@ -163,11 +156,6 @@ class SharedBudget:
 
     def _agreed(self, ranks: Ranks, last: _Kind | None, beside_bytes: int) -> int | None:
         """Take the largest figures of all ranks, if the last step was to be metered.
-
-        Args:
-            ranks: that run the parts together.
-            last: the last step's kind.
-            beside_bytes: what this rank's loop holds beside the step.
 
         Returns:
             The most that any rank holds beside the step; None: the step was not to be metered.

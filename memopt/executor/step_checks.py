@@ -31,12 +31,7 @@ class StepParameters:
     """The parameters of a train step, looked up and checked before each step.
 
     What takes long is done again only when the model registers other modules or parameters than
-    before, or the optimizer has others.
-
-    Args:
-        profiled: the planned step.
-        optimizer: the user's.
-    """
+    before, or the optimizer has others."""
 
     def __init__(self, profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
         assert profiled.parts is not None
@@ -99,13 +94,7 @@ def other_parameters(
     named: Iterable[tuple[str, nn.Parameter]],
 ) -> str | None:
     """Say which parameter one of the two optimizers, this one and the planned one, trains and the
-    other does not; None: they train the same ones.
-
-    Args:
-        profiled: the planned step.
-        optimizer: the one given.
-        named: the parameters of the step's module.
-    """
+    other does not; None: they train the same ones."""
     assert profiled.parts is not None
     planned = {site.name for site in profiled.parts.sites}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.executor.forks import generation, tell_of_forks
 from memopt.executor.recorder import Recorder
-from memopt.executor.tied_values import TiedValue
 from memopt.executor.worker import Task, Worker
 from memopt.torch_private.tensors import negated
 
@@ -238,3 +238,27 @@ class ThreadSwap:
         if self._recorder is not None:
             copy = self._recorder.timed(copy, outward)
         return self._worker.submit(copy, *arguments)
+
+
+V = TypeVar("V")
+
+
+class TiedValue(weakref.ref[Any], Generic[V]):
+    """A value kept for an object that may die at any time, and that goes with it even if Ctrl-C
+    interrupts: what a finalizer written in Python should free would stay for ever then."""
+
+    __slots__ = ("value",)
+
+    value: V
+
+    # Compare and hash the reference itself, since the object may be unhashable.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def tie(tied: set[TiedValue[V]], owner: object, value: V) -> TiedValue[V]:
+    """Keep `value` in a set until `owner` dies."""
+    reference: TiedValue[V] = TiedValue(owner, tied.discard)
+    reference.value = value
+    tied.add(reference)
+    return reference

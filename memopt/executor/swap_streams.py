@@ -266,11 +266,7 @@ class StreamSwap:
     def fork(self, saved: list[Any]) -> list[Any]:
         """Copy a step's pool for a backward that may run again (retain_graph): each run writes over
         what it has dropped. The host waits for the copies, the compute stream for what is on its
-        way.
-
-        Args:
-            saved: what the forward has saved for the backward.
-        """
+        way."""
         copies = [one for one in saved if isinstance(one, PooledCopy)]
         for one in copies:
             one.settle()

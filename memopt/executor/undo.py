@@ -21,11 +21,7 @@ from memopt.step.step_optimizer import host_like
 class Undo:
     """Copies of the tensors that a step changes, made before it changes them.
 
-    The host memory is taken in the first step and used again in the next ones.
-
-    Args:
-        optimizer: the optimizer whose state the updates change.
-    """
+    The host memory is taken in the first step and used again in the next ones."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -100,12 +100,7 @@ def is_laid_out_one_way(call: Node, result: Node) -> bool:
 
 
 def look_of(node: Node, views: Container[Node]) -> Look | None:
-    """Return a chain of views as one view of its root; None: `node` is no such chain.
-
-    Args:
-        node: of a captured step.
-        views: the nodes of the step that are views.
-    """
+    """Return a chain of views as one view of its root; None: `node` is no such chain."""
     if ANY_OFFSET in node.meta:
         return None
     root = node

@@ -62,13 +62,7 @@ class PartitionReport:
 
 @dataclass(frozen=True)
 class RealStep:
-    """A training step for measuring compiled forms of one model.
-
-    Attributes:
-        model: the module; a measurement leaves it as it was.
-        call: the example call.
-        loss: of the outputs; None: the backward starts from the outputs.
-    """
+    """A training step for measuring compiled forms of one model."""
 
     model: nn.Module
     call: Call

@@ -45,15 +45,7 @@ _ANY = (
 
 @dataclass(frozen=True, slots=True)
 class SkippedFrame:
-    """A function that Dynamo runs uncompiled, or leaves out of the graphs around it.
-
-    Attributes:
-        path: the function's file.
-        line: its first line.
-        name: its name.
-        reason: why Dynamo skips it, in Dynamo's words.
-        of_torch: whether it is torch's own, called by another function.
-    """
+    """A function that Dynamo runs uncompiled, or leaves out of the graphs around it."""
 
     path: str
     line: int

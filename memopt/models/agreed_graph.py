@@ -16,9 +16,6 @@ def agreed_graph(graphs: Sequence[Graph]) -> Graph:
     """Merge the ranks' graphs: sizes, workspaces and times are the largest of any rank, so that a
     plan fits each of them. Ranks whose shards are smaller have smaller tensors.
 
-    Args:
-        graphs: each rank's, at least one.
-
     Raises:
         ValueError: they are not of the same step; the message says, for people, what differs.
     """

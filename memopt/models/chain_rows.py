@@ -95,10 +95,6 @@ def table_rows(table: Table, known: Collection[str]) -> list[Row]:
     """Read a table: one row for each stage, with a Stage's fields as columns; an empty entry, None
     or NaN leaves a field at its default.
 
-    Args:
-        table: see `Table`.
-        known: the names of a Stage's fields.
-
     Raises:
         ValueError: a column is unknown or missing, or an entry is no number; names the row.
         OSError: the file cannot be read.

@@ -9,11 +9,7 @@ from contextlib import contextmanager
 
 
 class Deferral:
-    """Whether Ctrl-C waits for the end of a block.
-
-    Attributes:
-        asked: Ctrl-C came since it waits.
-    """
+    """Whether Ctrl-C waits for the end of a block."""
 
     def __init__(self) -> None:
         self.asked = self._begun = False

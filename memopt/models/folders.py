@@ -54,14 +54,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 def tell_once(what: str, path: Path, doing: str, error: Exception) -> None:
     """Warn, once for each place, that a file kept for later cannot be used: a full or read-only
-    disk must not stop a plan.
-
-    Args:
-        what: the kind of file or folder.
-        path: of the file or folder.
-        doing: the operation that failed: "read" or "written".
-        error: the reason.
-    """
+    disk must not stop a plan."""
     if path not in _TOLD:
         _TOLD.add(path)
         _LOG.warning("the %s %s cannot be %s: %s", what, path, doing, error)

@@ -63,14 +63,7 @@ class Mesh:
 
 def in_flight(stages: int, micro_batches: int, rank: int = 0, parts: int = 1) -> int:
     """Return how many micro-batches' activations a pipeline's rank holds, times its parts: under
-    1F1B, with several parts interleaved (arXiv:2104.04473, section 2.2).
-
-    Args:
-        stages: ranks of the pipeline.
-        micro_batches: of a step.
-        rank: 0 is the first.
-        parts: of the model that a rank has.
-    """
+    1F1B, with several parts interleaved (arXiv:2104.04473, section 2.2)."""
     after = stages - rank
     warm = after if parts == 1 else (parts - 1) * stages + 2 * (after - 1) + 1
     return min(warm, parts * micro_batches)

@@ -60,11 +60,6 @@ def update_bytes(name: str, gradient_bytes: int, state_bytes: int) -> int:
 
 
 def update_s(name: str, gradient_bytes: int, state_bytes: int, device: Device) -> float:
-    """Return the seconds of an optimizer's update on a device, which memory bounds.
-
-    Args:
-        name, gradient_bytes, state_bytes: as for `update_bytes`.
-        device: where it runs.
-    """
+    """Return the seconds of an optimizer's update on a device, which memory bounds."""
     rate = device.memory_bytes_per_s * device.memory_fraction
     return update_bytes(name, gradient_bytes, state_bytes) / rate

@@ -33,12 +33,7 @@ _Name = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A stage, or a pass, that ran.
-
-    Attributes:
-        name: its name.
-        options: its options, a word each.
-    """
+    """A stage, or a pass, that ran."""
 
     name: _Name
     options: tuple[Line, ...] = field(default=(), metadata=SPARSE)

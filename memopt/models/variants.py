@@ -80,13 +80,7 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
 
 def leanest(operator: Operator, needed: Iterable[int], sizes: Sequence[int]) -> str | None:
     """Return the implementation that needs least memory for a run of which only some results are
-    needed: exact, as fast as the default one, and reading nothing else. None: the default one.
-
-    Args:
-        operator: with its implementations.
-        needed: the tensors that the run must write.
-        sizes: bytes of every tensor.
-    """
+    needed: exact, as fast as the default one, and reading nothing else. None: the default one."""
     if not operator.implementations:
         return None
     wanted = frozenset(needed)

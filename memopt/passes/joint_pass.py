@@ -22,7 +22,7 @@ from typing import Any
 
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.passes.cp_sat import CpSat, ran_out
+from memopt.passes.cp_sat import CpSat, Improvement, TimedSearch, ran_out
 from memopt.passes.order.lifetime_model import LifetimeModel
 from memopt.passes.order.program_tasks import ProgramTasks, tasks_of
 from memopt.passes.order.tasks import Tasks, Value
@@ -30,7 +30,6 @@ from memopt.passes.order.windows import Windows
 from memopt.passes.passes import alignment_of, never_placed, place_program, with_offsets
 from memopt.passes.place.buffers import Placement
 from memopt.passes.place.placement import DEFAULT_WORK_LIMIT
-from memopt.passes.timed_search import Improvement, TimedSearch
 from memopt.programs.instructions import LossBoundary, Program
 from memopt.programs.lifetimes import Storage, lifetimes, storages
 from memopt.programs.replay import replay

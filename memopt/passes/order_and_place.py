@@ -11,10 +11,10 @@ from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.models.steps import ChainStep
+from memopt.passes.cp_sat import TimedSearch
 from memopt.passes.passes import order_program, place_program, placing_figures
 from memopt.passes.place.buffers import Placement
 from memopt.passes.tighten_lifetimes import tighten_lifetimes
-from memopt.passes.timed_search import TimedSearch
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Compute, Free, Instruction, Program, SwapIn
 from memopt.programs.placed import arena_use

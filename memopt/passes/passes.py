@@ -8,13 +8,12 @@ from math import lcm
 
 from memopt.models.device import Device
 from memopt.models.graph import Graph
-from memopt.passes.cp_sat import CpSat
+from memopt.passes.cp_sat import CpSat, Improvement
 from memopt.passes.order.ordering import DEFAULT_STATES, Ordering, order_tasks
 from memopt.passes.order.program_tasks import in_any_place, tasks_of
 from memopt.passes.place.arena_selection import select_buffers
 from memopt.passes.place.buffers import Buffer, Placement
 from memopt.passes.place.placement import DEFAULT_WORK_LIMIT, place
-from memopt.passes.timed_search import Improvement
 from memopt.programs.in_place import with_in_place, without_in_place
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.lifetimes import Storage, lifetimes, storages
@@ -77,13 +76,6 @@ def order_in_any_place(
 ) -> tuple[Program, int]:
     """Order a program that has no in-place outputs for the smallest peak that it can have once
     outputs are computed in place wherever the order allows it.
-
-    Args:
-        graph: the cost model of the program.
-        program: valid, every output in a storage of its own.
-        good_enough: bytes; an order of at most this peak ends the search.
-        time_limit_s: wall clock.
-        max_states: see `order_tasks`.
 
     Returns:
         The ordered program, with the in-place outputs that its order allows, and a bound over all

@@ -112,12 +112,7 @@ def touched_bytes(tensor: TensorArgument) -> int:
 
 
 def work(call: Signature, outputs: Any) -> Work:
-    """Count the work of a call.
-
-    Args:
-        call: the call's signature.
-        outputs: the call's results, described as the arguments are.
-    """
+    """Count the work of a call."""
     name = operator_name(call.target)
     reads, writes = tensors_of((call.args, call.kwargs)), tensors_of(outputs)
     floating = [t.dtype for t in (*reads, *writes) if t.dtype.is_floating_point]

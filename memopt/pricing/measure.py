@@ -11,7 +11,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +20,20 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
+from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.models.progress import Progress
 from memopt.pricing.cache import Cost, ProfileCache
+from memopt.pricing.device_probes import seconds_of
 from memopt.pricing.memory import metered_sections
-from memopt.pricing.network_costs import network_costs
-from memopt.pricing.queued import seconds_of
 from memopt.pricing.real_results import check_places, check_results, difference, left_bytes
 from memopt.pricing.workspace import with_state
-from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept
+from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept, timed
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
-from memopt.step.collectives import is_collective
+from memopt.step.collectives import is_collective, waited
 from memopt.step.numerics import numeric_settings
+from memopt.step.ranks import meet
 from memopt.step.signature import (
     ENDS_PROCESS,
     REFUSALS,
@@ -307,12 +308,7 @@ def _times(
 def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
     """Run one step on the example inputs, and return copies of the wanted calls' arguments.
 
-    The model does not change: the captured graph is functional. Random state is left as it was.
-
-    Args:
-        captured: the captured model, whose parameters and inputs hold values.
-        wanted: texts of the calls' signatures (`signature(node).text`).
-    """
+    The model does not change: the captured graph is functional. Random state is left as it was."""
     model = captured.model()
     assert model is not None
     found: dict[str, Arguments] = {}
@@ -349,3 +345,39 @@ def _tangent(node: Node) -> torch.Tensor:
     flat = torch.rand(tuple(like.shape), device=like.device).to(like.dtype)
     laid_out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return laid_out.copy_(flat)
+
+
+ROUNDS = 5
+
+
+def network_costs(signatures: Iterable[Signature], device: torch.device) -> dict[str, Cost]:
+    """Return the costs of collectives among kernel calls, by their texts: the median of `ROUNDS`
+    rounds from call to end of wait. Calls of a fake process group take no time.
+
+    Never until they are precise, nor from a cache: a rank that stopped earlier, or knew the cost,
+    would leave the others waiting."""
+    distinct = {one.text: one for one in signatures if is_collective(one.target)}
+    if not distinct:
+        return {}
+    meet()
+    stand_ins = StandIns(device)
+    return {text: _cost(one, stand_ins, device) for text, one in distinct.items()}
+
+
+def _cost(one: Signature, stand_ins: StandIns, device: torch.device) -> Cost:
+    args, kwargs = stand_ins.arguments(one)
+    results: list[Any] = []
+
+    def run() -> None:
+        results[:] = [one.target(*args, **kwargs)]
+        waited(results[0])
+
+    with torch.no_grad():
+        run()
+        times = [timed(run, device) for _ in range(ROUNDS)]
+        results.clear()
+        (use,) = metered_sections(device, [lambda: run])
+    tensors = results[0] if isinstance(results[0], (list, tuple)) else results
+    block = backend_of(device).block_bytes
+    sizes = tuple(in_blocks(tensor.untyped_storage().nbytes(), block) for tensor in tensors)
+    return Cost(statistics.median(times), max(0, use.peak_bytes - sum(sizes)), sizes)

@@ -37,12 +37,7 @@ from memopt.torch_private.modes import (
 
 @dataclass
 class MemoryUse:
-    """Memory of a metered block, in bytes above the block's start. Filled when the block ends.
-
-    Attributes:
-        peak_bytes: the highest level.
-        end_bytes: the level at the end.
-    """
+    """Memory of a metered block, in bytes above the block's start. Filled when the block ends."""
 
     peak_bytes: int = 0
     end_bytes: int = 0

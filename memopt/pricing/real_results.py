@@ -57,12 +57,7 @@ def check_places(call: Signature, result: object) -> None:
 
 def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
     """Say where a graph's operator writes another number of storages than its kernel leaves; None:
-    nowhere. (Their sizes may differ: the graph adopts the kernel's.)
-
-    Args:
-        lowering: the graph.
-        costs: the measured cost of each of its operators.
-    """
+    nowhere. (Their sizes may differ: the graph adopts the kernel's.)"""
     graph = lowering.graph
     for operator, cost in zip(graph.operators, costs, strict=True):
         if operator.collective is None and len(operator.writes) != len(cost.output_bytes):

@@ -64,13 +64,7 @@ def cublas_workspace_bytes(device_name: str) -> int:
 
 
 def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
-    """Return the bytes that a call needs at its peak beyond its results.
-
-    Args:
-        call: the call's signature.
-        outputs: the call's results, described as the arguments are.
-        cuda: whether it runs on CUDA; else on the CPU.
-    """
+    """Return the bytes that a call needs at its peak beyond its results."""
     name = operator_name(call.target)
     writes, reads = tensors_of(outputs), tensors_of((call.args, call.kwargs))
     if name in ("convolution", "convolution_backward"):

@@ -153,13 +153,7 @@ def _record(
 
 
 def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, ...]:
-    """Return notes for the user on a captured step.
-
-    Args:
-        parts: the step.
-        state: the optimizer's state.
-        hosted: whether the state is on the host between updates.
-    """
+    """Return notes for the user on a captured step."""
     size = format_bytes(state.bytes_total)
     where = (f"On the host between updates: {size} of {state.name} state.",)
     # Planning reads the whole graph, in which the last micro-batch changes the buffers.

@@ -18,12 +18,11 @@ from memopt.errors import CaptureError
 from memopt.kernels.attach import with_implementations
 from memopt.kernels.cross_entropy import attach as attach_chunks
 from memopt.models.device import Device, in_blocks
-from memopt.models.graph import Graph, Operator, Phase, TensorKind
+from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.optimizer_names import update_bytes
 from memopt.pricing.flops import Work
 from memopt.pricing.roofline import work_time_s
 from memopt.profiler.adapters import Adapted, adapted
-from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import (
     BlockList,
     WholeFigures,
@@ -223,13 +222,7 @@ def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
 
     A gradient belongs to a parameter of its size. Of several, the one made first belongs to the one
     that the forward reads last. (Which of a block's equal ones it is makes no difference to memory
-    and time.)
-
-    Args:
-        graph: the step up to its gradients; optimizer state is not charged.
-        state: the optimizer's, shared by the parameters as their bytes are.
-        device: to price for.
-    """
+    and time.)"""
     readers, producer, tensors = graph.readers, graph.producer, graph.tensors
     made, used = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for gradient in sorted(set(graph.gradients) & producer.keys(), key=producer.__getitem__):
@@ -269,3 +262,65 @@ def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
     results = tuple(t for t in graph.gradients if t not in updated)
     step = replace(graph, operators=tuple(operators), gradients=results)
     return movable_graph(step, tuple(parameters), states, charged=False)
+
+
+_GROUP, _GROUPS = 64, 256
+_FROZEN, _BESIDE = ".base.weight", ".narrow.weight"
+"""Names of a weight with an adapter, and of a part of the adapter; see `adapters.Adapted`."""
+
+
+def in_four_bits(graph: Graph, element_bytes: int, device: Device) -> Graph:
+    """Return the step with its adapters' frozen weights in 4 bits.
+
+    QLoRA (Dettmers et al., arXiv:2305.14314) stores a weight in 4 bits, with an 8-bit scale for
+    each 64 elements and a 32-bit one for each 256 of those, and dequantizes it whenever it is read,
+    in the backward again: an operator that is priced by its bytes and never run makes it."""
+    tensors, operators = list(graph.tensors), list[Operator]()
+    sizes: dict[int, int] = {}
+    for index in frozen_weights(graph):
+        tensor = tensors[index]
+        packed = packed_bytes(tensor.size_bytes // element_bytes)
+        held = sum(map(device.allocated_bytes, packed))
+        sizes[index] = tensor.size_bytes
+        tensors[index] = replace(tensor, size_bytes=held, kind=TensorKind.BUFFER)
+    for operator in graph.operators:
+        made: dict[int, int] = {}
+        for weight in dict.fromkeys(operator.reads):
+            if weight not in sizes:
+                continue
+            made[weight] = len(tensors)
+            name = f"dequantized {len(tensors)}"
+            tensors.append(Tensor(name, sizes[weight]))
+            moved = sizes[weight] + tensors[weight].size_bytes
+            operators.append(
+                Operator(
+                    name,
+                    (weight,),
+                    (made[weight],),
+                    work_time_s(Work("", "", 0.0, moved, 1), device),
+                    phase=operator.phase,
+                    module=operator.module,
+                    target="memopt.dequantized",
+                )
+            )
+        reads = tuple(made.get(t, t) for t in operator.reads)
+        operators.append(replace(operator, reads=reads) if made else operator)
+    return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
+
+
+def frozen_weights(graph: Graph) -> tuple[int, ...]:
+    """Return the tensors of the weights that have an adapter."""
+    names = {tensor.name for tensor in graph.tensors}
+    return tuple(
+        index
+        for index, tensor in enumerate(graph.tensors)
+        if tensor.kind is TensorKind.PARAMETER
+        and tensor.name.endswith(_FROZEN)
+        and tensor.name.removesuffix(_FROZEN) + _BESIDE in names
+    )
+
+
+def packed_bytes(elements: int) -> tuple[int, int]:
+    """Return the bytes of a weight in 4 bits, and of its scales."""
+    groups = -(-elements // _GROUP)
+    return -(-elements // 2), groups + 4 * -(-groups // _GROUPS)

@@ -78,11 +78,6 @@ def reserved_by(
 ) -> AllocatorFigures:
     """Return the figures for steps of a program, in a process that allocates nothing else.
 
-    Args:
-        graph: the cost model of the program.
-        program: valid.
-        settings: of the allocator; None: PyTorch's own.
-
     Raises:
         MemoryError: a request does not fit the settings' capacity.
     """
@@ -97,13 +92,7 @@ def allocation_trace(graph: Graph, program: Program, steps: int = 1) -> Iterator
     workspace, and frees that and its transient outputs when it ends. Placed lifetimes are in one
     block of the arena's size, requested when a step begins, as are tensors that stay on the device
     from the step before. All requests are on the compute stream: swap-ins take their memory there,
-    too, and copies wait for it. A step's remaining blocks are freed before the next one.
-
-    Args:
-        graph: the cost model of the program.
-        program: valid.
-        steps: how often it runs.
-    """
+    too, and copies wait for it. A step's remaining blocks are freed before the next one."""
     for tensor in sorted(resident_under(graph, program)):
         yield Allocate(("resident", tensor), graph.tensors[tensor].size_bytes)
     yield Allocate("resident", graph.extra_resident_bytes)

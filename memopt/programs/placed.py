@@ -70,12 +70,7 @@ class ArenaUse:
 
 
 def arena_use(graph: Graph, program: Program) -> ArenaUse | None:
-    """Count the bytes that a program's placement covers; None if it has none.
-
-    Args:
-        graph: the cost model of the program.
-        program: valid.
-    """
+    """Count the bytes that a program's placement covers; None if it has none."""
     if program.offsets is None:
         return None
     timeline = replay(graph, program)

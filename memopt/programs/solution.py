@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from memopt.models.bounds import relative_gap
 from memopt.models.status import Status
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
@@ -37,6 +38,12 @@ class Solution:
     smallest_budget_bytes: int | None = None
     smallest: Solution | None = None
     stats: Mapping[str, object] = field(default_factory=dict)
+
+    def bounded(self, bound_s: float, optimal: bool) -> Solution:
+        """Return the plan with a lower bound, and whether it is optimal in its class."""
+        status = Status.OPTIMAL if optimal else Status.FEASIBLE
+        gap = relative_gap(self.time_s or bound_s, bound_s)
+        return replace(self, status=status, lower_bound_s=bound_s, gap=gap)
 
     @property
     def plans(self) -> bool:

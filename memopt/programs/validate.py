@@ -112,9 +112,9 @@ def _use(
 ) -> Use:
     sizes, length = [tensor.size_bytes for tensor in graph.tensors], len(program.instructions)
     placed = {(position, tensor) for position, tensor, _ in program.offsets or ()}
-    whole = _Covering(device, sizes, length)
+    whole = _covering(device, sizes, length)
     apart = [x for x in device if (x.begin, x.tensor) not in placed]
-    unplaced, copies = _Covering(apart, sizes, length), _Covering(host, sizes, length)
+    unplaced, copies = _covering(apart, sizes, length), _covering(host, sizes, length)
     apart_ends = {(x.tensor, x.end) for x in apart}
     resident_bytes = graph.resident_bytes - sum(sizes[x.tensor] for x in host if x.begin < 0)
     host_scratch = max((on_host(graph, x) or 0 for x in program.instructions), default=0)
@@ -123,29 +123,26 @@ def _use(
         produced, scratch = _produced(graph, instruction)
         inside = sum(sizes[t] for t in produced if (i, t) in placed)
         new = scratch + sum(sizes[t] for t in produced)
-        during.append(resident_bytes + whole(i) + new)
-        outside.append(resident_bytes + unplaced(i) + new - inside)
+        during.append(resident_bytes + whole[i] + new)
+        outside.append(resident_bytes + unplaced[i] + new - inside)
         for t in given_up(graph, instruction):
             during[-1] -= sizes[t]
             # If both are placed, the output is in the arena and so was the tensor.
             outside[-1] -= sizes[t] if (t, i) in apart_ends else 0
-        copied.append(host_scratch + copies(i + 1))
+        copied.append(host_scratch + copies[i + 1])
     return Use(max(during, default=resident_bytes), max(copied, default=0), during, copied, outside)
 
 
-class _Covering:
-    """Sums the sizes of the lifetimes that began before a position and end at or after it."""
-
-    def __init__(self, lifetimes: Sequence[LiveRange], sizes: Sequence[int], length: int) -> None:
-        change = np.zeros(length + 2, dtype=np.int64)
-        size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
-        # From the position after its begin (-1: before the program) to its end.
-        np.add.at(change, np.array([x.begin + 1 for x in lifetimes], dtype=np.int64), size)
-        np.add.at(change, np.array([x.end + 1 for x in lifetimes], dtype=np.int64), -size)
-        self.bytes: list[int] = np.cumsum(change).tolist()
-
-    def __call__(self, position: int) -> int:
-        return self.bytes[position]
+def _covering(lifetimes: Sequence[LiveRange], sizes: Sequence[int], length: int) -> list[int]:
+    """Return, for each position, the bytes of the lifetimes that began before it and end at or
+    after it."""
+    change = np.zeros(length + 2, dtype=np.int64)
+    size = np.array([sizes[x.tensor] for x in lifetimes], dtype=np.int64)
+    # From the position after its begin (-1: before the program) to its end.
+    np.add.at(change, np.array([x.begin + 1 for x in lifetimes], dtype=np.int64), size)
+    np.add.at(change, np.array([x.end + 1 for x in lifetimes], dtype=np.int64), -size)
+    found: list[int] = np.cumsum(change).tolist()
+    return found
 
 
 def _produced(graph: Graph, instruction: Instruction) -> tuple[Sequence[int], int]:

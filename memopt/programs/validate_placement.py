@@ -53,15 +53,7 @@ def misplaced(
     Every lifetime that begins at a Compute or SwapIn has an offset or is named in
     `program.unplaced`. Lifetimes of results (`graph.kept`), which the user may hold beyond the
     step, and transient outputs may have one. Tangents come from outside and have none, nor have
-    the tensors that the graph lists as `allocator_owned`. Workspace is not placed.
-
-    Args:
-        graph: the cost model.
-        program: a program that is valid but for its placement.
-        lifetimes: all device lifetimes.
-        outside_bytes: largest memory outside the arena at any instruction, resident included.
-        budget_bytes: for the arena and the memory outside it; None: no limit.
-    """
+    the tensors that the graph lists as `allocator_owned`. Workspace is not placed."""
     ranges = {(x.begin, x.tensor): x for x in lifetimes}
     placed: dict[tuple[int, int], tuple[LiveRange, int]] = {}
     found: list[Violation] = []

@@ -115,10 +115,6 @@ class ChainState:
 def replay_chain(chain: Chain, steps: Iterable[ChainStep]) -> ChainTimeline:
     """Replay a whole schedule from a^0 and δ^n to δ^0.
 
-    Args:
-        chain: the chain, n stages, the loss last.
-        steps: the schedule, Rotor Definition 3.1.
-
     Raises:
         InvalidProgramError: the first step whose inputs are absent, or a schedule that does
             not end with B^1.

@@ -19,12 +19,7 @@ class ChainView(ABC):
 
     Class attributes:
         exact: whether a schedule and its program need the same memory and time. If not, the
-            program needs at most the schedule's memory.
-
-    Attributes:
-        graph: the graph that the programs run.
-        chain: its chain.
-    """
+            program needs at most the schedule's memory."""
 
     graph: Graph
     chain: Chain

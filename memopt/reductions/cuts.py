@@ -111,12 +111,7 @@ def long_lived(graph: Graph, max_span: int) -> frozenset[int]:
 
 
 def find_cuts(graph: Graph, skips: frozenset[int] = frozenset()) -> tuple[Cut, ...]:
-    """Find all cuts, in order; of neighbours with the same storage only the first.
-
-    Args:
-        graph: the training step.
-        skips: further storages that do not count, since they will be held.
-    """
+    """Find all cuts, in order; of neighbours with the same storage only the first."""
     free, end = parameter_free(graph), graph.first_backward
     held = always_held(graph) | (skips - free)
     spans = {name: _Spans(end + 1) for name in ("plain", "free", "held")}

@@ -187,12 +187,7 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
     """Leave out the second and later runs of operators whose results nothing reads.
 
     A second run by another implementation stays if it gives a result of the step that the first one
-    does not give (one gradient of a convolution).
-
-    Args:
-        graph: the graph the instructions refer to.
-        instructions: in order; outputs and frees may still be missing.
-    """
+    does not give (one gradient of a convolution)."""
     wanted: set[int] = set()
     """Positions of first runs, and of those that first give a result of the step."""
     ran: set[int] = set()

@@ -25,11 +25,7 @@ from memopt.reductions.stage_map import StageOperators
 
 @dataclass(frozen=True)
 class StepLinearization(Linearization):
-    """A whole step, updates included, seen as the chain of its forward and backward.
-
-    Attributes:
-        plain: the linearization of the step without updates.
-    """
+    """A whole step, updates included, seen as the chain of its forward and backward."""
 
     plain: Linearization = field(kw_only=True)
 

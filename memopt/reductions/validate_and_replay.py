@@ -33,12 +33,6 @@ def validate_and_replay(
 ) -> tuple[Violation | None, Figures]:
     """Validate and replay a plan's program, within its budget.
 
-    Args:
-        graph: the graph of the plan.
-        program: the plan's program.
-        budget: bytes on the device and on the host.
-        device: link rates; None: transfers take no time.
-
     Raises:
         InvalidProgramError: it cannot be replayed (the validator's verdict comes first).
     """

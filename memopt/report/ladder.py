@@ -9,6 +9,7 @@ from typing import Any
 from memopt.models.budget import format_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
+from memopt.models.mesh import Mesh
 from memopt.plan_record import PlanRecord
 from memopt.programs.allocator_requests import reserved_by
 from memopt.programs.instructions import Program
@@ -72,9 +73,26 @@ class Rung:
         """What a step that moves tensors waits for, and what it takes of the host; "" of others."""
         if not self.host_bytes:
             return ""
+        host = format_bytes(self.host_bytes)
+        return f"{self.name}: busy are {self.streams}; {host} of host memory each."
+
+    @property
+    def streams(self) -> str:
+        """The streams that work, and for which share of the step; the busiest first."""
         shares = sorted(self.busy.items(), key=lambda one: -one[1])
-        said = ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
-        return f"{self.name}: busy are {said}; {format_bytes(self.host_bytes)} of host memory each."
+        return ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table says of it: whether it fits, what it needs, and how long its step takes."""
+        needs = or_dash(self.needed_bytes, format_bytes)
+        return "yes" if self.fits else "no", needs, or_dash(self.step_time_s, format_seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the rung for machines: bytes and seconds."""
+        row = asdict(replace(self, plan=None))
+        del row["plan"]
+        return row
 
     @property
     def rate_of_one(self) -> float:
@@ -232,9 +250,7 @@ class Ladder:
             cost = f"{share:+.0%}" if rung is not best else ""
         return (
             rung.name,
-            "yes" if rung.fits else "no",
-            or_dash(rung.needed_bytes, format_bytes),
-            or_dash(rung.step_time_s, format_seconds),
+            *rung.cells,
             or_dash(
                 rung.samples_per_s, lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
             ),
@@ -243,11 +259,6 @@ class Ladder:
 
     def figures(self) -> dict[str, Any]:
         """Return the ladder for machines: bytes and seconds."""
-        rungs = []
-        for rung in self.rungs:
-            row = asdict(replace(rung, plan=None))
-            del row["plan"]
-            rungs.append({"name": rung.name, **row})
         return {
             "device": self.device.name,
             "budget_bytes": self.budget_bytes,
@@ -259,7 +270,7 @@ class Ladder:
             "lora": self.lora,
             "unit": self.unit,
             "parts_bytes": dict(self.parts),
-            "rungs": rungs,
+            "rungs": [{"name": rung.name, **rung.figures()} for rung in self.rungs],
             "next": [
                 {"name": one.rung.name, "more_bytes": one.more_bytes, "slower": one.slower}
                 for one in self.next_steps()
@@ -281,8 +292,8 @@ def memory_parts(
     throughout, then gradients, activations and workspace; and beside the peak, what the allocator
     reserves on top of it and CUDA's context."""
     program = store_all(graph)
-    listed = [(what, size) for what, size in fixed_bytes(graph, optimizer_parts)]
-    there = {what: size for what, size in listed if what != "gradients"}
+    parts = fixed_bytes(graph, optimizer_parts)
+    there = {what: size for what, size in parts if what != "gradients"}
     peak = peak_of(graph, program)
     consumers = () if peak is None else peak.consumers
     words = {"gradient": "gradients", "workspace": "workspace"}
@@ -292,10 +303,9 @@ def memory_parts(
             found[words.get(one.kind, "activations")] += one.size_bytes
     total = replay(graph, program).peak_bytes
     found["activations"] += total - sum(there.values()) - sum(found.values())
-    parts = {**there, **found}
-    parts[FRAGMENTS] = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
-    parts[CONTEXT] = CONTEXT_BYTES
-    return tuple((what, size) for what, size in parts.items() if size)
+    fragments = max(0, reserved_by(graph, program).reserved_peak_bytes - total)
+    listed = {**there, **found, FRAGMENTS: fragments, CONTEXT: CONTEXT_BYTES}
+    return tuple((what, size) for what, size in listed.items() if size)
 
 
 def trained_otherwise(changes: tuple[str, ...]) -> list[str]:
@@ -311,3 +321,49 @@ def offload_pays(rungs: Iterable[Rung]) -> bool:
         for changes, rate in rates.items()
         if changes[-1:] == (RECOMPUTE,) and (*changes[:-1], OFFLOAD) in rates
     )
+
+
+@dataclass(frozen=True)
+class MeshRung:
+    """A mesh, and how a rank of it trains.
+
+    Attributes:
+        mesh: of all ranks; a dimension of one rank is left out.
+        rung: a rank's plan, or that none fits.
+        why: why it was not planned; "": it was.
+    """
+
+    mesh: Mesh
+    rung: Rung
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.mesh}: {self.why or self.rung}"
+
+
+def best_mesh(rungs: Iterable[MeshRung]) -> MeshRung | None:
+    """Return the mesh that fits with the most tokens/s; None: none fits."""
+    fit = [one for one in rungs if one.rung.fits]
+    return max(fit, key=lambda one: one.rung.rate_of_one, default=None)
+
+
+def mesh_table(rungs: Iterable[MeshRung], unit: str) -> str:
+    """Return the meshes as a table, those that fit and are fastest first."""
+    rows: list[tuple[str, ...]] = [("mesh", "fits", "needs", "step", unit, "binds")]
+    for one in sorted(rungs, key=lambda x: (not x.rung.fits, -x.rung.rate_of_one)):
+        rung = one.rung
+        how = f" ({', '.join(rung.changes)})" if rung.changes else ""
+        rows.append(
+            (
+                f"{one.mesh}{how}",
+                *rung.cells,
+                or_dash(rung.samples_per_s, "{:,.0f}".format),
+                one.why or rung.streams or "memory",
+            )
+        )
+    return "\n".join(aligned(rows))
+
+
+def mesh_figures(rungs: Iterable[MeshRung]) -> list[dict[str, Any]]:
+    """Return the meshes for machines: bytes and seconds."""
+    return [{"mesh": dict(one.mesh.sizes), "why": one.why, **one.rung.figures()} for one in rungs]

@@ -35,15 +35,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval [start_s, end_s) in which a lane is occupied.
-
-    Attributes:
-        lane: the lane.
-        name: shown to people.
-        start_s: seconds from the start of the step.
-        end_s: seconds.
-        stall: whether the lane only waits for a transfer.
-    """
+    """An interval [start_s, end_s) in which a lane is occupied."""
 
     lane: Lane
     name: str
@@ -204,11 +196,6 @@ def trace_events(steps: Iterable[StepLanes]) -> list[dict[str, object]]:
 
 
 def write_trace(path: str | PathLike[str], *steps: StepLanes) -> None:
-    """Write a trace file of one or several steps, for ui.perfetto.dev or chrome://tracing.
-
-    Args:
-        path: the file, ".json".
-        steps: for example a predicted and a measured step.
-    """
+    """Write a trace file of one or several steps, for ui.perfetto.dev or chrome://tracing."""
     content = {"traceEvents": trace_events(steps), "displayTimeUnit": "ms"}
     write_whole(path, json.dumps(content).encode())

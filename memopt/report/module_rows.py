@@ -66,13 +66,7 @@ def module_rows(
     """Make a row for each group of modules.
 
     All `peak_bytes` and the resident bytes add up to the program's peak; runs and times, to those
-    of `memopt.report.work.recomputed`; moved bytes, to those of `moved`.
-
-    Args:
-        graph, program, device: the plan's.
-        groups: how many groups there are.
-        group_of_tensor, group_of_operator: the group of each tensor and operator.
-    """
+    of `memopt.report.work.recomputed`; moved bytes, to those of `moved`."""
     rows = tuple(ModuleRow() for _ in range(groups))
     sizes = [tensor.size_bytes for tensor in graph.tensors]
     for tensor in graph.resident:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ since pictures stand on light and on dark pages: lines take the style's own text
 
 
 _MISSING = "plots need matplotlib, which is not installed: pip install matplotlib"
-_WIDTH_INCHES = 7.0
+_WIDTH_INCHES, _HEIGHT_INCHES = 7.0, 3.4
 
 
-def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
+def new_axes(ax: Axes | None, height_inches: float = _HEIGHT_INCHES) -> Axes:
     """Return the Axes to draw on: the user's, or those of a new pyplot figure of notebook width.
 
     Raises:
@@ -40,7 +42,7 @@ def new_axes(ax: Axes | None, height_inches: float = 3.4) -> Axes:
     return made
 
 
-def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
+def new_figure() -> tuple[Figure, Axes]:
     """Make a figure for a file, with one Axes: it needs no window and pyplot does not keep it.
 
     Raises:
@@ -50,8 +52,15 @@ def new_figure(height_inches: float = 3.4) -> tuple[Figure, Axes]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(_MISSING) from error
-    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def save_figure(draw: Callable[[Axes], object], path: Path) -> None:
+    """Draw a figure to a file, without a window."""
+    figure, axes = new_figure()
+    draw(axes)
+    figure.savefig(path, dpi=150)
 
 
 def picture_types() -> frozenset[str]:
@@ -88,7 +97,7 @@ def memory_unit(largest_bytes: float) -> tuple[int, str]:
     return 1, "bytes"
 
 
-def legend_beside(ax: Axes, columns: int = 1) -> None:
+def legend_beside(ax: Axes) -> None:
     """Add a legend to the right of the Axes, off the data; none if nothing has a label."""
     if not ax.get_legend_handles_labels()[0]:
         return
@@ -98,5 +107,4 @@ def legend_beside(ax: Axes, columns: int = 1) -> None:
         borderaxespad=0.0,
         frameon=False,
         fontsize="small",
-        ncols=columns,
     )

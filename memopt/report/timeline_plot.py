@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memopt.programs.replay import Direction, replay
+from memopt.report.lanes import Lane, predicted_lanes
 from memopt.report.memory_plot import plot_memory
 from memopt.report.schedule_plot import (
     AGAIN,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LANES = ("compute", "device → host", "host → device", "network", "host")
 _WAIT, _OUT, _IN, _NETWORK = "waiting", "to host", "from host", "collectives"
 _HOST = "updates on the host"
+_OF_LANE = dict(zip(Lane, (_WAIT, _OUT, _IN, _NETWORK, _HOST), strict=True))
 COLORS = {
     FORWARD: BLUE,
     AGAIN: VERMILION,
@@ -82,23 +83,12 @@ def plot_timeline(plan: PlanRecord, ax: Axes | None = None) -> Axes:
 def lanes(plan: PlanRecord) -> dict[str, tuple[int, list[tuple[float, float]]]]:
     """Map each kind of bar to its lane and the (start, duration) of every bar, seconds."""
     _, bars = program_bars(plan.graph, plan.program, plan.device)
-    timeline = replay(plan.graph, plan.program, plan.device)
     spans = {kind: (0, [(s, d) for _, s, d in bars[kind] if d > 0]) for kind in bars}
-    # A wait ends when its instruction starts, which for a Free is also when it ends.
-    waits = [
-        (start - stall, stall)
-        for start, stall in zip(timeline.start_s, timeline.stall_s, strict=True)
-        if stall > 0
-    ]
-    out: list[tuple[float, float]] = []
-    back: list[tuple[float, float]] = []
-    for move in timeline.transfers:
-        lane = out if move.direction is Direction.TO_HOST else back
-        lane.append((move.start_s, move.end_s - move.start_s))
-    sent = [(x.start_s, x.end_s - x.start_s) for x in timeline.collectives]
-    on_host = [(x.start_s, x.end_s - x.start_s) for x in timeline.host_updates]
-    moved = {_OUT: (1, out), _IN: (2, back), _NETWORK: (3, sent), _HOST: (4, on_host)}
-    return {**spans, _WAIT: (0, waits), **moved}
+    spans |= {kind: (number, []) for number, kind in enumerate(_OF_LANE.values())}
+    for span in predicted_lanes(plan).spans:
+        if span.stall or span.lane is not Lane.COMPUTE:
+            spans[_OF_LANE[span.lane]][1].append((span.start_s, span.end_s - span.start_s))
+    return spans
 
 
 _KINDS: dict[str, Callable[[PlanRecord, Axes | None], Axes]] = {

@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 
 class RecentAnswers(Generic[T]):
-    """The last few answers by question. Thread-safe.
-
-    Args:
-        capacity: how many are kept.
-    """
+    """The last few answers by question. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -39,14 +39,6 @@ def profiled_for(
 ) -> Profiled | None:
     """Capture and price a module's step; None for a cost model, which has prices already.
 
-    Args:
-        model, inputs: the user's.
-        step: options that say which step it is.
-        pricing: options for its costs.
-        device: the device that an estimate is for.
-        report: the progress callback.
-        whole_step: whether the step includes the updates.
-
     Raises:
         ValueError: `model` is neither of these, or arguments cannot be combined.
     """

@@ -27,11 +27,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Existing:
-    """An object that existed before the forward; each call reads it from its own place.
-
-    Attributes:
-        source: the place, as Dynamo's expression.
-    """
+    """An object that existed before the forward; each call reads it from its own place."""
 
     source: str
 

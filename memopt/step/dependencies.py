@@ -58,12 +58,7 @@ class Dependencies:
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
         """Make dependencies of a trace's guards, with their present values. Leaves out what the
-        forward changes and changes back.
-
-        Args:
-            model: the model that was traced.
-            guards: the guards of its trace.
-        """
+        forward changes and changes back."""
         reader = TraceReader(model, guards)
         dependencies = tuple(reader.dependencies())
         return Dependencies(

@@ -26,13 +26,7 @@ _STEPS = 3
 def foreach_options(
     kind: type[torch.optim.Optimizer], group: dict[str, Any], parameters: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the options with which an optimizer steps parameters of a group together.
-
-    Args:
-        kind: the optimizer's class.
-        group: its options; those that the user has chosen stay.
-        parameters: of the group.
-    """
+    """Return the options with which an optimizer steps parameters of a group together."""
     if group.get("foreach", False) is not None or group.get("fused") or kind in _TAKES_MORE:
         return {}
     if not nobody_looks_on():

@@ -10,16 +10,7 @@ from memopt.step.captured import Captured
 
 @dataclass(frozen=True)
 class Fused:
-    """A captured step with its kernels.
-
-    Attributes:
-        captured: the step.
-        lowering: the captured step's, unpriced.
-        notes: for the user.
-        kernels: the kind of kernels asked for.
-        aten_regions: keys of the regions that stay ATen's, sorted.
-        channels_last: whether its images were put in channels-last order.
-    """
+    """A captured step with its kernels."""
 
     captured: Captured
     lowering: Lowering

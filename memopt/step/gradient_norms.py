@@ -43,13 +43,6 @@ def with_norms(
 ) -> tuple[Captured, Lowering, Node | None]:
     """Add the unscaling and clipping of gradients to a step.
 
-    Args:
-        captured, lowering: the step, before its updates.
-        positions: positions of the trained primals, in the order of the model's parameters.
-        parameters: these parameters; DTensors if ranks hold parts of them.
-        rules: what is done to their gradients.
-        block_bytes: the allocator's granularity.
-
     Returns:
         The step, its gradients replaced; and, if they are scaled, the node of the largest magnitude
         among all their elements, which is finite if all are. If they are clipped, the last of the
@@ -162,15 +155,7 @@ def norm_over_ranks(
 
     torch decides from the placements what is sent: the norms of the shards are stacked, and summed
     over the ranks as powers. It is traced here, over the norms of the present rank's shards, so
-    that a step has the same operators and collectives in the same order.
-
-    Args:
-        extension: the step.
-        norms: of the present rank's parts of the gradients.
-        gradients: these parts.
-        parameters: DTensors, placed as the gradients are.
-        norm_type: as of `torch.nn.utils.clip_grad_norm_`.
-    """
+    that a step has the same operators and collectives in the same order."""
     pairs = zip(parameters, gradients, strict=True)
     whole = [like_part(parameter, gradient.meta["val"]) for parameter, gradient in pairs]
     parts = [_aten._foreach_norm.Scalar([one], float(norm_type))[0] for one in whole]
@@ -184,13 +169,7 @@ def norm_over_ranks(
 
 
 def finite_over_ranks(extension: Extension, largest: Node, parameter: torch.Tensor) -> Node:
-    """Add a number that is finite if the largest magnitudes of all ranks are.
-
-    Args:
-        extension: the step.
-        largest: the largest magnitude among the present rank's gradients.
-        parameter: a DTensor of these ranks.
-    """
+    """Add a number that is finite if the largest magnitudes of all ranks are."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = spec_of(parameter).mesh

@@ -23,12 +23,7 @@ from memopt.step.signature import values_of
 
 
 class Extension:
-    """A step that grows by calls, each of which runs as soon as its arguments exist.
-
-    Args:
-        captured, lowering: the step; calls are added to its FX graph.
-        block_bytes: the allocator's granularity.
-    """
+    """A step that grows by calls, each of which runs as soon as its arguments exist."""
 
     def __init__(self, captured: Captured, lowering: Lowering, block_bytes: int) -> None:
         self.captured = captured

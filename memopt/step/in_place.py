@@ -106,12 +106,7 @@ def overwritable(node: Node) -> tuple[Node, ...]:
 def in_place_call(
     node: Node, taken: Node
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the call that writes a node's result over its argument `taken`: target, args, kwargs.
-
-    Args:
-        node: a kernel call.
-        taken: one of `overwritable(node)`.
-    """
+    """Return the call that writes a node's result over an argument: target, args, kwargs."""
     over = getattr(node.target, "over", None)
     if over is not None:
         return over, tuple(node.args), dict(node.kwargs)

@@ -28,12 +28,7 @@ _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 
 
 def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[str] | None:
-    """Return the names that the traced backwards may read; None: any.
-
-    Args:
-        model: the traced model.
-        traced: the code of all functions that were traced.
-    """
+    """Return the names that the traced backwards may read; None: any."""
     code = [one for one in traced if not one.co_filename.startswith(_TORCH)]
     modules = {name for module in model.modules() for name in modules_of(module)}
     if any(_SETS_HOOKS in one.co_names for one in code):

@@ -70,11 +70,7 @@ class Loss:
 
 class LossOfOutputs:
     """Stands for an unknown loss that uses the leaves of an output at these positions: their
-    gradients are laid out as they are, and it needs no memory of its own.
-
-    Args:
-        positions: of the leaves.
-    """
+    gradients are laid out as they are, and it needs no memory of its own."""
 
     def __init__(self, positions: frozenset[int]) -> None:
         self._positions = sorted(positions)

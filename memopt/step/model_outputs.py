@@ -187,13 +187,7 @@ def tangent_of(gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def gradients_of(
     ranks: list[int | None], arrived: dict[int, torch.Tensor], held_bytes: int = 0
 ) -> OutputGradients:
-    """Return which leaves of an output get gradients from a loss, and in which layouts.
-
-    Args:
-        ranks: for each leaf, which differentiable output it is.
-        arrived: the gradients that arrived, by the ranks of their outputs.
-        held_bytes: see `OutputGradients`.
-    """
+    """Return which leaves of an output get gradients from a loss, and in which layouts."""
     unused, strides = [], []
     for position, rank in enumerate(ranks):
         if rank is None:
@@ -310,10 +304,6 @@ def _extent(value: torch.Tensor) -> int:
 
 def hand_out(module: GraphModule, outputs: TracedOutputs) -> None:
     """Make a joint graph return its outputs themselves instead of their copies, in place.
-
-    Args:
-        module: the joint graph.
-        outputs: how the graph's outputs were traced.
 
     Raises:
         CaptureError: outputs that share memory would no longer share it.

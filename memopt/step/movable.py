@@ -110,13 +110,7 @@ def with_movable(
 def with_host_updates(
     profiled: Profiled | None, optimizer: torch.optim.Optimizer, device: Device
 ) -> ProfiledStep:
-    """Let the host run the updates of tensors that may be on the host between steps.
-
-    Args:
-        profiled: a whole step, see `with_movable`.
-        optimizer: the step's optimizer.
-        device: the device whose host runs them.
-    """
+    """Let the host run the updates of tensors that may be on the host between steps."""
     assert isinstance(profiled, ProfiledStep)
     assert profiled.parts is not None
     choices = host_updates(profiled.graph, profiled.parts, optimizer, device)
@@ -159,7 +153,8 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
         for tensor in (*dict.fromkeys(named.values()), *parts.module.buffers())
     )
     changed = {parts.captured.primals[i].node for i in parts.mutated}
-    changed |= {one.node for one in parts.captured.primals if _given_a_value(parts, one.name)}
+    given = {site.name for site in parts.sites if site.value is not None}
+    changed |= {one.node for one in parts.captured.primals if one.name in given}
     found = []
     for primal in parts.captured.primals:
         parameter, index = named.get(primal.name), lowering.storages[primal.node][0]
@@ -172,10 +167,6 @@ def movable_parameters(parts: StepParts, lowering: Lowering) -> tuple[int, ...]:
     results = {*lowering.graph.outputs, *lowering.graph.gradients}
     read = {t for operator in lowering.graph.operators for t in operator.reads}
     return tuple(sorted((set(found) & read) - results))
-
-
-def _given_a_value(parts: StepParts, name: str) -> bool:
-    return any(site.name == name and site.value is not None for site in parts.sites)
 
 
 def _state_sizes(

@@ -72,12 +72,7 @@ def as_tuples(tree: Any) -> Any:
 
 
 def objects_in(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield the objects in a tree that are opened, and those inside them.
-
-    Args:
-        tree: the tree.
-        around: ids of the objects around the tree: an object that holds itself is not opened again.
-    """
+    """Yield the objects in a tree that are opened, and those inside them."""
     for leaf in filter(is_object, pytree.tree_leaves(tree)):
         if id(leaf) not in around:
             yield leaf

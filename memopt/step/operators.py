@@ -55,12 +55,7 @@ def functional_name(overload: Any) -> str:
 
 @dataclass(frozen=True)
 class Substitute:
-    """Calls a function in another way, under the function's own name.
-
-    Attributes:
-        function: an operator overload or a function of torch.
-        way: runs the function: `way(function, *args, **kwargs)`.
-    """
+    """Calls a function in another way, under the function's own name."""
 
     function: Any
     way: Callable[..., Any]

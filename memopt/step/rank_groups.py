@@ -50,10 +50,6 @@ class RankGroup:
     def gathered(self, value: Any, kind: str) -> list[Any]:
         """Return each rank's value, in the order of ranks.
 
-        Args:
-            value: this rank's, picklable.
-            kind: of the model that they exchange messages about.
-
         Raises:
             RuntimeError: of the group: a rank is gone, or does not come within the timeout.
             RankError: a rank failed before the group was made.

@@ -33,13 +33,7 @@ _TOLD = "_memopt_told_to_ranks"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that hold parts of one model.
-
-    Attributes:
-        members: their ranks in the world, ascending.
-        group: what their messages go over.
-        kind: of the model.
-    """
+    """The processes that hold parts of one model."""
 
     members: tuple[int, ...]
     group: RankGroup
@@ -52,10 +46,6 @@ class Ranks:
 
     def exchanged(self, value: T, doing: str) -> list[T]:
         """Exchange values; return each rank's, in the order of ranks.
-
-        Args:
-            value: this rank's, picklable.
-            doing: the present activity, for messages.
 
         Raises:
             RankError: a rank is gone, or does not answer within the group's timeout.
@@ -139,12 +129,7 @@ class Ranks:
             raise RankError(self.group.close(str(lost(error, doing)))) from error
 
     def check_same(self, facts: dict[str, str], doing: str) -> None:
-        """Raise RankError on every rank unless each fact is the same on all of them.
-
-        Args:
-            facts: name → value, for people.
-            doing: the present activity, for messages.
-        """
+        """Raise RankError on every rank unless each fact is the same on all of them."""
         own = hashlib.sha256(repr(facts).encode()).hexdigest()
         if len(set(self.exchanged(own, doing))) == 1:
             return

@@ -40,18 +40,7 @@ def record_of(
     rules: StepRules = PLAIN,
     channels_last: bool = False,
 ) -> ModelRecord:
-    """Record a model in its present mode, and its example call.
-
-    Args:
-        model: the model.
-        call: its example call.
-        device: the device of both.
-        block_bytes: the allocator's granularity in the captured graph.
-        graphs: the captured graph and the priced one, if it was captured.
-        output_gradients: how the captured loss uses the model's output.
-        loss_bytes, library_bytes, kernels, aten_regions, rules, channels_last: see
-            `ModelRecord`.
-    """
+    """Record a model in its present mode, and its example call."""
     named = (*model.named_parameters(), *model.named_buffers())
     args, kwargs = call.opened
     return ModelRecord(

@@ -82,11 +82,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class SideEffects:
-    """All side effects of a forward.
-
-    Attributes:
-        effects: the changes, in their order.
-    """
+    """All side effects of a forward."""
 
     effects: tuple[Effect, ...] = ()
 
@@ -125,13 +121,7 @@ class SideEffects:
         ]
 
     def carry_out(self, model: nn.Module, call: Call, made: Sequence[Any]) -> None:
-        """Change the objects as the forward does.
-
-        Args:
-            model: the user's model.
-            call: the present call.
-            made: the values that the graph has returned, for each of `made_by_call`.
-        """
+        """Change the objects as the forward does."""
         rest = iter(made)
         steps = [
             (
@@ -178,10 +168,6 @@ NO_EFFECTS = SideEffects()
 
 def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffects:
     """Return the side effects of a trace.
-
-    Args:
-        model, call: the traced model, and its call.
-        reader: reads the values that the trace read.
 
     Raises:
         CaptureError: a planned step could not repeat one; the message names the object.

@@ -91,10 +91,6 @@ def check_splittable(
 ) -> None:
     """Refuse an optimizer that cannot be cut into one update per parameter.
 
-    Args:
-        optimizer: the user's.
-        named: the model's parameters.
-
     Raises:
         ValueError: the optimizer's class is unknown, it or a gradient has hooks, or it trains
             another model's parameters; the message names the cause and the remedy.
@@ -120,10 +116,6 @@ def check_splittable(
 
 def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
     """Refuse what an update of each parameter alone would call too often, or not at all.
-
-    Args:
-        optimizer: of `PER_PARAMETER`.
-        named: the parameters that it steps.
 
     Raises:
         ValueError: the optimizer or a gradient has hooks, or it is differentiable.
@@ -170,15 +162,7 @@ def update_all(
     touch: Touch,
     groups: list[dict[str, Any]],
 ) -> None:
-    """Step parameters at once, and restore the optimizer's groups.
-
-    Args:
-        optimizer: of `PER_PARAMETER`.
-        parameters: those to step.
-        gradients: theirs.
-        touch: made of the parameters before.
-        groups: the optimizer's, with these parameters alone.
-    """
+    """Step parameters at once, and restore the optimizer's groups."""
     every, states = optimizer.param_groups, touch.states
     before = [None if state is None else dict(state) for state in states]
     try:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -30,28 +29,15 @@ def solution_of(
     proved: float,
     stats: Mapping[str, object],
 ) -> Solution:
-    """Make the solution of a plan, optimal where its gap is at most `proved`.
-
-    Args:
-        plan: a program, or a chain's steps, within the budget.
-        timeline: its replay.
-        bound_s: for the strategy's class; plans outside it may be faster.
-        proved: share of the bound.
-        stats: the solution's.
-    """
+    """Make the solution of a plan, optimal where its gap is at most `proved`."""
     bound_s = min(timeline.time_s, bound_s)
     # Not by the gap, which is 0 for a bound of 0.
     optimal = timeline.time_s <= bound_s * (1 + proved)
-    return Solution(
-        Status.OPTIMAL if optimal else Status.FEASIBLE,
-        steps=plan if isinstance(plan, tuple) else None,
-        program=None if isinstance(plan, tuple) else plan,
-        peak_bytes=timeline.peak_bytes,
-        time_s=timeline.time_s,
-        lower_bound_s=bound_s,
-        gap=relative_gap(timeline.time_s, bound_s),
-        stats=stats,
+    steps, program = (plan, None) if isinstance(plan, tuple) else (None, plan)
+    found = Solution(
+        Status.FEASIBLE, steps, program, timeline.peak_bytes, timeline.time_s, stats=stats
     )
+    return found.bounded(bound_s, optimal)
 
 
 @dataclass(frozen=True)
@@ -202,32 +188,5 @@ class Strategy(ABC):
 class Improver(Strategy):
     """A strategy that starts from programs that are known, where there are any."""
 
-    def solve(
-        self,
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution:
-        return self.solve_from(
-            (),
-            cost_model,
-            budget_bytes,
-            device=device,
-            time_limit_s=time_limit_s,
-            progress=progress,
-        )
-
-    @abstractmethod
-    def solve_from(
-        self,
-        known: Sequence[Program],
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        *,
-        device: Device | None = None,
-        time_limit_s: float | None = None,
-        progress: Progress | None = None,
-    ) -> Solution: ...
+    def solve(self, cost_model: CostModel, budget_bytes: int | None, **how: Any) -> Solution:
+        return self.solve_from((), cost_model, budget_bytes, **how)

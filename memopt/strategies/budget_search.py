@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from memopt.models.bounds import relative_gap
 from memopt.models.graph import Graph
 from memopt.models.status import Status
 from memopt.programs.replay import replay
@@ -38,12 +37,7 @@ def lowered_peak(view: ChainView, solution: Solution) -> int | None:
 
 
 def smallest_plan(answer: Solution, attempt: Attempt) -> Solution | None:
-    """Return the plan of the smallest budget that a solution names; its own plan, if it has one.
-
-    Args:
-        answer: a strategy's solution.
-        attempt: asks the strategy again, where it names a budget without a plan.
-    """
+    """Return the plan of the smallest budget that a solution names; its own plan, if it has one."""
     if answer.plans:
         return answer
     if answer.smallest is None and answer.smallest_budget_bytes is not None:
@@ -123,10 +117,4 @@ def _free(graph: Graph, solution: Solution) -> bool:
 
 def _looser(graph: Graph, solution: Solution) -> Solution:
     bound_s = min(graph.compute_time_s, solution.time_s or graph.compute_time_s)
-    optimal = _free(graph, solution)
-    return replace(
-        solution,
-        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-        lower_bound_s=bound_s,
-        gap=relative_gap(solution.time_s or bound_s, bound_s),
-    )
+    return solution.bounded(bound_s, _free(graph, solution))

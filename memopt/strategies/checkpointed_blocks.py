@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 
-from memopt.models.bounds import relative_gap, time_lower_bound
+from memopt.models.bounds import time_lower_bound
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.last_of import LastOf
-from memopt.models.status import Status
 from memopt.passes.early_collectives import with_early_collectives
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
@@ -77,19 +76,17 @@ def or_checkpointed(
     checkpointed_step, peak_bytes = best
     bound_s = solution.lower_bound_s if solution.plans else None
     bound_s = min(least_s, time_lower_bound(graph) if bound_s is None else bound_s)
-    return replace(
+    found = replace(
         solution,
-        status=Status.FEASIBLE,
         steps=None,
         smallest=None,
         smallest_budget_bytes=None,
         program=checkpointed_step,
         peak_bytes=peak_bytes,
         time_s=least_s,
-        lower_bound_s=bound_s,
-        gap=relative_gap(least_s, bound_s),
         stats={**solution.stats, "schedule": "checkpointed blocks"},
     )
+    return found.bounded(bound_s, False)
 
 
 class _CheckpointedSteps:

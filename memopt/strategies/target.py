@@ -4,10 +4,9 @@ solves the chain, and its schedule is lowered to a program of the graph."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any
 
 from memopt.models.bounds import overlapped_bound, relative_gap
 from memopt.models.budget import Budget
@@ -42,21 +41,10 @@ def chain_view(cost_model: CostModel) -> ChainView:
     return (linearize_step if has_updates(cost_model) else linearize)(cost_model)
 
 
-T = TypeVar("T")
-
-
-class LastAnswer(Generic[T]):
-    """A cache of one answer: planning asks for the same plan several times in a row, and lowering
-    and checking it take long."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[object, ...], T] | None = None
-
-    def of(self, question: tuple[object, ...], find: Callable[[], T]) -> T:
-        """Return the answer to a question; find it if the question is not the last one."""
-        if self._last is None or self._last[0] != question:
-            self._last = question, find()
-        return self._last[1]
+def _last() -> LastOf[Any]:
+    """Make a cache of one answer: planning asks for the same plan several times in a row, and
+    lowering and checking it take long."""
+    return LastOf(kept=1)
 
 
 @dataclass(frozen=True)
@@ -72,14 +60,10 @@ class Target:
     strategy: Strategy
     graph: Graph
     view: ChainView | None = None
-    _lowered: LastAnswer[Program] = field(
-        init=False, default_factory=LastAnswer, compare=False, repr=False
-    )
-    _early: LastAnswer[Program] = field(
-        init=False, default_factory=LastAnswer, compare=False, repr=False
-    )
-    _checked: LastAnswer[tuple[Violation | None, Figures]] = field(
-        init=False, default_factory=LastAnswer, compare=False, repr=False
+    _lowered: LastOf[Program] = field(init=False, default_factory=_last, compare=False, repr=False)
+    _early: LastOf[Program] = field(init=False, default_factory=_last, compare=False, repr=False)
+    _checked: LastOf[tuple[Violation | None, Figures]] = field(
+        init=False, default_factory=_last, compare=False, repr=False
     )
     _finished: deque[Program | None] = field(
         init=False, default_factory=partial(deque, maxlen=4), compare=False, repr=False
@@ -186,6 +170,7 @@ class Target:
         if program is None or not self.graph.network_time_s:
             return program
         return self._early.of(
+            (),
             (program, budget_bytes, device),
             lambda: with_early_collectives(self.graph, program, budget_bytes, device),
         )
@@ -194,7 +179,7 @@ class Target:
         if self.view is not None and solution.steps is not None:
             view, steps = self.view, solution.steps
             return solution.program or self._lowered.of(
-                (steps, budget_bytes), lambda: view.lower(steps, budget_bytes)
+                (), (steps, budget_bytes), lambda: view.lower(steps, budget_bytes)
             )
         if solution.program is None or self.strategy.decides_in_place:
             return solution.program
@@ -205,6 +190,7 @@ class Target:
     ) -> tuple[Violation | None, Figures]:
         """Validate and replay a program (`program`, or what passes made of it)."""
         return self._checked.of(
+            (),
             (program, budget, device),
             lambda: validate_and_replay(self.graph, program, budget, device),
         )

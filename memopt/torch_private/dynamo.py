@@ -84,18 +84,10 @@ def export_root() -> str:
 
 
 @contextlib.contextmanager
-def handlers_replaced(
-    handlers: Mapping[Any, Callable[..., Any] | None], must_be_there: bool = False
-) -> Iterator[None]:
-    """Trace with other handlers of functions; None removes a handler.
-
-    Raises:
-        CaptureError: Dynamo lacks one of these handlers, and `must_be_there`.
-    """
+def handlers_replaced(handlers: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+    """Trace with other handlers of functions; None removes a handler."""
     known_handlers: dict[Any, Any] = private(_HANDLERS)()
     with ONE_TRACE_AT_A_TIME:
-        if must_be_there and not handlers.keys() <= known_handlers.keys():
-            raise missing(TABLE[_HANDLERS])
         kept = {one: known_handlers[one] for one in handlers if one in known_handlers}
         try:
             for function, handler in handlers.items():

@@ -44,12 +44,7 @@ class Symbols:
 
 def symbols_of(nodes: Sequence[Node], at: int) -> Symbols | None:
     """Return the sizes of a joint graph's values; None: not all are polynomials in one length. Each
-    dimension that varies may have a symbol: all are the length.
-
-    Args:
-        nodes: of the graph.
-        at: the length of the example call.
-    """
+    dimension that varies may have a symbol: all are the length."""
     values = [
         value
         for node in nodes

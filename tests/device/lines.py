@@ -24,12 +24,11 @@ LINES: dict[str, tuple[str, ...]] = {
     "executor/homes.py": ("Homes",),
     "pricing/memory.py": ("metered",),
     "pricing/measure.py": ("_sample",),
-    "pricing/queued.py": ("seconds_of",),
     "pricing/device_measure.py": (
         *("measure_device", "host_update_rate", "at_once"),
         *("_capacity", "_link", "_bandwidth", "_launch", "_rates"),
     ),
-    "pricing/device_probes.py": ("best_s", "fastest_s"),
+    "pricing/device_probes.py": ("best_s", "fastest_s", "seconds_of"),
 }
 """Classes and functions, by their file in memopt/."""
 ON_HOST = ("runtime is None", "on_host")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.host_pool import place_host_copies
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
+from memopt.executor.values import place_host_copies
 from memopt.programs.instructions import Program
 from tests.device import accelerator
 from tests.device.harness import delayed, same, settled

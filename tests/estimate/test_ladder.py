@@ -20,8 +20,8 @@ from memopt.models.network import Network
 from memopt.models.options import StepOptions
 from memopt.profiler.adapters import Adapted, adapted
 from memopt.profiler.estimate import estimate_model
-from memopt.profiler.four_bits import frozen_weights, in_four_bits
 from memopt.profiler.shallow import KEPT, block_lists, meta_copy
+from memopt.profiler.variants import frozen_weights, in_four_bits
 from memopt.programs.liveness import store_all
 from memopt.programs.validate import validate
 from memopt.report.ladder import OUTSIDE, Ladder, Rung, next_steps

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.api.mesh_search import MeshSearch, kept_bytes
+from memopt.api.mesh_search import FUSED, MeshSearch, in_context, kept_bytes, ring_s
 from memopt.capture.fake_ranks import fake_ranks
 from memopt.distributed.tensor_shares import share_layers
 from memopt.models.collective import Collective, CollectiveKind
@@ -18,9 +18,7 @@ from memopt.models.mesh import Mesh, in_flight, pipeline_turns
 from memopt.models.options import StepOptions
 from memopt.models.presets import H100
 from memopt.programs.lifetimes import lifetimes
-from memopt.reductions.contexts import FUSED, in_context, ring_s
-from memopt.report.ladder import Rung
-from memopt.report.meshes import MeshRung, best_mesh, mesh_figures, mesh_table
+from memopt.report.ladder import MeshRung, Rung, best_mesh, mesh_figures, mesh_table
 
 WIDTH, WORDS, DEPTH, ROWS = 64, 96, 4, 256
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.host_pool import place_host_copies
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.swap_streams import DeviceStreams, PooledCopy, PoolLease, StreamSwap
+from memopt.executor.values import place_host_copies
 from memopt.programs.instructions import DropHost, LossBoundary, Program, SwapOut
 from memopt.programs.replay import replay
 from tests.executor.harness import Case, Prepared, assert_same, run_steps, swap_all

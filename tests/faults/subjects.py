@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 import memopt
 from memopt.executor.apply import runtime_of
-from memopt.executor.host_pool import place_host_copies
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.recorder import Recorder
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.train_step import TrainStep
+from memopt.executor.values import place_host_copies
 from memopt.executor.worker import Task
 from tests.executor.harness import PROGRAMS, Prepared, prepare
 from tests.faults.fault import Room

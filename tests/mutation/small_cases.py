@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.reductions.chain_replay import replay_chain
-from memopt.strategies.offload.dynprog_search import solve_dynprog
+from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.ordered import makespan_s, searched_amounts
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal
 from tests.strategies.offload.oracle import TOLERANCE

@@ -15,7 +15,7 @@ from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.network import Network, Protocol
 from memopt.models.presets import H100
-from memopt.pricing.network_costs import network_costs
+from memopt.pricing.measure import network_costs
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.serialize import dumps, loads
 from memopt.step import rank_groups

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from memopt.executor.step_updates import updates_together
 from memopt.models.graph import Graph, Operator, Phase, Tensor
 from memopt.passes.passes import place_program
 from memopt.programs.instructions import Compute, Free, LossBoundary, Program
-from memopt.programs.updates_together import updates_together
 
 
 def _graph(peak_bytes: int, workspace_bytes: int = 10) -> Graph:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from memopt.executor.apply import runtime_of
-from memopt.executor.host_pool import place_host_copies
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.swap_streams import StreamSwap
+from memopt.executor.values import place_host_copies
 from memopt.programs.instructions import Program
 from tests.executor.harness import Prepared
 from tests.races.judge import COMPUTE, OTHER, Judge, JudgedStreams

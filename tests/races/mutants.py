@@ -16,7 +16,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from memopt.executor import code_writer, host_pool, values
+from memopt.executor import code_writer, values
 from memopt.executor.swap_streams import PooledCopy, PoolLease, StreamSwap
 from memopt.models.graph import Graph
 from memopt.passes.passes import place_program
@@ -162,7 +162,7 @@ def _first_address(graph: Any, program: Any) -> Any:
     return replace(placed, offsets=dict.fromkeys(placed.offsets, 0))
 
 
-_PLACE = host_pool.place_host_copies
+_PLACE = values.place_host_copies
 
 
 def _over_what_leaves(graph: Graph, program: Program) -> Program:

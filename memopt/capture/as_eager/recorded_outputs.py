@@ -23,10 +23,6 @@ _HOME = "transformers.utils.output_capturing"
 def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
     """Set the hooks that a model's first call would set.
 
-    Args:
-        model, call: the model that could not be captured, and its call.
-        error: the error of the capture.
-
     Returns:
         Whether hooks were set, so that another capture is worth trying.
     """

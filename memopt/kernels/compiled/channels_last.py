@@ -59,12 +59,7 @@ _ROW_MAJOR, _CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 @dataclass(frozen=True)
 class InChannelsLast:
-    """A step whose images were put in channels-last order.
-
-    Attributes:
-        captured: the step.
-        undo: restores the graph, which both steps share.
-    """
+    """A step whose images were put in channels-last order."""
 
     captured: Captured
     undo: Callable[[], None]
@@ -79,11 +74,7 @@ def is_of_images(node: Node) -> bool:
 
 def in_channels_last(captured: Captured) -> InChannelsLast | None:
     """Put the images of a step in channels-last order. Return None, and change nothing, if it has
-    no convolution of images on the CPU, is not to be computed, or relies on strides.
-
-    Args:
-        captured: the step; its graph is changed in place.
-    """
+    no convolution of images on the CPU, is not to be computed, or relies on strides."""
     graph = captured.module.graph
     images = [node for node in graph.nodes if node.target in _CONVOLUTIONS and _reads_image(node)]
     on_host = captured.device is not None and captured.device.type == "cpu"
@@ -262,12 +253,7 @@ def computes_alike(before: Signature, after: Signature, device: torch.device) ->
 
     Some kernels go through memory without looking at strides: the backward of `weight_norm` gives
     other numbers for a filter's gradient in channels-last order. A user's model does not run into
-    that, but a model whose images memopt puts in another order could.
-
-    Args:
-        before, after: the call, with both layouts.
-        device: where it runs.
-    """
+    that, but a model whose images memopt puts in another order could."""
     key = before.text, after.text, device, numeric_settings()
     return bool(_known.find(key, lambda: _tried(before, after, device)))
 

@@ -45,15 +45,7 @@ def chosen_kernels(
     block_bytes: int,
     progress: Progress = silent,
 ) -> Fuse:
-    """Return the function that gives a step the kernels of `memopt.plan(kernels=...)`.
-
-    Args:
-        kernels: one of KERNELS. "auto" measures each region, both ways.
-        device: where the step runs.
-        options: how hard to measure.
-        block_bytes: the allocator's granularity.
-        progress: called with (fraction, what).
-    """
+    """Return the function that gives a step the kernels of `memopt.plan(kernels=...)`."""
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         plain = without_choice(kernels, model, captured, lowering, block_bytes)
@@ -87,13 +79,7 @@ def chosen_kernels(
 
 
 def planned_kernels(record: ModelRecord | None, device: torch.device, block_bytes: int) -> Fuse:
-    """Return the function that gives a step captured anew the kernels of a plan.
-
-    Args:
-        record: the plan's record.
-        device: where the step runs.
-        block_bytes: the allocator's granularity in the plan's graph.
-    """
+    """Return the function that gives a step captured anew the kernels of a plan."""
 
     def fuse(model: nn.Module, captured: Captured, lowering: Lowering) -> Fused:
         if record is None:

@@ -36,11 +36,7 @@ _ADD = "aten.add.Tensor"
 
 @dataclass(frozen=True)
 class Region:
-    """Operators that become one.
-
-    Attributes:
-        operators: their indices in the graph, ascending.
-    """
+    """Operators that become one."""
 
     operators: tuple[int, ...]
 

@@ -106,15 +106,7 @@ def planned_regions(
     model: nn.Module, captured: Captured, lowering: Lowering, kernels: str, block_bytes: int
 ) -> tuple[Fused, dict[str, tuple[Work, ...]]]:
     """Turn a step's regions into operators, none of them compiled, and return the work of each by
-    its key: for an estimate.
-
-    Args:
-        model: the captured model.
-        captured: its step; changed in place.
-        lowering: of the step.
-        kernels: the choice asked for.
-        block_bytes: the allocator's granularity.
-    """
+    its key: for an estimate."""
     plain = without_choice(kernels, model, captured, lowering, block_bytes)
     if plain is not None:
         return plain
@@ -226,13 +218,7 @@ _LOOKUPS = ("embedding", "gather")
 
 def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work, ...]:
     """Return the work of a fused kernel: one launch, which reads each input and writes each output
-    once, and the operations of each operator, in registers.
-
-    Args:
-        lowering: of the step before its regions became operators.
-        region: of it.
-        one: the region as a graph of its own.
-    """
+    once, and the operations of each operator, in registers."""
     parts = []
     for op in region.operators:
         node = lowering.nodes[op]

@@ -36,13 +36,7 @@ class Tiling:
 
 def tiling(lowering: Lowering, tokens: Tokens, least: int) -> Tiling:
     """Divide a step. Regions of the forward have a matrix product; those of the backward have one,
-    or need values of the forward again.
-
-    Args:
-        lowering: of the captured step.
-        tokens: its dimensions.
-        least: fewer tokens than so many are not divided.
-    """
+    or need values of the forward again."""
     operators = lowering.graph.operators
     axes: list[Axis | None] = []
     for node, one in zip(lowering.nodes, operators, strict=True):

@@ -41,14 +41,7 @@ def tiled_step(
     model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
 ) -> tuple[Fused, dict[str, tuple[Work, ...]]]:
     """Replace the regions of a step that work token by token by operators which run in chunks, and
-    return the work of each by its key, for an estimate.
-
-    Args:
-        model: the captured model.
-        captured: its step; changed in place.
-        lowering: of the step.
-        block_bytes: the allocator's granularity; above 1 the step runs on an accelerator.
-    """
+    return the work of each by its key, for an estimate."""
     lowering = with_gathered_losses(model, captured, lowering, block_bytes)
     tokens = Tokens(lowering)
     order = {node: i for i, node in enumerate(captured.module.graph.nodes)}

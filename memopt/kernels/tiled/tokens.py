@@ -147,12 +147,7 @@ class Tokens:
         )
 
     def axis_of(self, node: Node, *, sums: bool) -> Axis | None:
-        """Return the tokens one by one of which a call works; None: it does not.
-
-        Args:
-            node: of the step.
-            sums: whether it may sum over tokens.
-        """
+        """Return the tokens one by one of which a call works; None: it does not."""
         made = self.dims.get(node)
         if made is None:
             return None

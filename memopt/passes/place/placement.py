@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from memopt.models.status import Status
-from memopt.passes.cp_sat import CpSat, ran_out
+from memopt.passes.cp_sat import CpSat, Improvement, TimedSearch, ran_out
 from memopt.passes.place.buffers import Buffer, Ints, Layout, Placement, peak_of
 from memopt.passes.place.feasibility import solve_capacity
 from memopt.passes.place.greedy import greedy_placement, promoted_placement
 from memopt.passes.place.joined import find_joined
 from memopt.passes.place.repair import repaired_placement
 from memopt.passes.place.search import Outcome, find_placement
-from memopt.passes.timed_search import Improvement, TimedSearch
 
 QUICK_WORK, ROUND_WORK = 16_000_000, 64_000_000
 """Work of one search at a capacity, between greedy placements and in the first round; each round

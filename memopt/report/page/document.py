@@ -29,11 +29,7 @@ _FRAME_PIXELS = 900
 
 @dataclass(frozen=True)
 class Page:
-    """A page about plans. Notebooks show it in a frame; `write` makes a file of it.
-
-    Attributes:
-        subject: what it is about.
-    """
+    """A page about plans. Notebooks show it in a frame; `write` makes a file of it."""
 
     subject: Subject
 

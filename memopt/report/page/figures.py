@@ -41,11 +41,6 @@ def colors() -> dict[str, Any]:
 def figure_items(memory_name: str, time_name: str, step_axis: str) -> dict[str, Any]:
     """Make Bokeh's JSON of the figures: "curve", and "step" (memory above streams, one time axis).
 
-    Args:
-        memory_name: unit of memory.
-        time_name: unit of time on the curve.
-        step_axis: label of the step's axis, with its unit.
-
     Raises:
         ImportError: bokeh is missing; names the extra to install.
     """

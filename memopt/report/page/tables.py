@@ -17,12 +17,7 @@ _PHASES = tuple(Phase)
 
 
 class GraphTables:
-    """One cost model, column by column. A way to run an operator is added when a program uses it.
-
-    Args:
-        graph: the cost model.
-        texts: tensor → dtype and shape for people; some tensors may be missing.
-    """
+    """One cost model, column by column. Ways to run an operator are added as programs use them."""
 
     def __init__(self, graph: Graph, texts: Mapping[int, str]) -> None:
         self.graph = graph

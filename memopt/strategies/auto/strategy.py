@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from memopt.models.bounds import memory_lower_bound, relative_gap, time_lower_bound
+from memopt.models.bounds import memory_lower_bound, time_lower_bound
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -288,10 +288,7 @@ def _with_plan(
     bound_s = min(best.time_s, max(least_s, min(bounds)) if complete else least_s)
     proved = best.time_s <= bound_s * (1 + 1e-12)
     return replace(
-        best.solution,
-        status=Status.OPTIMAL if proved else Status.FEASIBLE,
-        lower_bound_s=bound_s,
-        gap=relative_gap(best.time_s, bound_s),
+        best.solution.bounded(bound_s, proved),
         stats={
             "chosen": best.name,
             "reason": _reason(best, outcomes, search, left),

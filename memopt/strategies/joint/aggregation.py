@@ -148,11 +148,7 @@ class GroupProgram(BinaryProgram):
 
 @dataclass
 class AggregatedModel(LinkedModel):
-    """The relaxation of a step and its link, by groups of equal layers; `graph` is the folded step.
-
-    Attributes:
-        folding: of the step.
-    """
+    """The relaxation of a step and its link, by groups of equal layers; `graph` is folded."""
 
     folding: Folding = field(kw_only=True)
 

@@ -53,12 +53,7 @@ Planned = tuple[Mover, list[Decisions]]
 
 @dataclass(eq=False)
 class FoldedSearch(LocalSearch):
-    """Searches the decisions of a folded step; `mover` is that step's, whatever its budget.
-
-    Attributes:
-        unfolding: to the whole step.
-        judge: makes the whole step's runs fit.
-    """
+    """Searches the decisions of a folded step; `mover` is that step's, whatever its budget."""
 
     unfolding: Unfolding = field(kw_only=True)
     judge: Mover = field(kw_only=True)

@@ -31,11 +31,7 @@ Slot = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class EqualLayers:
-    """The stretches of a graph that repeat.
-
-    Attributes:
-        graph: the training step.
-    """
+    """The stretches of a graph that repeat."""
 
     graph: Graph
 

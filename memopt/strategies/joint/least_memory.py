@@ -27,13 +27,7 @@ several time points, of which a change lowers one."""
 def least_memory(
     mover: Mover, starts: Iterable[Ints], deadline: Deadline | None = None
 ) -> tuple[Ints, int]:
-    """Return the runs that can meet the smallest budget found, and that budget, total bytes.
-
-    Args:
-        mover: says what may move; its own budget does not count.
-        starts: runs to begin from, at least one.
-        deadline: of the search.
-    """
+    """Return the runs that can meet the smallest budget found, and that budget, total bytes."""
     until = deadline or Deadline()
     found: list[tuple[Ints, int]] = []
     for runs in starts:
@@ -48,13 +42,7 @@ def least_memory(
 
 @dataclass(eq=False)
 class _LeastSearch:
-    """A descent to less memory.
-
-    Attributes:
-        mover, deadline: see `least_memory`.
-        runs, least_bytes: the best so far, and the budget that they can meet.
-        tried: how many changes were judged.
-    """
+    """A descent to less memory."""
 
     mover: Mover
     deadline: Deadline

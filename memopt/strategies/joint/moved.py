@@ -59,15 +59,7 @@ class Moved:
 
 @dataclass(eq=False)
 class Mover:
-    """Places transfers so that runs fit a budget.
-
-    Attributes:
-        table: the graph's.
-        budget_bytes: total.
-        device: link rates.
-        host_bytes: the most that may be on the host.
-        least_bytes: tensors smaller than this stay.
-    """
+    """Places transfers so that runs fit a budget."""
 
     table: RunTable
     budget_bytes: int

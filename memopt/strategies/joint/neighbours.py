@@ -43,14 +43,7 @@ class Decisions:
 
 @dataclass(eq=False)
 class Neighbourhood:
-    """The changes of some decisions.
-
-    Attributes:
-        mover: of the graph and its budget.
-        at: the decisions.
-        moved: their runs with transfers; None: only the runs may change.
-        rng: for the order of changes.
-    """
+    """The changes of some decisions."""
 
     mover: Mover
     at: Decisions

@@ -25,13 +25,16 @@ from memopt.strategies.joint.deep_planning import (
 )
 from memopt.strategies.joint.equal_layers import RepeatedLayers
 from memopt.strategies.joint.incumbent import PROVED, JointIncumbent
-from memopt.strategies.joint.larger_budgets import rotor_programs_above, stage_programs_above
 from memopt.strategies.joint.least_memory import least_memory, program_within, smaller
 from memopt.strategies.joint.local_search import LocalSearch, annealings
 from memopt.strategies.joint.moved import Moved, Mover, least_moved
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.relaxation import LinkedSearch
-from memopt.strategies.shared.chain_programs import programs_of_chain
+from memopt.strategies.shared.chain_programs import (
+    programs_of_chain,
+    rotor_programs_above,
+    stage_programs_above,
+)
 from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.graph_model import Allowed
 from memopt.strategies.shared.graph_problem import graph_problem
@@ -271,10 +274,8 @@ class JointPlanning(JointIncumbent):
             return
         until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
         link = self.device if self.host_bytes else None
-        limit_bytes = self.limit_bytes
-        for program in stage_programs_above(
-            self.graph, self.small[0], limit_bytes, link, until, self.allowed
-        ):
+        limits = self.limit_bytes, link, until
+        for program in stage_programs_above(self.graph, self.small[0], *limits, self.allowed):
             self.offer(program, "stages")
             self._seed(program)
 

@@ -191,14 +191,7 @@ class LinkedModel(TimePointModel):
 
 @dataclass
 class LinkedSearch(TimePointSearch):
-    """Solves the relaxation, adding time points and slack where its program does not fit.
-
-    Attributes:
-        mover: makes runs fit by transfers; its budget is the search's.
-        least_bytes: as for `LinkedModel`.
-        gap: at which a solve may end.
-        found: the runs of every answer.
-    """
+    """Solves the relaxation, adding time points and slack where its program does not fit."""
 
     mover: Mover = field(kw_only=True)
     least_bytes: int = 1

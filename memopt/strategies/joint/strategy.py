@@ -30,6 +30,8 @@ from memopt.strategies.target import Target
 DEFAULT_TIME_LIMIT_S = 60.0
 SOLVED_EXACTLY = 96
 """The most operators for which MONeT's programs are a start, too."""
+OFFLOAD_SHARE = 0.4
+"""Share of a whole step's time for offload-graph."""
 
 
 @dataclass(frozen=True)
@@ -96,26 +98,16 @@ class Joint(Improver):
         graph, begin = self.taken(cost_model, Graph), time.monotonic()
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
         linked = device is not None and device.is_linked and self.host_budget_bytes != 0
-        host_bytes = math.inf if self.host_budget_bytes is None else self.host_budget_bytes
+        host_bytes = math.inf if self.host_budget_bytes is None else float(self.host_budget_bytes)
+        deadline = Deadline(begin + limit_s, progress)
         if has_updates(graph):
-            deadline = Deadline(begin + limit_s, progress)
-            mover = OffloadGraph(self.host_budget_bytes, exact_only=self.exact_only)
-            return plan_moved(
-                graph,
-                budget_bytes,
-                device or Device(),
-                mover,
-                float(host_bytes),
-                self.exact_only,
-                deadline,
-                self.name,
-            )
+            return self._moved(graph, budget_bytes, host_bytes, device or Device(), deadline)
         planning = JointPlanning(
             graph,
             budget_bytes,
             device or Device(),
-            float(host_bytes) if linked else 0.0,
-            Deadline(begin + limit_s, progress),
+            host_bytes if linked else 0.0,
+            deadline,
             self.gap,
             self.pays,
             allowed=self.allowed,
@@ -135,42 +127,29 @@ class Joint(Improver):
         targets = [Target.of(strategy, graph) for strategy in strategies]
         return tuple(Member(target) for target in targets if target.why_not() is None)
 
-
-OFFLOAD_SHARE = 0.4
-"""Share of the time for offload-graph."""
-
-
-def plan_moved(
-    graph: Graph,
-    budget_bytes: int | None,
-    device: Device,
-    mover: Strategy,
-    host_bytes: float,
-    exact_only: bool,
-    deadline: Deadline,
-    name: str,
-) -> Solution:
-    """Return the faster of offload-graph's plan and Rotor's programs with their parameters moved.
-
-    Args:
-        graph: a whole step with movable tensors.
-        budget_bytes, device: as in `Strategy.solve`.
-        mover: plans without recomputation, under the same host budget and kinds of updates.
-        host_bytes: the most that may be on the host.
-        exact_only: leave out updates on the host that round differently from the device's.
-        deadline: of the search.
-        name: the strategy's, for messages.
-    """
-    limit_s = None if math.isinf(deadline.left_s) else OFFLOAD_SHARE * deadline.left_s
-    moved = mover.solve(
-        graph, budget_bytes, device=device, time_limit_s=limit_s, progress=deadline.progress
-    )
-    if budget_bytes is None:
-        return moved
-    limits = Limits(budget_bytes, host_bytes, deadline)
-    bases = (("rotor", program) for program in programs_of_step(graph, budget_bytes))
-    graph = without_host_updates(graph, inexact_only=True) if exact_only else graph
-    first = next(bases, None)
-    if first is None:
-        return moved
-    return planned_moves(graph, device, limits, itertools.chain([first], bases), name, moved)
+    def _moved(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        host_bytes: float,
+        device: Device,
+        deadline: Deadline,
+    ) -> Solution:
+        """Return the faster of offload-graph's plan of a whole step and Rotor's programs with their
+        parameters moved."""
+        mover = OffloadGraph(self.host_budget_bytes, exact_only=self.exact_only)
+        limit_s = None if math.isinf(deadline.left_s) else OFFLOAD_SHARE * deadline.left_s
+        moved = mover.solve(
+            graph, budget_bytes, device=device, time_limit_s=limit_s, progress=deadline.progress
+        )
+        if budget_bytes is None:
+            return moved
+        limits = Limits(budget_bytes, host_bytes, deadline)
+        bases = (("rotor", program) for program in programs_of_step(graph, budget_bytes))
+        graph = without_host_updates(graph, inexact_only=True) if self.exact_only else graph
+        first = next(bases, None)
+        if first is None:
+            return moved
+        return planned_moves(
+            graph, device, limits, itertools.chain([first], bases), self.name, moved
+        )

@@ -37,12 +37,7 @@ BISECTIONS = 8
 
 @dataclass(frozen=True)
 class ForwardSearch:
-    """A search for programs of one graph; operators run as they are, without their implementations.
-
-    Attributes:
-        graph: all forward.
-        seed: of all random choices.
-    """
+    """A search for programs of one graph, whose operators run without their implementations."""
 
     graph: Graph
     seed: int = 0
@@ -128,12 +123,6 @@ class ForwardSearch:
 
     def search(self, best: Incumbent, bound_s: float, runs: range, deadline: Deadline) -> int:
         """Offer faster and faster programs within the incumbent's budget.
-
-        Args:
-            best: the budget, and the fastest program.
-            bound_s: a program that takes no longer ends the search.
-            runs: which of RUNS.
-            deadline: of all of them.
 
         Returns:
             The number of annealings.

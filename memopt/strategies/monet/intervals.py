@@ -82,14 +82,7 @@ class _Copy:
 
 
 class IntervalModel:
-    """The program of a graph within a budget.
-
-    Attributes:
-        graph: the training step.
-        budget_bytes: total bytes.
-        allowed: which implementations may be chosen; None: all.
-        most_runs: C.
-    """
+    """The program of a graph within a budget."""
 
     def __init__(
         self,
@@ -301,15 +294,7 @@ def search_windows(
     """Offer `best` faster programs; return the number of windows solved.
 
     Windows of neighbouring forward operators are freed in turn, half of each overlapping the next.
-    They grow after a round that finds nothing faster.
-
-    Args:
-        best: with a valid program within the budget.
-        allowed: which implementations may be chosen; None: all.
-        budget_bytes: total bytes.
-        deadline: asked before every window.
-        bound_s: stop where a program is as fast as this.
-    """
+    They grow after a round that finds nothing faster."""
     assert best.program is not None
     graph, runs, solved = best.graph, runs_of(best.graph, best.program), 0
     if not _fits(graph, runs, budget_bytes):

@@ -17,8 +17,13 @@ from memopt.reductions.linearize import Linearization, linearize
 from memopt.reductions.stage_map import has_updates
 from memopt.solvers.running import Deadline
 from memopt.strategies.base import CostModel, Features, Progress, Strategy
-from memopt.strategies.monet.claims import counted_exactly, solution, unlimited, without_plan
-from memopt.strategies.monet.graph_strategy import PROVED
+from memopt.strategies.monet.graph_strategy import (
+    PROVED,
+    counted_exactly,
+    solution,
+    unlimited,
+    without_plan,
+)
 from memopt.strategies.shared.alternatives_table import SLOTS, AlternativesTable
 from memopt.strategies.shared.chain_programs import rotor_programs
 from memopt.strategies.shared.fastest_runs import fastest_program

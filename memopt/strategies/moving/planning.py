@@ -46,13 +46,7 @@ Tried: TypeAlias = tuple[float, int, MovedBase]
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan.
-
-    Attributes:
-        device_bytes: total, of the device.
-        host_bytes: of the host; infinite: no limit.
-        deadline: of the search.
-    """
+    """The limits of a plan."""
 
     device_bytes: int
     host_bytes: float = math.inf
@@ -82,14 +76,6 @@ def planned_moves(
     known: Solution | None = None,
 ) -> Solution:
     """Return the fastest program known within the limits.
-
-    Args:
-        graph: a step with movable tensors.
-        device: link rates.
-        limits: budgets and deadline. Until there is a plan, all bases are tried.
-        bases: (its source, program), the movable tensors resident in it.
-        name: the strategy's, for messages.
-        known: a plan without moves; the plan returned is at least as fast.
 
     Raises:
         InfeasibleBudgetError: plans within the device's budget need more host memory.
@@ -255,14 +241,7 @@ def activation_bases(
     shares: Iterable[float],
 ) -> Iterator[tuple[str, Program]]:
     """Yield programs whose activations are planned within a share of the room; the rest of it is
-    for moved tensors. The room is the budget without what cannot move.
-
-    Args:
-        graph: a step with movable tensors.
-        budget_bytes: total.
-        solve: plans the step with resident parameters, within a total budget.
-        shares: of the budget, for activations; the rest is for moved tensors.
-    """
+    for moved tensors. The room is the budget without what cannot move."""
     fixed = graph.resident_bytes - graph.movable_bytes
     resident = fixed_graph(graph)
     for share in shares:

@@ -12,7 +12,6 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from memopt.errors import InfeasibleBudgetError
-from memopt.models.bounds import relative_gap
 from memopt.models.chain import Chain
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
@@ -21,7 +20,7 @@ from memopt.models.steps import ChainStep, Move
 from memopt.programs.replay import Timeline
 from memopt.programs.solution import Solution
 from memopt.solvers.running import Deadline
-from memopt.strategies.base import CostModel, Features, Progress, Strategy
+from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.offload.ordered import (
     fractional_optimum_s,
     greedy_amounts,
@@ -176,22 +175,15 @@ def _solution(
         raise AssertionError("a set of offloads that fits has a program")
     steps, timeline = built
     bound = max(lower_bound_s(problem, duplex=problem.device.duplex), choice.lower_bound_s)
-    bound = min(bound, timeline.time_s)
-    least_s = bound if choice.optimum_s is None else max(bound, choice.optimum_s)
-    optimal = timeline.time_s <= least_s * (1 + 1e-9)
-    return Solution(
-        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-        steps=steps,
-        peak_bytes=timeline.peak_bytes,
-        time_s=timeline.time_s,
-        lower_bound_s=bound,
-        gap=relative_gap(timeline.time_s, bound),
-        stats={
-            **_replays(problem, choice.transfers, steps, timeline),
-            **choice.stats,
-            "solve_s": time.perf_counter() - started,
-        },
-    )
+    stats = {
+        **_replays(problem, choice.transfers, steps, timeline),
+        **choice.stats,
+        "solve_s": time.perf_counter() - started,
+    }
+    found = solution_of(steps, timeline, bound, 1e-9, stats)
+    if choice.optimum_s is not None and timeline.time_s <= choice.optimum_s * (1 + 1e-9):
+        return replace(found, status=Status.OPTIMAL)
+    return found
 
 
 def _replays(

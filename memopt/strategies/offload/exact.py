@@ -12,7 +12,7 @@ from memopt.models.chain import Chain
 from memopt.solvers.running import Deadline, SolverOptions
 from memopt.strategies.base import CostModel
 from memopt.strategies.offload.chain_offload import ChainOffload, OffloadChoice
-from memopt.strategies.offload.dynprog_search import solve_dynprog
+from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.exact_model import ExactModel, choose_ticks
 from memopt.strategies.offload.ordered import searched_amounts, stopped_at
 from memopt.strategies.offload.problem import OffloadProblem

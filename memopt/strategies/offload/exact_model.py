@@ -63,13 +63,7 @@ class Ticks:
 
 
 def choose_ticks(problem: OffloadProblem, horizon_s: float, resolution: int) -> Ticks:
-    """Choose ticks in which all times are whole, if they are few enough; else horizon/resolution.
-
-    Args:
-        problem: operations and link.
-        horizon_s: a makespan that is known.
-        resolution: ticks in the horizon when times have to be rounded.
-    """
+    """Choose ticks in which all times are whole, if they are few; else horizon/resolution."""
     operations = problem.durations_s.tolist()
     out = [problem.latency_s + x / problem.to_host_bytes_per_s for x in problem.sizes.tolist()]
     back = [problem.latency_s + x / problem.from_host_bytes_per_s for x in problem.sizes.tolist()]

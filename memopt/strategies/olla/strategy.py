@@ -8,7 +8,7 @@ from typing import ClassVar
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.status import Status
-from memopt.passes.cp_sat import CpSat
+from memopt.passes.cp_sat import CpSat, Improvement
 from memopt.passes.joint_pass import order_and_place_together
 from memopt.passes.order.ordering import DEFAULT_STATES
 from memopt.passes.passes import (
@@ -18,7 +18,6 @@ from memopt.passes.passes import (
     placing_figures,
 )
 from memopt.passes.place.placement import DEFAULT_WORK_LIMIT
-from memopt.passes.timed_search import Improvement
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Program
 from memopt.programs.liveness import store_all

@@ -11,7 +11,9 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+import numpy as np
 
 from memopt.errors import TableTooLargeError
 from memopt.models.chain import Chain
@@ -23,8 +25,15 @@ from memopt.solvers.recent import RecentAnswers
 from memopt.solvers.running import Deadline, Stopped
 from memopt.strategies.base import CostModel, Features, Progress, Strategy, solution_of
 from memopt.strategies.rotor.model import bytes_of_slot
-from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged
-from memopt.strategies.rotor.schedules import SolveLimits, TooLarge, steps_of
+from memopt.strategies.rotor.plan_sets import CurvePoint, PlanSet, merged, plan_set, replayed
+from memopt.strategies.rotor.schedules import (
+    SolveLimits,
+    TooLarge,
+    root_count,
+    segment_codes,
+    several_counts,
+    steps_of,
+)
 from memopt.strategies.store_all import store_all_bytes
 
 DEFAULT_SLOTS = 500
@@ -189,8 +198,13 @@ class Rotor(TableStrategy):
         return RotorOptimal(self.slots, exact_stages, self.table_bytes).plan_set(chain, deadline)
 
     def _persistent(self, chain: Chain, deadline: Deadline) -> PlanSet:
-        from memopt.strategies.rotor.grouping import group_ends, grouped
-        from memopt.strategies.rotor.long_chains import most_stages, ungrouped, with_segments
+        from memopt.strategies.rotor.grouping import (
+            group_ends,
+            grouped,
+            most_stages,
+            ungrouped,
+            with_segments,
+        )
 
         most = most_stages(deadline, self.slots or DEFAULT_SLOTS, self.table_bytes)
         if len(chain) <= max(most, self.exact_stages) or self.slots is None:
@@ -261,8 +275,7 @@ class FloatingStrategy(TableStrategy):
                 return plans
             # Rotor may be exact where this table is in slots.
             return merged(plans, rotor.plan_set(chain, deadline))
-        from memopt.strategies.rotor.grouping import group_ends, grouped
-        from memopt.strategies.rotor.long_chains import ungrouped
+        from memopt.strategies.rotor.grouping import group_ends, grouped, ungrouped
 
         persistent = rotor.plan_set(chain, deadline)
         if deadline is not None and deadline.over:
@@ -328,3 +341,50 @@ def floating(
         return merged(floating_plans(chain, slot_bytes, kinds, False, limits), smaller)
     except Stopped:
         return smaller.with_stats(False)
+
+
+BEST: Literal["best"] = "best"
+
+
+@dataclass(frozen=True)
+class Sequential(ChainStrategy):
+    """Recomputes segments of equal length, as PyTorch's checkpoint_sequential does.
+
+    Of every segment only the input is kept; the last one stores all.
+
+    The layers (all stages but the loss) are cut as PyTorch's checkpoint_sequential cuts them:
+    every segment but the last has ⌊layers / segments⌋ of them.
+
+    Attributes:
+        segments: how many; None: √layers, rounded; "best": the fastest that fits the budget
+            of 10 counts from 2 to 2√layers, as in Rotor §5.4.
+    """
+
+    name: ClassVar[str] = "sequential"
+
+    segments: int | Literal["best"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.segments is None or self.segments == BEST:
+            return
+        if not isinstance(self.segments, int) or self.segments < 1:
+            raise ValueError(
+                'Sequential: segments must be None, "best" or a count from 1, '
+                f"got {self.segments!r}"
+            )
+
+    def plan_set(self, chain: Chain, deadline: Deadline | None = None) -> PlanSet:
+        counts = self.counts(len(chain) - 1)
+        schedules = (np.array(segment_codes(len(chain), count), np.int64) for count in counts)
+        return plan_set(replayed(chain, schedules), optimal=True)
+
+    def counts(self, layers: int) -> tuple[int, ...]:
+        """Return the numbers of segments tried on a chain of so many layers, without the loss."""
+        most = max(1, layers)
+        if self.segments is None:
+            wanted = [root_count(most)]
+        elif self.segments == BEST:
+            wanted = several_counts(most)
+        else:
+            wanted = [int(self.segments)]
+        return tuple(sorted({min(max(1, count), most) for count in wanted}))

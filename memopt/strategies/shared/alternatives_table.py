@@ -12,7 +12,7 @@ from memopt.reductions.chain_replay import replay_chain
 from memopt.reductions.linearize import Linearization
 from memopt.reductions.lower import without_unread_reruns
 from memopt.solvers.running import Deadline, Stopped
-from memopt.strategies.rotor.long_chains import CELL_S
+from memopt.strategies.rotor.grouping import CELL_S
 from memopt.strategies.rotor.model import ChainArrays, options_of
 from memopt.strategies.rotor.schedules import (
     BACKWARD,

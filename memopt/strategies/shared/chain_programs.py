@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
 from memopt.programs.instructions import Program
@@ -31,12 +32,6 @@ def rotor_programs(
     deadline: Deadline | None = None,
 ) -> tuple[Program | None, Program]:
     """Plan the chain with Rotor.
-
-    Args:
-        graph: the training step.
-        budget_bytes: total bytes; None: no limit.
-        view: the graph's linearization, if the caller has it.
-        deadline: of Rotor's table; None: none.
 
     Returns:
         The program within the budget, if there is one, and that of the smallest peak known.
@@ -114,3 +109,30 @@ def programs_of_step(graph: Graph, budget_bytes: int) -> Iterator[Program]:
         steps = found.steps if found.smallest is None else found.smallest.steps
         if steps is not None:
             yield view.lower(steps)
+
+
+BUDGETS, SWEPT = 10, 32
+"""Larger budgets for recomputation by rotor and by stages."""
+
+
+def rotor_programs_above(
+    graph: Graph, whole: Program, limit_bytes: int, until: Deadline
+) -> Iterator[Program]:
+    """Yield rotor's programs within a limit and within larger budgets, up to what storing
+    everything takes; `whole` does that."""
+    more_bytes = replay(graph, whole).peak_bytes - limit_bytes
+    budgets = [limit_bytes + part * more_bytes // BUDGETS for part in range(BUDGETS)]
+    yield from programs_of_chain(graph, budgets, until)
+
+
+def stage_programs_above(
+    graph: Graph, whole: Program, limit_bytes: int, link: Device | None, until: Deadline,
+    allowed: Allowed,
+) -> Iterator[Program]:  # fmt: skip
+    """Yield rotor-menus' programs within a limit, and larger budgets as far as the link could take
+    the difference; None: nothing moves."""
+    timeline = replay(graph, whole)
+    # It cannot take more during a step of twice the time; it may be infinitely fast.
+    moved = 0.0 if link is None else 2 * timeline.time_s * link.to_host_bytes_per_s
+    most_bytes = int(min(limit_bytes + moved, timeline.peak_bytes))
+    yield from programs_of_stages(graph, most_bytes, SWEPT, until, allowed)

@@ -61,12 +61,7 @@ class GraphModel:
         return dict(writers)
 
     def run_variables(self, i: int, point: int = -1) -> list[int]:
-        """Add a variable for a run of operator i by each of its implementations.
-
-        Args:
-            i: the operator.
-            point: the time point after which it runs again; -1: its first run.
-        """
+        """Add a variable for a run of operator i by each of its implementations."""
         return [self.model.variable(choice.time_s) for _, choice in self.choices[i]]
 
     def tensor_variable(self, t: int, kind: str, point: int) -> int:
@@ -82,12 +77,7 @@ class GraphModel:
         return [(self.size[t], v) for t, v in held]
 
     def boundary_row(self, held: Iterable[tuple[int, int]], free_bytes: int = 0) -> None:
-        """Limit the memory at the loss boundary, where (tensor, variable) are held.
-
-        Args:
-            held: what may be in memory.
-            free_bytes: memory to leave free there.
-        """
+        """Limit the memory at the loss boundary, where (tensor, variable) are held."""
         constant = self.bytes_of(self.graph.tangents) + self.graph.boundary_bytes + free_bytes
         self.model.memory(constant, self.terms(held))
 

@@ -65,14 +65,7 @@ def smaller_implementations(
     graph: Graph, program: Program, budget_bytes: int, allowed: Allowed | None
 ) -> Program:
     """Choose other implementations where a run exceeds the budget: the fastest that fit, or else
-    those that need least. They read nothing that the run does not.
-
-    Args:
-        graph: the training step.
-        program: without transfers or a placement.
-        budget_bytes: total bytes.
-        allowed: which implementations may be chosen; None: all.
-    """
+    those that need least. They read nothing that the run does not."""
     rows = replay(graph, program).step_bytes
     steps: list[Instruction] = []
     changed = False

@@ -71,13 +71,7 @@ _RECENT = RecentAnswers[tuple[Recipe, ...]](capacity=1000)
 def stage_alternatives(
     view: Linearization, allowed: Allowed | None = None, deadline: Deadline | None = None
 ) -> list[list[Alternative]]:
-    """Find the alternatives of every stage of the chain, the first of each being the plain one.
-
-    Args:
-        view: the graph as a chain.
-        allowed: which implementations may be chosen; None: all.
-        deadline: stages after it have the plain alternative only; None: none.
-    """
+    """Find the alternatives of every stage of the chain, the first of each being the plain one."""
     sizes = [tensor.size_bytes for tensor in view.graph.tensors]
     deadline = deadline or Deadline()
     found: list[list[Alternative]] = []

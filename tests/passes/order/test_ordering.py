@@ -11,7 +11,7 @@ from memopt.models.generate import random_graph
 from memopt.models.graph import Graph, Operator, Phase, Tensor, TensorKind
 from memopt.models.status import Status
 from memopt.passes.order.mincut import forced_live, last_task_bound, minimum_cut
-from memopt.passes.order.orders import greedy_orders
+from memopt.passes.order.ordering import greedy_orders
 from memopt.passes.order.task_contraction import (
     cut_points,
     eager,

@@ -17,7 +17,7 @@ from memopt.programs.replay import replay
 from memopt.reductions.lower import without_unread_reruns
 from memopt.strategies.monet.checkmate import CheckmateModel
 from memopt.strategies.monet.checkmate_strategies import Checkmate, CheckmateRounding
-from memopt.strategies.monet.claims import counted_exactly
+from memopt.strategies.monet.graph_strategy import counted_exactly
 from memopt.strategies.monet.ilp import MonetModel
 from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Monet

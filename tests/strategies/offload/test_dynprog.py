@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from memopt.strategies.offload.dynprog_search import solve_dynprog
+from memopt.strategies.offload.dynprog import solve_dynprog
 from memopt.strategies.offload.ordered import fractional_optimum_s, makespan_s, searched_amounts
 from memopt.strategies.offload.problem import OffloadProblem, offload_problem
 from memopt.strategies.offload.rounding import recurrence_data

@@ -14,11 +14,11 @@ from torch import nn
 import memopt
 from memopt.api.plan import Plan
 from memopt.executor.apply import runtime_of
-from memopt.executor.host_pool import place_host_copies
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
 from memopt.executor.recorder import HostClock, Recorder
 from memopt.executor.swap_streams import StreamSwap
+from memopt.executor.values import place_host_copies
 from memopt.models.instances import rotor_toy
 from memopt.models.recording import Occupied, Recorded
 from memopt.programs.instructions import Compute, Free, SwapIn, SwapOut
