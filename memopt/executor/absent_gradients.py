@@ -28,20 +28,20 @@ def call_hooks_of_gradients_alone(values: Sequence[Any], gradients: Sequence[Any
         if gradient is None and isinstance(value, torch.Tensor) and has_gradient_hooks(value):
             hooks = [hook for some in gradient_hooks(value) for hook in (some or {}).values()]
             if value.requires_grad and not any(isinstance(hook, _IfArrived) for hook in hooks):
-                _Arrival(value)
+                _HooksAwaiting(value)
 
 
 class _IfArrived:
     """A hook that is called if a gradient has arrived."""
 
-    def __init__(self, hook: Callable[[Any], Any], arrival: _Arrival) -> None:
+    def __init__(self, hook: Callable[[Any], Any], arrival: _HooksAwaiting) -> None:
         self._hook, self._arrival = hook, arrival
 
     def __call__(self, value: Any) -> Any:
         return self._hook(value) if self._arrival.arrived else None
 
 
-class _Arrival:
+class _HooksAwaiting:
     """Notes whether a value gets a gradient in the running backward, ahead of its hooks."""
 
     def __init__(self, value: torch.Tensor) -> None:
