@@ -168,6 +168,7 @@ class Surroundings:
         self._gathering = NO_CHARGES
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
+        self._stepped = False
         self._with_state, self.settled = with_state, False
         _OPTIMIZERS.tell(self)
 
@@ -200,12 +201,14 @@ class Surroundings:
 
     def calling(self, kind: Any, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while so many await their backward, and so many awaited the
-        second half of one. The most that wait in a step are charged from the next one on."""
+        second half of one. The most that wait in a step are charged from the next one on, which
+        begins where none waits or an optimizer has stepped: some may never get a backward."""
         self.stop()
         _BEGUN.calls += 1
         self._most_waiting = max(self._most_waiting, waiting)
-        if not waiting:
+        if self._stepped or not waiting:
             self._waiting, self._halved = self._most_waiting, halved
+        self._stepped = False
         flat = 0 if (model := self._model()) is None else flat_bytes(model)
         self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
@@ -328,6 +331,7 @@ class Surroundings:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
+        self._stepped = True
         count = self._watched.steps.get(optimizer, 0) + 1
         self._watched.steps[optimizer] = count
         model = self._model()
