@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memopt.errors import ExecutionError
+from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.differentiated import AsOriginal
 from memopt.executor.runtime import Runtime
 from memopt.step.inputs import Call
@@ -120,4 +121,6 @@ def gradients_of_other_loss(
             return None
         return met(call, frozenset(gradients), sum(one.nbytes for one in gradients.values()))
 
-    return again.gradients_from(gradients, wanted, planned)
+    found = again.gradients_from(gradients, wanted, planned)
+    call_hooks_of_gradients_alone(wanted, found)
+    return found

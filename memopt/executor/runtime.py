@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from memopt.errors import ExecutionError
+from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.added_later import AddedLater
 from memopt.executor.arriving_layouts import ArrivedOrders, ArrivingLayouts
 from memopt.executor.autocast_backward import AutocastBackward
@@ -281,10 +282,11 @@ class Runtime:
             raise
 
     def _run_backward(self, args: list[Any]) -> tuple[Any, ...]:
-        if all(tangent is None for tangent in args[1:]):
-            return self._as_taken((None,) * len(self._captured.gradients))
         key = int(args[0])
         kept = next((one for one in list(self._states) if one.value.key == key), None)
+        if all(tangent is None for tangent in args[1:]):
+            none = (None,) * len(self._captured.gradients)
+            return self._as_taken(none) if kept is None else self._given(kept.value, none)
         if kept is None:
             raise ExecutionError(
                 "the saved state of this step is gone: backward ran twice without "
@@ -364,6 +366,7 @@ class Runtime:
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients that AOTAutograd takes, of a step that had some."""
         self._added_later.look(state.primals, gradients.__getitem__)
+        call_hooks_of_gradients_alone(state.primals, gradients)
         return self._as_taken(gradients)
 
     def _as_taken(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -51,10 +51,6 @@ _Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address: a weak reference, and their bytes."""
 
 
-def _storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
 def memory_of(tensors: Iterable[Any]) -> _Memory:
     """Return the memory that tensors hold: address → (its storage, bytes)."""
     storages = [
@@ -62,7 +58,7 @@ def memory_of(tensors: Iterable[Any]) -> _Memory:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     ]
-    return {one.data_ptr(): (_storage_reference(one), one.nbytes()) for one in storages}
+    return {one.data_ptr(): (StorageWeakRef(one), one.nbytes()) for one in storages}  # type: ignore[no-untyped-call]
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
@@ -169,6 +165,7 @@ class Surroundings:
         self._gathering, self._scheduled = NO_CHARGES, Scheduled()
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
+        self._stepped = False
         self._with_state, self.settled = with_state, False
         _OPTIMIZERS.tell(self)
 
@@ -203,14 +200,16 @@ class Surroundings:
 
     def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while so many await their backward, and so many awaited the
-        second half of one. The most that wait in a step are charged from the next one on, at once
-        where a pipeline's schedule tells."""
+        second half of one. The most that wait in a step are charged from the next one on, which
+        begins where none waits or an optimizer has stepped: some may never get a backward. A
+        pipeline's schedule tells them at once."""
         self.stop()
         _BEGUN.calls += 1
         self._most_waiting = max(self._most_waiting, waiting)
-        if not waiting:
+        if self._stepped or not waiting:
             self._waiting, self._halved = self._most_waiting, halved
             self._scheduled = scheduled(call)
+        self._stepped = False
         flat = 0 if (model := self._model()) is None else flat_bytes(model)
         self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
@@ -335,6 +334,7 @@ class Surroundings:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
+        self._stepped = True
         count = self._watched.steps.get(optimizer, 0) + 1
         self._watched.steps[optimizer] = count
         model = self._model()

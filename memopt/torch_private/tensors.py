@@ -21,7 +21,8 @@ GRADIENT_HOOKS = (
     attribute_name("torch.Tensor._post_accumulate_grad_hooks"),
 )
 """The attributes of a tensor that hold the hooks on its gradient."""
-_gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
+gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
+"""Return the hooks on a tensor's gradient, by their numbers: on its way, and once it is added."""
 _hooks_on_the_way = operator.attrgetter(GRADIENT_HOOKS[0])
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
@@ -34,15 +35,15 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
-    return any(_gradient_hooks(tensor))
+    return any(gradient_hooks(tensor))
 
 
 def any_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors has hooks on its gradient."""
-    return any(map(any, map(_gradient_hooks, tensors)))
+    return any(map(any, map(gradient_hooks, tensors)))
 
 
-def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+def hook_first(tensor: torch.Tensor, hook: Callable[[Any], None]) -> Any:
     """Let a tensor's gradient go through a hook before all others; return the hook's handle."""
     handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = _hooks_on_the_way(tensor)

@@ -182,6 +182,33 @@ def test_calls_that_await_their_backward_are_charged() -> None:
     assert free >= 0
 
 
+def test_a_call_that_never_gets_a_backward_is_charged_while_its_output_is_held() -> None:
+    plan = memopt.plan(language_model(), TOKENS, progress=False)
+    model = memopt.wrap(language_model(), plan.peak_bytes, "rotor", progress=False)
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step() -> None:
+        model(TOKENS).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    held = model(TOKENS)
+    step()
+    with pytest.warns(UserWarning, match=r"1 more call\(s\) that await their backward"):
+        step()
+    step()
+    del held
+    with metered(CPU) as used:
+        held = model(TOKENS)
+        step()
+    assert model.memopt.calls.planned == 6
+    planned = model.memopt.plans[-1]
+    fixed_bytes = planned.resident_bytes - planned.loss_bytes - backend_of(CPU).step_scalars_bytes
+    assert fixed_bytes + used.peak_bytes <= planned.budget
+    del held
+
+
 @pytest.mark.slow
 def test_where_no_plan_leaves_room_the_budget_that_does_is_named_and_works() -> None:
     alone = memopt.plan(language_model(), TOKENS, budget="min", progress=False).budget
