@@ -36,6 +36,8 @@ _AS_LAID_OUT = frozenset(
     )
 )
 """Sums, and functions that torch computes by vectors where it can, else one by one."""
+_COPY_FIRST = frozenset((aten.convolution_backward.default, aten.mm.default, aten.bmm.default))
+"""Of these, those that copy an expanded gradient first, as a plan does."""
 _KEEPS_ORDER = frozenset(
     (
         aten.clone.default,
@@ -86,7 +88,10 @@ class ArrivingLayouts:
 
     def _look(self, arrived: ArrivedOrders, position: int, gradient: torch.Tensor | None) -> None:
         # An output that the loss does not use has none.
-        if gradient is None or not is_dense(gradient.shape, gradient.stride()):
+        if gradient is None:
+            return
+        if not is_dense(gradient.shape, gradient.stride()):
+            self._look_at_expanded(position, gradient)
             return
         order = order_of(gradient)
         rounds = self._rounds.get((position, order))
@@ -98,6 +103,21 @@ class ArrivingLayouts:
             self._rounds[position, order] = rounds
         if rounds:
             arrived[position] = order
+
+    def _look_at_expanded(self, position: int, gradient: torch.Tensor) -> None:
+        """Warn, once, of a gradient whose elements share memory, if a backward that has it copied
+        may round otherwise."""
+        tangent = self._tangents[position]
+        if self._said or not _shared(gradient) or not _may_round_expanded(tangent, gradient):
+            return
+        self._said = True
+        warnings.warn(
+            f"the gradient of output {position} of a planned model arrives expanded, one number "
+            "for several elements, as sum() gives it: it is copied first, and gradients can "
+            "differ in their last bits from those of kernels that read it so. The gradient of "
+            "(output * 1.0).sum() is not, with a plan or without",
+            stacklevel=2,
+        )
 
     def as_arrived(self, orders: ArrivedOrders, tangents: list[Any]) -> list[Any]:
         """Return the gradients with which a backward begins in the layouts in which they came."""
@@ -147,6 +167,39 @@ def _reaches_what_rounds(tangent: Node) -> bool:
                 seen.add(user)
                 waiting.append(user)
     return False
+
+
+def _shared(gradient: torch.Tensor) -> list[int]:
+    """Return the dimensions of a gradient along which elements share memory."""
+    sizes = zip(gradient.shape, gradient.stride(), strict=True)
+    return [i for i, (size, stride) in enumerate(sizes) if size > 1 and not stride]
+
+
+def _may_round_expanded(tangent: Node, gradient: torch.Tensor) -> bool:
+    """Return whether a kernel reads a gradient, or a view of it, that may round otherwise where
+    elements share memory. Everything else makes a tensor of its own of it."""
+    waiting = [tangent]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target == aten.sum.dim_IntList:
+                if not _sums_exactly(gradient):
+                    return True
+            elif user.target in _AS_LAID_OUT - _COPY_FIRST:
+                return True
+            elif getattr(user.target, "is_view", False):
+                waiting.append(user)
+    return False
+
+
+def _sums_exactly(gradient: torch.Tensor) -> bool:
+    """Return whether sums of a gradient's equal elements are exact: powers of two, or zeros."""
+    few = gradient.detach()
+    for dim in _shared(gradient):
+        few = few.narrow(dim, 0, 1)
+    if few.is_complex():
+        few = torch.view_as_real(few)
+    fractions = torch.frexp(few.float()).mantissa.abs()
+    return bool(((fractions == 0.5) | (fractions == 0)).all())
 
 
 def _may_round(tangent: Node, order: tuple[int, ...]) -> bool:

@@ -236,3 +236,37 @@ def test_parts_are_planned_for_the_layouts_that_arrive() -> None:
                 (one(x) * torch.arange(64.0).view(8, 8)).sum().backward()
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def _sums(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    loss(model(torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8).sin())).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _as_planned(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> bool:
+    """Whether gradients are eager's; each warning is an error."""
+    torch.manual_seed(0)
+    example = torch.randn(4, 3, 8, 8)
+    plan = memopt.plan(model, example, strategy="store-all", progress=False)
+    expected = _sums(copy.deepcopy(model), loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return all(map(torch.equal, _sums(plan.apply(model), loss), expected))
+
+
+def test_an_expanded_gradient_of_a_batch_norm_is_said_and_the_remedy_works() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    with pytest.raises(UserWarning, match=r"arrives expanded.*\(output \* 1.0\)"):
+        _as_planned(copy.deepcopy(model), torch.sum)
+    assert _as_planned(copy.deepcopy(model), lambda output: (output * 1.0).sum())
+    assert _as_planned(copy.deepcopy(model), torch.mean)
+
+
+def test_an_expanded_gradient_whose_sums_are_exact_is_not_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
+    assert _as_planned(copy.deepcopy(model), torch.sum)
+    with pytest.raises(UserWarning, match="arrives expanded"):
+        _as_planned(copy.deepcopy(model), lambda output: output.sum() * 1.37)
