@@ -24,7 +24,7 @@ _LOSS_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class StageCall:
     """What a schedule says of a call.
 
     Attributes:
@@ -42,14 +42,14 @@ class Scheduled:
         return self.has_loss * self.charges.waiting_calls
 
 
-def scheduled(call: Call) -> Scheduled:
+def scheduled(call: Call) -> StageCall:
     """Return what the schedule of a pipeline keeps beside the present call of its stage: other
     micro-batches until their backward or its second half, the buffers in which their activations
     and gradients are received, the last stage's outputs. Only torch's schedules are read."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
-        return Scheduled()
+        return StageCall()
     order = [one for actions in schedule.pipeline_order.values() for one in _single(actions)]
     kinds = [one.computation_type.value for one in order if one.stage_index == stage.stage_index]
     waiting, halved = in_flight(kinds)
@@ -67,7 +67,7 @@ def scheduled(call: Call) -> Scheduled:
         halved_calls=halved,
         output_calls=collected if stage.is_last else calls - 1,
     )
-    return Scheduled(charges, stage.is_last and around.runs)
+    return StageCall(charges, stage.is_last and around.runs)
 
 
 def accumulating() -> bool:

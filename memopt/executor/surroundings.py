@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
-from memopt.executor.pipeline_stages import Scheduled, scheduled
+from memopt.executor.pipeline_stages import StageCall, scheduled
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
@@ -162,7 +162,7 @@ class Surroundings:
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
         self._watched, self._engine = _Watched(), NO_CHARGES
-        self._gathering, self._scheduled = NO_CHARGES, Scheduled()
+        self._gathering, self._scheduled = NO_CHARGES, StageCall()
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
         self._stepped = False

@@ -86,6 +86,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, 0, torch.Size((storage.nbytes(),)))  # type: ignore[call-overload,no-any-return]  # torch accepts an UntypedStorage here
 
 
+LEFT_TAKEN_S = 2.0
+"""Nobody needs an account's lock as long: a thread that was interrupted has left it taken."""
+
+
 class HostAccount:
     """Bytes of host copies now and at the peak. Deaths of copies take no lock, as finalizers may
     run anywhere: they are noted, and settled when a copy is added."""
@@ -116,21 +120,29 @@ class HostAccount:
         """Count a copy for as long as it lives."""
         kept = TiedValue(copy, self._dead.append)
         kept.value = size_bytes
-        with self._lock:
-            # Not sure if Ctrl-C came in between here: the sum is made anew.
-            sure, self._sure = self._sure, False
-            self._sizes.add(kept)
-            change_bytes = size_bytes
-            while self._dead:
-                change_bytes -= self._dead[0].value
-                self._sizes.discard(self._dead[0])
-                self._dead.popleft()
-            every = self._sizes
-            self._sum_bytes = (
-                self._sum_bytes + change_bytes if sure else sum(k.value for k in every)
-            )
-            self.peak_bytes = max(self.peak_bytes, self._sum_bytes)
-            self._sure = True
+        lock = self._lock
+        if not lock.acquire(timeout=LEFT_TAKEN_S):
+            lock = self._lock = threading.RLock()
+            lock.acquire()
+            self._sure = False
+        try:
+            self._count(kept)
+        finally:
+            lock.release()
+
+    def _count(self, kept: TiedValue[int]) -> None:
+        # Not sure if Ctrl-C came in between here: the sum is made anew.
+        sure, self._sure = self._sure, False
+        self._sizes.add(kept)
+        change_bytes = kept.value
+        while self._dead:
+            change_bytes -= self._dead[0].value
+            self._sizes.discard(self._dead[0])
+            self._dead.popleft()
+        every = self._sizes
+        self._sum_bytes = self._sum_bytes + change_bytes if sure else sum(k.value for k in every)
+        self.peak_bytes = max(self.peak_bytes, self._sum_bytes)
+        self._sure = True
 
 
 def _fill(target: np.ndarray, cell: list[np.ndarray]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+import threading
 from random import Random
+from types import FrameType
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from memopt.executor import swap
 from memopt.executor.apply import runtime_of
 from memopt.executor.install import install
 from memopt.executor.module import PlannedModule
@@ -206,3 +210,41 @@ def test_counting_copies_takes_no_longer_with_more_of_them() -> None:
         return lines
 
     assert work(2) == work(500)
+
+
+@pytest.mark.parametrize("line", range(30))
+def test_copies_are_counted_after_an_interruption_in_another_thread(
+    line: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption where the lock is taken or given back leaves it taken, for all other threads;
+    the next of them waited for ever."""
+
+    class Copy:
+        pass
+
+    monkeypatch.setattr(swap, "LEFT_TAKEN_S", 0.05, raising=False)
+    account, copies, left = HostAccount(), [Copy() for _ in range(3)], line
+
+    def interrupt(frame: FrameType, *_: object) -> object:
+        nonlocal left
+        if frame.f_globals is not vars(swap):
+            return None
+        left -= 1
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    def interrupted() -> None:
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            account.add(copies[0], 5)
+        sys.settrace(None)
+
+    account.add(copies[1], 3)
+    thread = threading.Thread(target=interrupted)
+    thread.start()
+    thread.join()
+    account.add(copies[2], 1)
+    assert account.peak_bytes == account.now_bytes
+    assert account.now_bytes in (4, 9)
