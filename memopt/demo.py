@@ -174,7 +174,8 @@ def draw(plans: dict[str, dict[str, Plan]], path: Path) -> None:
     for (name, made), ax in zip(plans.items(), axes[:, 0], strict=True):
         least = list(made.values())[-1]
         least.plot(ax=ax)
-        ax.set_title(f"{name}: Rotor at {format_bytes(least.budget or 0)}", loc="left")
+        budget = format_bytes(least.budget or 0)
+        ax.set_title(f"{name}: {least.strategy.name} at {budget}", loc="left")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
