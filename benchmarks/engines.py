@@ -260,7 +260,10 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
         return made
     # Scalars that a step makes are metered, and resident for a plan.
     scalars_bytes = backend_of("cpu").step_scalars_bytes
-    beside_bytes = sum(one.resident_bytes - scalars_bytes - int(one.budget or 0) for one in plans)
+    beside_bytes = 0
+    for one in plans:
+        assert one.budget is not None
+        beside_bytes += one.resident_bytes - scalars_bytes - one.budget
     return replace(made, over_bytes=beside_bytes + after[2])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from memopt.step.captured import Captured
-from memopt.step.memory_layout import in_order, is_dense, order_of
+from memopt.step.memory_layout import expanded, in_order, is_dense, order_of
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import aten
 
@@ -70,6 +70,7 @@ class ArrivingLayouts:
         self._tangents: dict[int, Node] = {}
         self._numbers: dict[int, int] = {}
         self._rounds: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._looked_at: set[int] = set()
         self._said = False
         for number, tangent in enumerate(captured.tangents):
             leaf = getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", None)
@@ -108,7 +109,12 @@ class ArrivingLayouts:
         """Warn, once, of a gradient whose elements share memory, if a backward that has it copied
         may round otherwise."""
         tangent = self._tangents[position]
-        if self._said or not _shared(gradient) or not _may_round_expanded(tangent, gradient):
+        # To see whether its sums are exact, the host waits for the device: once.
+        looked_at = position in self._looked_at and not gradient.is_cpu
+        self._looked_at.add(position)
+        if self._said or looked_at or not expanded(gradient):
+            return
+        if not _may_round_expanded(tangent, gradient):
             return
         self._said = True
         warnings.warn(
@@ -169,12 +175,6 @@ def _reaches_what_rounds(tangent: Node) -> bool:
     return False
 
 
-def _shared(gradient: torch.Tensor) -> list[int]:
-    """Return the dimensions of a gradient along which elements share memory."""
-    sizes = zip(gradient.shape, gradient.stride(), strict=True)
-    return [i for i, (size, stride) in enumerate(sizes) if size > 1 and not stride]
-
-
 def _may_round_expanded(tangent: Node, gradient: torch.Tensor) -> bool:
     """Return whether a kernel reads a gradient, or a view of it, that may round otherwise where
     elements share memory. Everything else makes a tensor of its own of it."""
@@ -194,7 +194,7 @@ def _may_round_expanded(tangent: Node, gradient: torch.Tensor) -> bool:
 def _sums_exactly(gradient: torch.Tensor) -> bool:
     """Return whether sums of a gradient's equal elements are exact: powers of two, or zeros."""
     few = gradient.detach()
-    for dim in _shared(gradient):
+    for dim in expanded(gradient):
         few = few.narrow(dim, 0, 1)
     if few.is_complex():
         few = torch.view_as_real(few)

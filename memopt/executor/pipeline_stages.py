@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -73,12 +73,7 @@ def scheduled(call: Call) -> StageCall:
 def accumulating() -> bool:
     """Whether the calls around leave gradients to later ones: those of DistributedDataParallel's
     `no_sync`, and of a pipeline's schedule."""
-    if reducing_later():
-        return True
-    frame = cast("FrameType | None", sys._getframe()) if PIPELINES in sys.modules else None
-    while frame is not None and not _is_pipelines(frame):
-        frame = frame.f_back
-    return frame is not None
+    return reducing_later() or next(_frames(), None) is not None
 
 
 def in_flight(kinds: Iterable[str]) -> tuple[int, int]:
@@ -119,24 +114,23 @@ class _Around:
         self.stage: Any = None
         self.schedule: Any = None
         self.collects, self.runs = True, False
-        frame = cast("FrameType | None", sys._getframe()) if PIPELINES in sys.modules else None
-        while frame is not None:
-            if _is_pipelines(frame):
-                self._look(frame)
-            frame = frame.f_back
-
-    def _look(self, frame: FrameType) -> None:
-        found, collects = _locals_of(frame, self=None, return_outputs=True)
-        if self.stage is None and hasattr(found, "stage_index"):
-            self.stage = found
-        elif self.schedule is None and hasattr(found, "pipeline_order"):
-            self.schedule = found
-        self.collects &= collects
-        self.runs |= frame.f_code.co_name == "forward_one_chunk"
+        for frame in _frames():
+            found, collects = _locals_of(frame, self=None, return_outputs=True)
+            if self.stage is None and hasattr(found, "stage_index"):
+                self.stage = found
+            elif self.schedule is None and hasattr(found, "pipeline_order"):
+                self.schedule = found
+            self.collects &= collects
+            self.runs |= frame.f_code.co_name == "forward_one_chunk"
 
 
-def _is_pipelines(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith(PIPELINES)
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of torch's pipelines around the present call, the innermost first."""
+    frame = sys._getframe().f_back if PIPELINES in sys.modules else None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(PIPELINES):
+            yield frame
+        frame = frame.f_back
 
 
 def _locals_of(frame: FrameType, **otherwise: Any) -> list[Any]:

@@ -24,6 +24,12 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     return True
 
 
+def expanded(value: torch.Tensor) -> list[int]:
+    """Return the dimensions along which a tensor's elements share memory by a stride of zero."""
+    sizes = zip(value.shape, value.stride(), strict=True)
+    return [i for i, (size, stride) in enumerate(sizes) if size > 1 and stride == 0]
+
+
 def shares_elements(value: torch.Tensor) -> bool:
     """Return whether some elements of a tensor share memory, or it has too many elements, with
     unusual strides, to tell."""

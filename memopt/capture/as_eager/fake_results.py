@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.step.memory_layout import storage_of
+from memopt.step.memory_layout import expanded, storage_of
 from memopt.step.nodes import HOST_RESULTS
 from memopt.step.signature import output_mask
 from memopt.torch_private.access import patched, private
@@ -131,15 +131,8 @@ def _in_whole_storage(result: Tensor, of: Tensor) -> Tensor:
     """Return a fake result in a storage as large as that of the tensor it copies."""
     size_bytes = of.untyped_storage().nbytes()
     static = all(isinstance(n, int) for n in (size_bytes, *of.shape, *of.stride()))
-    if not static or _overlaps(of) or result.untyped_storage().nbytes() == size_bytes:
+    # Kernels copy what is expanded element by element. They see no other overlap.
+    if not static or expanded(of) or result.untyped_storage().nbytes() == size_bytes:
         return result
     whole = result.new_empty(size_bytes // result.element_size())
     return whole.as_strided(of.shape, of.stride(), of.storage_offset())
-
-
-def _overlaps(value: Tensor) -> bool:
-    """Return whether elements share memory by a stride of zero: kernels copy such a tensor element
-    by element. They see no other overlap."""
-    return any(
-        size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
-    )
