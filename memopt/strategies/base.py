@@ -190,3 +190,15 @@ class Improver(Strategy):
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **how: Any) -> Solution:
         return self.solve_from((), cost_model, budget_bytes, **how)
+
+    @abstractmethod
+    def solve_from(
+        self,
+        known: Sequence[Program],
+        cost_model: CostModel,
+        budget_bytes: int | None,
+        *,
+        device: Device | None = None,
+        time_limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> Solution: ...
