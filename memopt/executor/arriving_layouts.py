@@ -3,22 +3,33 @@
 Autograd hands a kernel the gradient as the loss has laid it out; a planned backward is for the
 layouts of the outputs, of a named loss or of earlier calls, and copies others first. Kernels may
 then round otherwise. A wrapped model is planned for the new layout (`planning_in_backward`); of
-another one it is said.
+another one it is said. An expanded gradient (`output.sum()`) is read as it arrived if kernels that
+read it lay their results out as planned; else it is copied, and that is said.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from memopt.step.captured import Captured
-from memopt.step.memory_layout import expanded, in_order, is_dense, order_of
+from memopt.step.memory_layout import (
+    expanded,
+    in_order,
+    is_dense,
+    order_of,
+    same_strides,
+    storage_of,
+)
 from memopt.torch_private import pytree
-from memopt.torch_private.operators import aten
+from memopt.torch_private.operators import OpOverload, aten
 
 _AS_LAID_OUT = frozenset(
     (
@@ -38,29 +49,23 @@ _AS_LAID_OUT = frozenset(
 """Sums, and functions that torch computes by vectors where it can, else one by one."""
 _COPY_FIRST = frozenset((aten.convolution_backward.default, aten.mm.default, aten.bmm.default))
 """Of these, those that copy an expanded gradient first, as a plan does."""
-_KEEPS_ORDER = frozenset(
-    (
-        aten.clone.default,
-        aten._to_copy.default,
-        aten.constant_pad_nd.default,
-        aten.flip.default,
-        aten.roll.default,
-        aten.channel_shuffle.default,
-        aten.pixel_shuffle.default,
-        aten.pixel_unshuffle.default,
-        aten.upsample_nearest2d_backward.default,
-        aten.upsample_bilinear2d_backward.default,
-        aten._upsample_bilinear2d_aa_backward.default,
-        aten.upsample_nearest3d_backward.default,
-        aten.upsample_trilinear3d_backward.default,
-    )
-)
-"""Kernels, besides functions of each element, that lay their result out as their argument."""
 _IN_A_ROW = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 """Of a layout that they cannot see in the new shape they make a copy, row by row, as eager does."""
+_LIKE_OF: dict[int, Callable[..., torch.Tensor]] = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
+"""How many tensors there are → a kernel that reads as many, element by element."""
 
-ArrivedOrders: TypeAlias = dict[int, tuple[int, ...]]
-"""Positions of outputs → their gradients' dimensions, from the largest stride on."""
+
+@dataclass
+class ArrivedLayouts:
+    """How gradients of a call's outputs have arrived otherwise than planned.
+
+    Attributes:
+        orders: positions of outputs → their gradients' dimensions, from the largest stride on.
+        expanded: positions of outputs → gradients whose elements share memory.
+    """
+
+    orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    expanded: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ArrivingLayouts:
@@ -69,7 +74,7 @@ class ArrivingLayouts:
     def __init__(self, captured: Captured) -> None:
         self._tangents: dict[int, Node] = {}
         self._numbers: dict[int, int] = {}
-        self._rounds: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._rounds: dict[Any, bool] = {}
         self._looked_at: set[int] = set()
         self._said = False
         for number, tangent in enumerate(captured.tangents):
@@ -77,58 +82,93 @@ class ArrivingLayouts:
             if leaf is not None and _reaches_what_rounds(tangent):
                 self._tangents[leaf], self._numbers[leaf] = tangent, number
 
-    def look(self, output: Any, arrived: ArrivedOrders) -> None:
+    def look(self, output: Any, arrived: ArrivedLayouts) -> None:
         """Note in `arrived`, when a call's backward begins, gradients of its output in a layout
         with which the backward may round otherwise."""
         if not self._tangents:
             return
         leaves = pytree.tree_leaves(output)
         for position in self._tangents:
-            if leaves[position].requires_grad:
-                leaves[position].register_hook(partial(self._look, arrived, position))
+            leaf = leaves[position]
+            if leaf.grad_fn is not None:
+                # Behind hooks of the tensor's, which may change its gradient.
+                at = leaf.output_nr
+                leaf.grad_fn.register_prehook(partial(self._look, arrived, position, at))
 
-    def _look(self, arrived: ArrivedOrders, position: int, gradient: torch.Tensor | None) -> None:
+    def _look(
+        self,
+        arrived: ArrivedLayouts,
+        position: int,
+        at: int,
+        gradients: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        gradient = gradients[at]
         # An output that the loss does not use has none.
         if gradient is None:
             return
         if not is_dense(gradient.shape, gradient.stride()):
-            self._look_at_expanded(position, gradient)
-            return
-        order = order_of(gradient)
-        rounds = self._rounds.get((position, order))
-        if rounds is None:
-            try:
-                rounds = _may_round(self._tangents[position], order)
-            except (RuntimeError, TypeError):  # a view by a size that only the graph knows
-                rounds = True
-            self._rounds[position, order] = rounds
-        if rounds:
-            arrived[position] = order
+            if not self._may_round(position, gradient):
+                return
+            if gradient.untyped_storage().nbytes() > gradient.nbytes:
+                self._say_loose(position, gradient)
+            else:
+                arrived.expanded[position] = gradient
+        elif self._may_round(position, gradient):
+            arrived.orders[position] = order_of(gradient)
 
-    def _look_at_expanded(self, position: int, gradient: torch.Tensor) -> None:
-        """Warn, once, of a gradient whose elements share memory, if a backward that has it copied
-        may round otherwise."""
-        tangent = self._tangents[position]
-        # To see whether its sums are exact, the host waits for the device: once.
-        looked_at = position in self._looked_at and not gradient.is_cpu
-        self._looked_at.add(position)
-        if self._said or looked_at or not expanded(gradient):
-            return
-        if not _may_round_expanded(tangent, gradient):
+    def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
+        """Return whether the backward may round otherwise than planned, given this gradient."""
+        exact = False
+        if expanded(gradient) and (gradient.is_cpu or position not in self._looked_at):
+            # To see whether its sums are exact, the host waits for the device: once.
+            self._looked_at.add(position)
+            exact = _sums_exactly(gradient)
+        return self._known(_may_round, position, gradient, exact)
+
+    def _known(
+        self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: bool
+    ) -> bool:
+        """Return a function's answer of a tangent and a gradient, asked once for each layout."""
+        key = asked, position, gradient.shape, gradient.stride(), more
+        if key not in self._rounds:
+            self._rounds[key] = asked(self._tangents[position], gradient, *more)
+        return self._rounds[key]
+
+    def put_back(
+        self, arrived: ArrivedLayouts, arguments: list[Any], by_kernels: Container[int]
+    ) -> None:
+        """Replace copies of expanded gradients among a backward's arguments, behind the first, by
+        what arrived; warn, once, of those that have to be copied.
+
+        Args:
+            by_kernels: numbers of the tangents that a program's backward reads as eager does.
+        """
+        for position, gradient in arrived.expanded.items():
+            number = self._numbers[position]
+            if number in by_kernels and self._known(_lie_as_planned, position, gradient):
+                arguments[1 + number] = gradient.detach()
+            else:
+                self._say_loose(position, gradient)
+        arrived.expanded.clear()
+
+    def _say_loose(self, position: int, gradient: torch.Tensor) -> None:
+        if self._said:
             return
         self._said = True
+        how = "with gaps, a part of a larger one, as cat() gives it"
+        if expanded(gradient):
+            how = "expanded, one number for several elements, as sum() gives it"
         warnings.warn(
-            f"the gradient of output {position} of a planned model arrives expanded, one number "
-            "for several elements, as sum() gives it: it is copied first, and gradients can "
-            "differ in their last bits from those of kernels that read it so. The gradient of "
-            "(output * 1.0).sum() is not, with a plan or without",
+            f"the gradient of output {position} of a planned model arrives {how}: it is copied "
+            "first, and gradients can differ in their last bits from those of kernels that read "
+            "it so. That of output * 1.0 is not: take the loss of it, with a plan or without",
             stacklevel=2,
         )
 
-    def as_arrived(self, orders: ArrivedOrders, tangents: list[Any]) -> list[Any]:
+    def as_arrived(self, arrived: ArrivedLayouts, tangents: list[Any]) -> list[Any]:
         """Return the gradients with which a backward begins in the layouts in which they came."""
         made = list(tangents)
-        for position, order in orders.items():
+        for position, order in arrived.orders.items():
             i = self._numbers[position]
             if isinstance(given := made[i], torch.Tensor):
                 strides = in_order(given.shape, order)
@@ -138,12 +178,12 @@ class ArrivingLayouts:
                 made[i] = empty.copy_(given)
         return made
 
-    def say(self, orders: ArrivedOrders) -> None:
+    def say(self, arrived: ArrivedLayouts) -> None:
         """Warn, once, that gradients in these layouts are copied."""
         if self._said:
             return
         self._said = True
-        position = min(orders)
+        position = min(arrived.orders)
         shape = self._tangents[position].meta["val"].shape
         warnings.warn(
             f"the gradient of output {position} of a planned model, of shape "
@@ -155,40 +195,142 @@ class ArrivingLayouts:
         )
 
 
-def _lies_as_before(target: Any) -> bool:
-    """Return whether an operator's result is laid out by its argument."""
-    tags = getattr(target, "tags", ())
-    keeps = torch.Tag.pointwise in tags or getattr(target, "is_view", False)
-    return bool(keeps) or target in _KEEPS_ORDER or target in _IN_A_ROW
-
-
 def _reaches_what_rounds(tangent: Node) -> bool:
-    """Return whether a kernel may round a gradient, or what has its layout, as it lies there."""
+    """Return whether a kernel that may round a gradient as it lies follows from a tangent."""
     waiting, seen = [tangent], {tangent}
     while waiting:
         for user in waiting.pop().users:
             if user.target in _AS_LAID_OUT:
                 return True
-            if _lies_as_before(user.target) and user not in seen:
+            if user not in seen:
                 seen.add(user)
                 waiting.append(user)
     return False
 
 
-def _may_round_expanded(tangent: Node, gradient: torch.Tensor) -> bool:
-    """Return whether a kernel reads a gradient, or a view of it, that may round otherwise where
-    elements share memory. Everything else makes a tensor of its own of it."""
-    waiting = [tangent]
-    while waiting:
-        for user in waiting.pop().users:
-            if user.target == aten.sum.dim_IntList:
-                if not _sums_exactly(gradient):
-                    return True
-            elif user.target in _AS_LAID_OUT - _COPY_FIRST:
+def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
+    """Return whether a kernel may round otherwise because a gradient, or what is made of it, is
+    laid out otherwise than planned.
+
+    Args:
+        exact: whether sums of the gradient's equal elements are.
+    """
+    shape = tangent.meta["val"].shape
+    planned, found = {tangent: _meta(tangent.meta["val"])}, {tangent: _laid_as(gradient, shape)}
+    if _alike(planned[tangent], found[tangent]):
+        return False
+    for node in tangent.graph.nodes:
+        otherwise = [one for one in node.all_input_nodes if one in found]
+        if node.op == "output" or not otherwise:
+            continue
+        if node.target in _AS_LAID_OUT:
+            copied = all(expanded(found[one]) for one in otherwise)
+            sums = node.target == aten.sum.dim_IntList and exact
+            if not copied or not (sums or node.target in _COPY_FIRST):
                 return True
-            elif getattr(user.target, "is_view", False):
-                waiting.append(user)
+            continue
+        try:
+            results = _run(node, planned), _run(node, found)
+        except (RuntimeError, NotImplementedError, TypeError):
+            # A size that only the graph knows, or a kernel that says nothing of layouts.
+            if any(user.target in _AS_LAID_OUT for user in node.users):
+                return True
+            continue
+        if not _alike(*results):
+            planned[node], found[node] = results
+        elif not _alike(*(by_elements := [_by_elements(node, one) for one in (planned, found)])):
+            planned[node], found[node] = by_elements
     return False
+
+
+def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
+    """Return whether what kernels of torch's make of an expanded gradient lies as what they make of
+    a copy without gaps, which is planned."""
+    given = tangent.meta["val"]
+    as_given, as_arrived = {tangent: _meta(given)}, {tangent: _laid_as(gradient, given.shape)}
+    for node in tangent.graph.nodes:
+        if node.op == "output" or as_given.keys().isdisjoint(node.all_input_nodes):
+            continue
+        overload = node.target
+        if not isinstance(overload, OpOverload) or overload.namespace != "aten":
+            return False
+        try:
+            planned, found = _run(node, as_given), _run(node, as_arrived)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return False
+        views = [_is_view(node, planned, as_given), _is_view(node, found, as_arrived)]
+        if all(views):
+            as_given[node], as_arrived[node] = planned, found
+        elif (
+            any(views)
+            or not _alike(planned, found)
+            or not _alike(_by_elements(node, as_given), _by_elements(node, as_arrived))
+        ):
+            return False
+    return True
+
+
+def _laid_as(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a tensor without data of a planned shape that lies as a gradient of another, too."""
+    strides: Sequence[int] = gradient.stride()
+    if gradient.shape != shape:
+        shared = expanded(gradient)
+        strides = in_order(shape, (i for i in order_of(gradient) if i not in shared))
+    return torch.empty_strided(shape, strides, dtype=gradient.dtype, device="meta")
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _by_elements(node: Node, known: dict[Node, Any]) -> Any:
+    """Return a tensor without data that lies as a kernel's result that computes element by element:
+    what torch says of some of these (`hardswish_backward`) is how their parts in Python would lie.
+    None: it may be another kind of kernel."""
+    result = node.meta["val"]
+    given = [known[x] if x in known else _meta(x.meta["val"]) for x in node.all_input_nodes]
+    whole = isinstance(result, torch.Tensor) and all(
+        isinstance(one, torch.Tensor) and one.shape == result.shape for one in given
+    )
+    if not whole or len(given) not in _LIKE_OF:
+        return None
+    return _LIKE_OF[len(given)](*(one.to(torch.float32) for one in given))
+
+
+def _run(node: Node, known: dict[Node, Any]) -> Any:
+    """Run an operator on tensors without data: those that are known, others as they were traced."""
+
+    def value(one: Node) -> Any:
+        return known[one] if one in known else _meta(one.meta["val"])
+
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:
+        if node.target not in _IN_A_ROW:
+            raise
+        result = node.meta["val"]
+        return torch.empty(result.shape, dtype=result.dtype, device="meta")
+
+
+def _is_view(node: Node, result: Any, known: dict[Node, Any]) -> bool:
+    """Return whether an operator's result is in the memory of an argument that is known."""
+    if not isinstance(result, torch.Tensor):
+        return False
+    arguments = [known[one] for one in node.all_input_nodes if one in known]
+    return storage_of(result) in map(storage_of, arguments)
+
+
+def _alike(planned: Any, found: Any) -> bool:
+    """Return whether two results of an operator are laid out alike."""
+    pairs = zip(pytree.tree_leaves(planned), pytree.tree_leaves(found), strict=True)
+    return all(
+        same_strides(one, other.stride())
+        for one, other in pairs
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    )
 
 
 def _sums_exactly(gradient: torch.Tensor) -> bool:
@@ -200,49 +342,3 @@ def _sums_exactly(gradient: torch.Tensor) -> bool:
         few = torch.view_as_real(few)
     fractions = torch.frexp(few.float()).mantissa.abs()
     return bool(((fractions == 0.5) | (fractions == 0)).all())
-
-
-def _may_round(tangent: Node, order: tuple[int, ...]) -> bool:
-    """Return whether a kernel is reached that may round otherwise if a gradient's dimensions lie in
-    this order."""
-    shape = tangent.meta["val"].shape
-    waiting = [(tangent, in_order(shape, order))]
-    seen = {tangent}
-    while waiting:
-        node, strides = waiting.pop()
-        given = node.meta["val"]
-        laid = torch.empty_strided(given.shape, strides, dtype=given.dtype, device="meta")
-        if _several(laid) == _several(given):
-            continue
-        for user in node.users:
-            if user.target in _AS_LAID_OUT:
-                return True
-            if _lies_as_before(user.target) and user not in seen:
-                seen.add(user)
-                after = _strides_after(user, node, laid)
-                waiting += [] if after is None else [(user, after)]
-    return False
-
-
-def _several(value: torch.Tensor) -> list[int]:
-    """Return the dimensions of more than one element, from the largest stride on."""
-    return [i for i in order_of(value) if value.shape[i] > 1]
-
-
-def _strides_after(user: Node, node: Node, laid: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of an operator's result where its argument `node` is laid out so; None: it
-    has several results."""
-    result = user.meta["val"]
-    if not isinstance(result, torch.Tensor):
-        return None
-    rows = in_order(result.shape, range(result.dim()))
-    if user.target in _IN_A_ROW:
-        try:
-            return laid.view(result.shape).stride()
-        except RuntimeError:
-            return rows
-    if getattr(user.target, "is_view", False):
-        args = [laid if given is node else given for given in user.args]
-        return user.target(*args, **user.kwargs).stride()  # type: ignore[operator,no-any-return]
-    in_rows = user.kwargs.get("memory_format") is torch.contiguous_format
-    return rows if in_rows or result.dim() != laid.dim() else in_order(result.shape, order_of(laid))

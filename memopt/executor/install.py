@@ -26,7 +26,7 @@ from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
 from memopt.programs.instructions import Program
 from memopt.step.backend import backend_of
-from memopt.step.build import Lowering
+from memopt.step.build import Lowering, held_by
 from memopt.step.captured import Captured
 
 
@@ -102,8 +102,21 @@ def install(
         fork=functools.partial(_forked, halves, mover, arenas),
         handover=order,
         partial=partial,
+        by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
+    )
+
+
+def _read_by_kernels(captured: Captured, lowering: Lowering, program: Program) -> frozenset[int]:
+    """Return the numbers of the tangents that no implementation of a plan's own reads."""
+    chosen = [run for _, run in program.computes if run.implementation is not None]
+    nodes = [lowering.node_of(run.op, run.implementation) for run in chosen]
+    read = set(held_by((one for node in nodes for one in node.all_input_nodes), lowering.storages))
+    return frozenset(
+        number
+        for number, tangent in enumerate(captured.tangents)
+        if read.isdisjoint(lowering.storages[tangent])
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.added_later import AddedLater
-from memopt.executor.arriving_layouts import ArrivedOrders, ArrivingLayouts
+from memopt.executor.arriving_layouts import ArrivedLayouts, ArrivingLayouts
 from memopt.executor.autocast_backward import AutocastBackward
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
@@ -77,6 +77,7 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
+        by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
         origin: of what generated code was written; None: of something else, too (an arena, moved
             parameters, a recorder), or it is interpreted.
@@ -91,6 +92,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
+    by_kernels: frozenset[int] = frozenset()
     segments: Segments | None = None
     origin: Origin | None = None
 
@@ -107,7 +109,7 @@ class _State:
     again: AsOriginal | None
     handover: Handover | None
     arrived: Arrived | None
-    orders: ArrivedOrders
+    layouts: ArrivedLayouts
     first_half: FirstHalf | None = None
 
 
@@ -121,7 +123,7 @@ class _Call:
         arrived: called when its backward begins.
         handover: hands its gradients over as they are complete; None: all come at the end.
         moves: (updated tensor, new value) pairs, once the whole forward has run.
-        orders: of the dimensions of gradients that arrive otherwise than planned.
+        layouts: of gradients that arrive otherwise than planned.
     """
 
     program: Installed
@@ -129,7 +131,7 @@ class _Call:
     arrived: Arrived | None = None
     handover: Handover | None = None
     moves: list[tuple[Any, Any]] | None = None
-    orders: ArrivedOrders = field(default_factory=dict)
+    layouts: ArrivedLayouts = field(default_factory=ArrivedLayouts)
 
 
 class _ThreadCall(threading.local):
@@ -200,7 +202,7 @@ class Runtime:
                 output = self._captured.compiled(*held, *args, **kwargs)
             if torch.is_grad_enabled():
                 prepare_backward(output, self._captured.outputs)
-                self._layouts.look(output, made.orders)
+                self._layouts.look(output, made.layouts)
             self._autocast.look(output)
             return as_users_see(output, self._captured.outputs)
         except BaseException:
@@ -250,13 +252,12 @@ class Runtime:
             call.again,
             call.handover,
             call.arrived,
-            call.orders,
+            call.layouts,
         )
         tie(self._states, token, state)
         mutated = self._captured.mutated
         call.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
-        leaves = self._captured.leaves
-        return [*map(self._handed_out, leaves, outputs), token]
+        return [*map(self._handed_out, self._captured.leaves, outputs), token]
 
     def _handed_out(self, leaf: int | None, value: Any) -> Any:
         """Return the tensor that the user gets for a forward output: the same memory, whose changes
@@ -305,7 +306,11 @@ class Runtime:
                 return self._as_original(state, args[1:], HALVED)
             return self._given(state, found)
         half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
-        if state.orders and half is None and (found := self._in_other_order(kept, args[1:])):
+        if (
+            state.layouts.orders
+            and half is None
+            and (found := self._in_other_order(kept, args[1:]))
+        ):
             return found
         run = program.backward
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
@@ -316,6 +321,7 @@ class Runtime:
                 return self._as_original(state, args[1:], PARTIAL)
             run = partial.run or run
             partial.complete(args, self._captured.tangents)
+        self._layouts.put_back(state.layouts, args, program.by_kernels)
         for i, value in enumerate(args):
             args[i] = in_memory_of_its_own(value)
         del value
@@ -353,14 +359,14 @@ class Runtime:
         outputs' gradients arrived; None: they are copied."""
         state = kept.value
         again = None if self._sharded or state.handover is not None else state.again
-        planned = None if again is None else again.in_order(state.orders, tangents)
+        planned = None if again is None else again.in_order(state.layouts.orders, tangents)
         if again is None or planned is None:
-            self._layouts.say(state.orders)
+            self._layouts.say(state.layouts)
             return None
         if not keeps_graph():
             self._states.discard(kept)
             state.saved = []
-        given = self._layouts.as_arrived(state.orders, tangents)
+        given = self._layouts.as_arrived(state.layouts, tangents)
         return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -384,9 +390,8 @@ class Runtime:
                     "and its backward; the gradients would be wrong. Update parameters after "
                     "backward()"
                 )
-        positions = program.watched_outputs
         for position, value, version in zip(
-            positions, state.outputs, state.output_versions, strict=True
+            program.watched_outputs, state.outputs, state.output_versions, strict=True
         ):
             if version_of(value) != version:
                 raise ExecutionError(

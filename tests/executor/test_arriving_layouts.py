@@ -255,18 +255,69 @@ def _as_planned(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> bool:
         return all(map(torch.equal, _sums(plan.apply(model), loss), expected))
 
 
-def test_an_expanded_gradient_of_a_batch_norm_is_said_and_the_remedy_works() -> None:
+@pytest.mark.parametrize("loss", [torch.sum, torch.mean, lambda output: output.sum() * 1.37])
+@pytest.mark.parametrize(
+    "last", [nn.BatchNorm2d(8), nn.SiLU(), nn.Sequential(nn.Flatten(), nn.Linear(288, 5))]
+)
+def test_an_expanded_gradient_is_read_as_it_arrives(
+    last: nn.Module, loss: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    assert _as_planned(nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(last)), loss)
+
+
+def test_hooks_of_an_output_change_its_gradient_before_it_is_looked_at() -> None:
+    def loss(output: Tensor) -> Tensor:
+        output.register_hook(lambda gradient: gradient * torch.linspace(0, 1, gradient.shape[-1]))
+        output.register_hook(lambda gradient: gradient[..., :1].expand_as(gradient) + 0.37)
+        return output.sum()
+
+    torch.manual_seed(0)
+    assert _as_planned(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), loss)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def last_channels(*last: nn.Module) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *last)
+    return model.to(memory_format=torch.channels_last)
+
+
+def test_an_expanded_gradient_of_which_kernels_make_another_layout_is_said() -> None:
+    torch.manual_seed(0)
+    model = last_channels(nn.BatchNorm2d(8), Scaled())
+    with pytest.raises(UserWarning, match=r"arrives expanded.*output \* 1.0"):
+        _as_planned(copy.deepcopy(model), torch.sum)
+    x, target = torch.randn(4, 3, 8, 8), torch.empty(0)
+
+    def loss(output: Tensor, _: Tensor) -> Tensor:
+        return (output * 1.0).sum()
+
+    plan = memopt.plan(model, x, strategy="store-all", loss_fn=loss, targets=target, progress=False)
+    applied, plain = plan.apply(model), copy.deepcopy(model)
+    loss(applied(x), target).backward()
+    loss(plain(x), target).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_layouts_that_torch_describes_wrongly_are_known() -> None:
+    torch.manual_seed(0)
+    model = last_channels(nn.BatchNorm2d(8), nn.Hardswish())
+    with pytest.raises(UserWarning, match="another memory layout"):
+        _as_planned(model, torch.mean)
+
+
+def test_a_gradient_with_gaps_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    with pytest.raises(UserWarning, match=r"arrives expanded.*\(output \* 1.0\)"):
-        _as_planned(copy.deepcopy(model), torch.sum)
-    assert _as_planned(copy.deepcopy(model), lambda output: (output * 1.0).sum())
-    assert _as_planned(copy.deepcopy(model), torch.mean)
 
+    def loss(output: Tensor) -> Tensor:
+        return torch.cat([output, output.detach()], 3).square().sum()
 
-def test_an_expanded_gradient_whose_sums_are_exact_is_not_said() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
-    assert _as_planned(copy.deepcopy(model), torch.sum)
-    with pytest.raises(UserWarning, match="arrives expanded"):
-        _as_planned(copy.deepcopy(model), lambda output: output.sum() * 1.37)
+    with pytest.raises(UserWarning, match=r"arrives with gaps.*output \* 1.0"):
+        _as_planned(copy.deepcopy(model), loss)
+    assert _as_planned(copy.deepcopy(model), lambda output: loss(output * 1.0))
