@@ -29,6 +29,7 @@ from memopt.step.memory_layout import (
     storage_of,
 )
 from memopt.torch_private import pytree
+from memopt.torch_private.modes import dispatch_modes_off, function_modes_off
 from memopt.torch_private.operators import OpOverload, aten
 
 _AS_LAID_OUT = frozenset(
@@ -122,7 +123,8 @@ class ArrivingLayouts:
         if expanded(gradient) and (gradient.is_cpu or position not in self._looked_at):
             # To see whether its sums are exact, the host waits for the device: once.
             self._looked_at.add(position)
-            exact = _sums_exactly(gradient)
+            with function_modes_off(), dispatch_modes_off():
+                exact = _sums_exactly(gradient)
         return self._known(_may_round, position, gradient, exact)
 
     def _known(
@@ -131,7 +133,8 @@ class ArrivingLayouts:
         """Return a function's answer of a tangent and a gradient, asked once for each layout."""
         key = asked, position, gradient.shape, gradient.stride(), more
         if key not in self._rounds:
-            self._rounds[key] = asked(self._tangents[position], gradient, *more)
+            with function_modes_off(), dispatch_modes_off():
+                self._rounds[key] = asked(self._tangents[position], gradient, *more)
         return self._rounds[key]
 
     def put_back(
