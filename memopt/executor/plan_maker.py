@@ -235,9 +235,10 @@ class PlanMaker:
         if self._over_bytes(made, charges) <= 0:
             made.enough = charges.largest(made.enough)
             return True
-        if charges.waiting_calls > made.charges.waiting_calls:
+        last = self._again.get(kind, 0) == AGAIN
+        if last or charges.waiting_calls > made.charges.waiting_calls:
             self.met(kind, made)
-        if self._again.get(kind, 0) == AGAIN:
+        if last:
             return True
         self._again[kind] = self._again.get(kind, 0) + 1
         return False
