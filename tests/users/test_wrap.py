@@ -102,6 +102,35 @@ def test_a_changed_setting_is_planned_again() -> None:
     assert model.calls.planned == 3
 
 
+def test_statistics_averaged_after_training_run_unplanned() -> None:
+    """Loops that average weights set batch norm's momentum to None for an epoch without backward
+    (Lightning's StochasticWeightAveraging), which no graph holds; here in a known shape and a new
+    one."""
+    plain, planned = network(), memopt.wrap(network(), "min", progress=False)
+    for model in (plain, planned):
+        trained(model, (16,))
+        model.train()
+        model[-1].reset_running_stats()
+        model[-1].momentum = None
+    with pytest.warns(UserWarning, match="ran without its plan: .*momentum"):
+        passed(planned)
+    passed(plain)
+    assert planned.calls.original == 3
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, planned.state_dict()[name]), name
+    for model in (plain, planned):
+        model[-1].momentum = 0.1
+    assert trained(planned, (16,)) == trained(plain, (16,))
+    assert planned.calls.planned == 2
+
+
+def passed(model: nn.Module) -> None:
+    """Call a model in training, without a backward."""
+    torch.manual_seed(2)
+    for batch in (16, 12):
+        model(torch.randn(batch, 32))
+
+
 def test_a_restart_does_not_solve_again(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = trained(memopt.wrap(network(), "min", progress=False), (16, 8))
 
