@@ -8,13 +8,13 @@ another one it is said.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
+from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.memory_layout import expanded, in_order, is_dense, order_of
 from memopt.torch_private import pytree
@@ -117,12 +117,11 @@ class ArrivingLayouts:
         if not _may_round_expanded(tangent, gradient):
             return
         self._said = True
-        warnings.warn(
+        warn(
             f"the gradient of output {position} of a planned model arrives expanded, one number "
             "for several elements, as sum() gives it: it is copied first, and gradients can "
             "differ in their last bits from those of kernels that read it so. The gradient of "
             "(output * 1.0).sum() is not, with a plan or without",
-            stacklevel=2,
         )
 
     def as_arrived(self, orders: ArrivedOrders, tangents: list[Any]) -> list[Any]:
@@ -145,13 +144,12 @@ class ArrivingLayouts:
         self._said = True
         position = min(orders)
         shape = self._tangents[position].meta["val"].shape
-        warnings.warn(
+        warn(
             f"the gradient of output {position} of a planned model, of shape "
             f"{list(shape)}, arrives in another memory layout than the output's: it is "
             "copied first, and gradients can differ in their last bits. Return the output "
             "contiguous (output.contiguous()), or name the loss (loss_fn= of memopt.plan or "
             "memopt.wrap)",
-            stacklevel=2,
         )
 
 

@@ -124,6 +124,18 @@ def test_statistics_averaged_after_training_run_unplanned() -> None:
     assert planned.calls.planned == 2
 
 
+def test_warnings_point_at_the_line_of_the_loop() -> None:
+    """Both in a call and in a backward, however deep in memopt and torch they come from."""
+    model = memopt.wrap(network().eval(), "min", progress=False)
+    with pytest.warns(UserWarning, match="a backward runs through a call in eval mode") as told:
+        model(torch.randn(16, 32)).sum().backward()
+    assert {one.filename for one in told} == {__file__}
+    model.eval()[0].train()
+    with pytest.warns(UserWarning, match="ran without its plan: the model itself") as told:
+        model(torch.randn(16, 32))
+    assert {one.filename for one in told} == {__file__}
+
+
 def passed(model: nn.Module) -> None:
     """Call a model in training, without a backward."""
     torch.manual_seed(2)
