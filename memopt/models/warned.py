@@ -6,7 +6,8 @@ import sys
 import types
 import warnings
 
-_OWN = ("memopt", "torch", "contextlib")
+_OWN = ("memopt", "torch", "contextlib", "")
+"""Modules whose lines are not the user's; generated code has no name."""
 
 
 def warn(text: str) -> None:

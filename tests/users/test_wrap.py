@@ -134,6 +134,10 @@ def test_warnings_point_at_the_line_of_the_loop() -> None:
     with pytest.warns(UserWarning, match="ran without its plan: the model itself") as told:
         model(torch.randn(16, 32))
     assert {one.filename for one in told} == {__file__}
+    loss = model.train()(torch.randn(16, 32)).square().sum()
+    with pytest.warns(UserWarning, match="is differentiated itself") as told:
+        torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    assert {one.filename for one in told} == {__file__}
 
 
 def passed(model: nn.Module) -> None:
