@@ -374,6 +374,7 @@ def test_the_state_of_others_optimizers_is_not_charged() -> None:
 def test_state_that_grows_is_charged_in_every_step() -> None:
     """LBFGS's does until its history is full, by lists. A budget that it outgrows is told of, also
     once a kind is planned again no more."""
+    torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)]
     model = memopt.wrap(nn.Sequential(*layers), "1.2MiB", "rotor", improve=False, progress=False)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -387,15 +388,15 @@ def test_state_that_grows_is_charged_in_every_step() -> None:
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for _ in range(8):
+        for _ in range(12):
             optimizer.step(closure)
             (state,) = optimizer.state.values()
             held = [one for one in pytree.tree_leaves(dict(state)) if isinstance(one, torch.Tensor)]
             charges = model.memopt.around.charges(None)
             assert charges.state_bytes == sum(one.nbytes for one in held)
-    first, last = [str(one.message) for one in told if "optimizer state" in str(one.message)]
-    assert "in which no plan leaves room" in first
-    assert "It was planned again often enough and stays" in last
+    texts = [str(one.message) for one in told if "optimizer state" in str(one.message)]
+    assert any("in which no plan leaves room" in text for text in texts)
+    assert "It was planned again often enough and stays" in texts[-1]
 
 
 def _charged(model: nn.Module) -> list[Any]:
