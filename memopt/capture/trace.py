@@ -45,6 +45,7 @@ from memopt.step.side_effects import (
     why_not_left_behind,
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
+from memopt.step.unheard import unheard
 from memopt.torch_private.access import known, optional, patched, private
 from memopt.torch_private.aot import code_written_late, values_described_once
 from memopt.torch_private.distributed import nothing_tried_out
@@ -178,6 +179,7 @@ def _captured(
         once as reused,
         guards_heard(reused) as heard,
         real_values_uncopied(),
+        unheard(),
     ):
         module = graph_of(model, args, kwargs)
     write_out(module)

@@ -52,7 +52,7 @@ def check_initialised(model: nn.Module) -> None:
 def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     """Explain what dynamo refused in a model's forward, where, and what to do about it."""
     known = (
-        _cumulative_average(model)
+        cumulative_average(model)
         or known_remedy(model, error)
         or _sized_by_the_first_forward(model, call, str(error))
     )
@@ -166,7 +166,7 @@ def first_line(error: Exception) -> str:
     return first.strip().rstrip(".").rstrip()
 
 
-def _cumulative_average(model: nn.Module) -> str | None:
+def cumulative_average(model: nn.Module) -> str | None:
     """Explain batch norm that averages over all steps: it divides by a counter read in Python."""
     for name, module in model.named_modules():
         if isinstance(module, BatchNorm) and module.momentum is None and module.training:

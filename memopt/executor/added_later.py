@@ -7,13 +7,13 @@ outside of the model, last bits can differ.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from memopt.models.warned import warn
 from memopt.step.captured import Captured, Primal
 from memopt.torch_private.modes import backward_number, when_backward_is_over
 from memopt.torch_private.tensors import hook_first
@@ -52,14 +52,13 @@ class AddedLater:
         self._names = {}
         if name is None:
             return
-        warnings.warn(
+        warn(
             f"{name} is used more than once in a call of a planned model, and in the same backward "
             "also by another call or outside of the model: planned, the parts of its gradient are "
             "added call by call, unplanned, one after the other, so that last bits can differ. For "
             "equal bits let one planned call hold all uses: all inputs at once (torch.cat), the "
             "loss in the forward, or memopt around the module that holds this one; or train "
             "without a plan (memopt.unwrap(model), or planned.original); this is said once",
-            stacklevel=2,
         )
 
 

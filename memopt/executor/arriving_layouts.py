@@ -9,7 +9,6 @@ read it lay their results out as planned; else it is copied, and that is said.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.memory_layout import (
     expanded,
@@ -76,7 +76,7 @@ class ArrivingLayouts:
         self._tangents: dict[int, Node] = {}
         self._numbers: dict[int, int] = {}
         self._rounds: dict[Any, bool] = {}
-        self._looked_at: set[int] = set()
+        self._exact: dict[int, bool] = {}
         self._said = False
         for number, tangent in enumerate(captured.tangents):
             leaf = getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", None)
@@ -120,11 +120,12 @@ class ArrivingLayouts:
     def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
         """Return whether the backward may round otherwise than planned, given this gradient."""
         exact = False
-        if expanded(gradient) and (gradient.is_cpu or position not in self._looked_at):
-            # To see whether its sums are exact, the host waits for the device: once.
-            self._looked_at.add(position)
-            with function_modes_off(), dispatch_modes_off():
-                exact = _sums_exactly(gradient)
+        if expanded(gradient):
+            if gradient.is_cpu or position not in self._exact:
+                # To see whether its sums are exact, the host waits for the device: once.
+                with function_modes_off(), dispatch_modes_off():
+                    self._exact[position] = _sums_exactly(gradient)
+            exact = self._exact[position]
         return self._known(_may_round, position, gradient, exact)
 
     def _known(
@@ -161,11 +162,10 @@ class ArrivingLayouts:
         how = "with gaps, a part of a larger one, as cat() gives it"
         if expanded(gradient):
             how = "expanded, one number for several elements, as sum() gives it"
-        warnings.warn(
+        warn(
             f"the gradient of output {position} of a planned model arrives {how}: it is copied "
             "first, and gradients can differ in their last bits from those of kernels that read "
-            "it so. That of output * 1.0 is not: take the loss of it, with a plan or without",
-            stacklevel=2,
+            "it so. That of output * 1.0 is not: take the loss of it, with a plan or without"
         )
 
     def as_arrived(self, arrived: ArrivedLayouts, tangents: list[Any]) -> list[Any]:
@@ -188,13 +188,12 @@ class ArrivingLayouts:
         self._said = True
         position = min(arrived.orders)
         shape = self._tangents[position].meta["val"].shape
-        warnings.warn(
+        warn(
             f"the gradient of output {position} of a planned model, of shape "
             f"{list(shape)}, arrives in another memory layout than the output's: it is "
             "copied first, and gradients can differ in their last bits. Return the output "
             "contiguous (output.contiguous()), or name the loss (loss_fn= of memopt.plan or "
             "memopt.wrap)",
-            stacklevel=2,
         )
 
 

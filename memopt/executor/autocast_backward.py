@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
+from memopt.models.warned import warn
 from memopt.step.backend import autocast_state
 from memopt.step.captured import Captured
 from memopt.step.casts import backward_would_cast
@@ -29,9 +29,8 @@ class AutocastBackward:
         """Warn, once, of a backward under autocast; the planned one itself runs without."""
         if self._casts and any(autocast_state()):
             self._casts = False
-            warnings.warn(
+            warn(
                 "backward() was called inside torch.autocast, which casts what the backward "
                 "computes in float32; a planned one computes it in float32, as after the `with`: "
                 "gradients differ in their last bits. Call backward() after it, as torch advises",
-                stacklevel=2,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from memopt.errors import CaptureError
 from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
+from memopt.models.warned import warn
 from memopt.step.reader import described_text
 from memopt.torch_private import pytree
 
@@ -72,12 +72,11 @@ _MANY = (8, 32, 128, 512, 2048)
 def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
     """Warn that plans are made for many kinds of calls, each time that four times as many exist."""
     if made in _MANY:
-        warnings.warn(
+        warn(
             f"{made} plans were made, one for each kind of call, and to make one takes as long as "
             f"many steps. The last differs from the one before: {differs}. Pad tensors to a few "
             "sizes; pass a number that changes as a tensor (torch.tensor(0.1)), or keep it in a "
             f"buffer of the model; or have other kinds run unplanned ({remedy})",
-            stacklevel=2,
         )
 
 
@@ -87,12 +86,11 @@ def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Param
     trained = {one for group in groups for one in group if one.grad is not None} - settled
     if trained.isdisjoint(model.parameters()):
         return False
-    warnings.warn(
+    warn(
         f"the wrapped {type(model).__name__} is trained and was not called: memopt plans what "
         "model(...) runs, not its other methods, nor sub-modules that the loop calls by "
         "themselves. Nothing is planned, and the budget is not kept: wrap the modules that the "
         "loop calls, or let it call the model",
-        stacklevel=5,
     )
     return True
 
@@ -122,10 +120,9 @@ class Calls:
             return
         if any(module.training for module in model.modules()):
             self._warned = True
-            warnings.warn(
+            warn(
                 f"a training step ran without its plan: {reason}. The planned module's .calls "
                 "counts how its calls ran; this is said once",
-                stacklevel=5,
             )
 
     def evaluated(self, output: Any) -> Any:
@@ -141,12 +138,11 @@ class Calls:
         if self._evaluated:
             return
         self._evaluated = True
-        warnings.warn(
+        warn(
             "a backward runs through a call in eval mode, which runs without a plan and outside of "
             "the budget. If that is training, call model.train() first (from_pretrained returns "
             "models in eval mode), then eval() on the parts that are to stay so; the module's "
             ".calls counts such calls as original, and this is said once",
-            stacklevel=2,
         )
 
     def take_back(self, why: str) -> None:
@@ -167,8 +163,7 @@ class Calls:
                     "; where the loss uses the call's outputs, too, its gradients can differ in "
                     "their last bits (later calls run as the original)"
                 )
-            warnings.warn(
+            warn(
                 f"{why}: the original model runs for it, outside of the budget{more}. The "
                 "planned module's .calls counts such calls; this is said once",
-                stacklevel=2,
             )

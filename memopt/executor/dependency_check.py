@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from memopt.capture.trace import traced_again
 from memopt.errors import CaptureError
+from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.reader import Dependency, same
@@ -99,11 +99,10 @@ class DependencyCheck:
         """Warn, once, if every call finds another state."""
         self._traces += 1
         if self._traces == _MOST_STATES:
-            warnings.warn(
+            warn(
                 f"the model was traced {self._traces} times again, which takes seconds each: "
                 "something that its forward reads or adds to differs from call to call (the last: "
                 f"{difference}). Clear such lists and dicts between steps",
-                stacklevel=4,
             )
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:

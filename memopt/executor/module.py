@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from memopt.executor.refused_outputs import (
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
+from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
@@ -372,12 +372,11 @@ def _warn_of_gradients(own: _Inside, spare_bytes: int) -> None:
     if held_bytes <= spare_bytes:
         return
     own.spare_bytes = None
-    warnings.warn(
+    warn(
         f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
         "the plan does not charge: it may exceed its budget by "
         f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
         "gradients to None before each step",
-        stacklevel=3,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,7 @@ from memopt.executor.shared_budget import PartSolver, SharedBudget
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import has_engine
@@ -232,11 +232,10 @@ class Parts:
         for one in (name, *below):
             self._add_below(one, self._whole.model.get_submodule(one))
         if name == "":
-            warnings.warn(
+            warn(
                 f"{error}. Its sub-modules are planned instead where they can be, within one "
                 "budget, and what lies between them runs as it is: memopt.running(model).report() "
                 "lists both",
-                stacklevel=2,
             )
         else:
             _LOG.info("%s is planned in parts: %s", name, error)

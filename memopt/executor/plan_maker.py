@@ -7,7 +7,6 @@ a loop may drop them in between (Lightning does); one that does not is stopped t
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,7 @@ from memopt.executor.pipeline_stages import accumulating
 from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
+from memopt.models.warned import warn
 from memopt.programs.charged import backward_bytes, needed_bytes
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
@@ -235,9 +235,10 @@ class PlanMaker:
         if self._over_bytes(made, charges) <= 0:
             made.enough = charges.largest(made.enough)
             return True
-        if charges.waiting_calls > made.charges.waiting_calls:
+        last = self._again.get(kind, 0) == AGAIN
+        if last or charges.waiting_calls > made.charges.waiting_calls:
             self.met(kind, made)
-        if self._again.get(kind, 0) == AGAIN:
+        if last:
             return True
         self._again[kind] = self._again.get(kind, 0) + 1
         return False
@@ -271,7 +272,7 @@ class PlanMaker:
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
     @staticmethod
     def _over_bytes(made: Made, charges: Charges) -> int:

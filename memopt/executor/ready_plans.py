@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from memopt.executor.module import most_halved, waiting_calls
 from memopt.executor.plan_maker import Made
 from memopt.models.budget import format_bytes
+from memopt.models.warned import warn
 from memopt.step.inputs import Call
 
 if TYPE_CHECKING:
@@ -134,10 +134,9 @@ class ReadyPlans(Sequence["PlanRecord"]):
         """Count a plan that was ready before; warn where kinds of calls displace each other."""
         self._again += 1
         if self._again in _DROPPED:
-            warnings.warn(
+            warn(
                 f"{self._again} plans were made once more, since more kinds of calls take turns "
                 f"than stay ready to run (most_plans={self._most}): raise most_plans= of "
                 "memopt.wrap, pad tensors to fewer sizes, or have other kinds run unplanned "
                 '(on_mismatch="original")',
-                stacklevel=2,
             )

@@ -20,6 +20,7 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_mask
 from memopt.capture.taken import check_leaves
+from memopt.capture.uncaptured import cumulative_average
 from memopt.errors import GuardError, InputsError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_of_many_plans
@@ -306,8 +307,9 @@ class SelfPlanning:
             raise NothingToTrainError("a call of the wrapped model has nothing to train")
         if self.plans and self._on_mismatch == "error":
             raise GuardError(_NO_PLAN.format(shown(call), difference(self._last_kind, kind)))
-        if self.plans and self._on_mismatch == "original":
-            self.calls.fall_back(self.model, "calls of this kind are not planned")
+        averages = cumulative_average(self.model)
+        if self.plans and (averages or self._on_mismatch == "original"):
+            self.calls.fall_back(self.model, averages or "calls of this kind are not planned")
             return None
         if (shared := self._lengths.made(kind, call)) is not None:
             return shared
@@ -380,7 +382,8 @@ class SelfPlanning:
                 return made.module
         _LOG.info("planning again: %s", error)
         self._lengths.forget()
-        if self._in_call.plans == _MOST_IN_A_CALL:
+        # Loops that average weights (SWA) set batch norm so for an epoch without backward.
+        if self._in_call.plans == _MOST_IN_A_CALL or cumulative_average(model):
             return model
         self._in_call.plans += 1
         try:

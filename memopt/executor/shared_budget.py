@@ -10,7 +10,6 @@ every section is within the budget. What is left of it lets single parts keep ev
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, S
 from memopt.executor.surroundings import Surroundings, is_metered, memory_of
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
+from memopt.models.warned import warn
 from memopt.pricing.memory import LossMeter
 from memopt.pricing.step_meter import StepMeter
 from memopt.step.backend import backend_of
@@ -298,12 +298,11 @@ class SharedBudget:
         if self._told:
             return
         self._told = True
-        warnings.warn(
+        warn(
             f"steps of the model in parts exceed their budget of {budget_bytes} bytes: "
             f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "
             f"lies between the parts is not planned: give at least budget={least_bytes}. The "
             "smallest plans run instead",
-            stacklevel=2,
         )
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -135,14 +135,11 @@ class _Metered:
 
 @dataclass
 class _Watched:
-    """Steps of each optimizer, and the bytes of its state for the model's parameters."""
+    """Counts an optimizer's steps, and the bytes of its state for the model's parameters."""
 
-    steps: weakref.WeakKeyDictionary[Optimizer, int] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    state_bytes: weakref.WeakKeyDictionary[Optimizer, int] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    steps: int = 0
+    state_bytes: int = 0
+    grows: bool = False
 
 
 class Surroundings:
@@ -161,7 +158,8 @@ class Surroundings:
         self._met: dict[Any, _Met] = {}
         self._outputs: _Memory = {}
         self._metered: _Metered | None = None
-        self._watched, self._engine = _Watched(), NO_CHARGES
+        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+        self._engine = NO_CHARGES
         self._gathering, self._scheduled = NO_CHARGES, StageCall()
         self.has_engine = False
         self._waiting = self._most_waiting = self._halved = 0
@@ -177,7 +175,7 @@ class Surroundings:
     def charges(self, kind: Any) -> Charges:
         """Return the largest charges met around a kind of call."""
         met = self._met.get(kind, _Met()).charges
-        state_bytes = sum(self._watched.state_bytes.values())
+        state_bytes = sum(one.state_bytes for one in self._watched.values())
         counted = Charges(waiting_calls=self._waiting, halved_calls=self._halved)
         known = self.certain().largest(counted.plus(self._engine))
         kept_bytes = met.kept_bytes * (1 + self._scheduled.losses_waiting)
@@ -335,10 +333,10 @@ class Surroundings:
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
         self._stepped = True
-        count = self._watched.steps.get(optimizer, 0) + 1
-        self._watched.steps[optimizer] = count
+        watched = self._watched.setdefault(optimizer, _Watched())
+        watched.steps += 1
         model = self._model()
-        if model is None or not is_metered(count):
+        if model is None or not (watched.grows or is_metered(watched.steps)):
             return
         if not self.settled:
             self.settled = warned_of_idle(model, optimizer, _OPTIMIZERS.settled())
@@ -351,7 +349,7 @@ class Surroundings:
                 if id(parameter) in own and optimizer.state.get(parameter):
                     block_bytes = backend_of(parameter.device).block_bytes
                     total += state_bytes(optimizer, group, parameter, block_bytes)
-        self._watched.state_bytes[optimizer] = total
+        watched.grows, watched.state_bytes = total > watched.state_bytes, total
 
 
 def _ended(

@@ -79,12 +79,6 @@ class MemoptCallback(Callback):
             made.count_in(self.calls)
             self.plans.append(made.plans)
 
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Plan no more when weights have been averaged (StochasticWeightAveraging): the epoch that
-        then updates batch norm's statistics has no backward."""
-        if getattr(trainer.fit_loop, "_skip_backward", False):
-            self._undo()
-
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         """Say which plans were made in this step."""
         lines = [line for plans in self.plans for line in plans.lines]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from memopt.models.options import Pricing, StepOptions, parse_returns
 from memopt.models.progress import Progress
 from memopt.models.same_graph import resized
 from memopt.models.stage_record import EXACT, options_of
+from memopt.models.warned import warn
 from memopt.stages.base import PlanStage, Preparation, Recapture
 
 if TYPE_CHECKING:
@@ -190,10 +190,9 @@ class Recognise(PlanStage):
                 f"this plan was made for another model: {reason}. {step.plan_again()}"
             )
         if other and step.optimizer is None:
-            warnings.warn(
+            warn(
                 f"{other}: the model's graph is the same, so the plan runs, but what was predicted "
                 f"may not hold. {step.plan_again()}",
-                stacklevel=6,
             )
         return step
 

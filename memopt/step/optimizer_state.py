@@ -16,7 +16,7 @@ Per parameter of n elements (p: bytes of the parameter's own element):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +174,7 @@ def _count_sizes(
     another device where the optimizer is fused or capturable."""
     held, own = optimizer.state.get(parameter), local_part(parameter)
     if held:
-        tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)}
-        counts = [v for k, v in tensors.items() if not _has_state(k, v, parameter)]
+        counts = [v for k, v in _tensors_in(held) if not _has_state(k, v, parameter)]
         return [local_part(v).nbytes for v in counts if v.device == own.device]
     there = own.device.type == "cpu" or group.get("capturable") or group.get("fused")
     if not there or isinstance(optimizer, torch.optim.SGD):
@@ -183,6 +182,22 @@ def _count_sizes(
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     # NAdam counts a product, too.
     return [8 if wide else 4] * (1 + isinstance(optimizer, torch.optim.NAdam))
+
+
+def _tensors_in(held: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a parameter's state, also of lists in it (LBFGS's history, SOAP's
+    matrices) and of objects (GaLore's projectors)."""
+    if isinstance(held, torch.Tensor):
+        yield name, held
+    elif isinstance(held, Mapping):
+        for key, value in held.items():
+            yield from _tensors_in(value, str(key))
+    elif isinstance(held, (list, tuple)):
+        for value in held:
+            yield from _tensors_in(value, name)
+    else:
+        attributes = getattr(held, "__dict__", {}).items()
+        yield from ((key, value) for key, value in attributes if isinstance(value, torch.Tensor))
 
 
 def _has_state(name: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -197,8 +212,7 @@ def state_sizes(
     """Return bytes of each state tensor of a parameter, without its counts of steps."""
     held = optimizer.state.get(parameter)
     if held:
-        tensors = {k: v for k, v in held.items() if isinstance(v, torch.Tensor)}
-        state = [v for k, v in tensors.items() if _has_state(k, v, parameter)]
+        state = [v for k, v in _tensors_in(held) if _has_state(k, v, parameter)]
         return [local_part(v).untyped_storage().nbytes() for v in state]
     kind = type(optimizer)
     if kind not in PER_PARAMETER:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 
 import torch
 
+from memopt.models.warned import warn
 from memopt.step.backend import Backend, backend_of
 
 
@@ -52,10 +52,9 @@ def pinned_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
 def _rounded(size_bytes: int, device: torch.device, why: str) -> torch.Tensor:
     """Allocate by torch's own allocator, which takes the next power of two."""
     if size_bytes & (size_bytes - 1):
-        warnings.warn(
+        warn(
             f"host memory cannot be registered with {device} ({why}): torch's pinned memory is "
             f"used, which takes {1 << size_bytes.bit_length()} bytes where {size_bytes} are "
             "planned: plan with half the host_budget= to stay within it",
-            stacklevel=3,
         )
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

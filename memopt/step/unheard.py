@@ -2,8 +2,8 @@
 times.
 
 Inside, one thread's writes to standard output and standard error, its log records, and its warnings
-from the user's code are dropped. Other threads stay audible, and so do torch's warnings and
-memopt's own.
+from the user's code are dropped, and dynamo's, whose advice is for `torch.compile`. Other threads
+stay audible, and so do torch's other warnings and memopt's own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _listen() -> Iterator[Callable[[], None]]:
             handled(self, record)
 
     def showing(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
-        if _HERE.unheard and _is_the_users(sys._getframe(1)):
+        if _HERE.unheard and _is_unheard(sys._getframe(1)):
             _forget(str(message), category, lineno)
             return
         with _heard():
@@ -120,13 +120,14 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return restore
 
 
-def _is_the_users(frame: types.FrameType | None) -> bool:
-    """Return whether the user's code has warned: some code outside of torch calls `warnings.warn`
-    in this frame. (A warning of torch's kernels is shown at the line that ran the kernel, which
-    calls no `warn`.)"""
+def _is_unheard(frame: types.FrameType | None) -> bool:
+    """Return whether the user's code or dynamo has warned: some code outside of the rest of torch
+    calls `warnings.warn` in this frame. (A warning of torch's kernels is shown at the line that
+    ran the kernel, which calls no `warn`.)"""
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
-    if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    if frame is None or (name.partition(".")[0] in _OWN and not name.startswith("torch._dynamo.")):
         return False
     return not {"warn", "warn_explicit"}.isdisjoint(frame.f_code.co_names)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memopt.models.warned import warn
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import constant, constant_in_traces, functions_ignored
 
@@ -67,11 +68,10 @@ def leaving_out_words() -> Iterator[None]:
     for place, what in found.items():
         if place not in _TOLD:
             _TOLD.add(place)
-            warnings.warn(
+            warn(
                 f"the forward calls {what}{place}, which planned steps leave out: they compute the "
                 "same and say nothing. Say it outside of the model, from what it returns; "
                 "evaluation says it as before",
-                stacklevel=2,
             )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from memopt.step.optimizer_state import optimizer_state, state_sizes
 
@@ -84,6 +86,27 @@ def test_instances_before_and_after_a_step(make) -> None:
     ]
     assert before == sum(t.nbytes for t in tensors)
     assert optimizer_state(optimizer, held).bytes_total == before
+
+
+def test_state_in_lists_and_in_objects_counts() -> None:
+    """LBFGS keeps its history in lists, GaLore its projections in objects."""
+    held = [torch.nn.Parameter(torch.ones(100, 100))]
+    optimizer = torch.optim.LBFGS(held, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = held[0].square().square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = optimizer.state[held[0]]
+    leaves = pytree.tree_leaves(dict(state))
+    total = sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor))
+    assert total > 4 * held[0].nbytes
+    assert optimizer_state(optimizer, held).bytes_total == total
+    state["projector"] = SimpleNamespace(matrix=torch.ones(10, 10), rank=10)
+    assert optimizer_state(optimizer, held).bytes_total == total + 400
 
 
 def test_unknown_optimizers_are_told_the_known_ones() -> None:

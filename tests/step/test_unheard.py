@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -55,6 +56,25 @@ def test_planning_says_nothing_of_the_models(
         assert sum(str(one.message) == "warned" for one in said) == 1
     assert capfd.readouterr() == ("printed\n" * 2, "printed\n" * 2)
     assert caplog.messages == ["logged"] * 2
+
+
+@functools.lru_cache
+def half(n: int) -> float:
+    return n / 2
+
+
+def test_advice_for_compilation_is_unheard() -> None:
+    """Dynamo warns of each function under a cache that it traces, in every trace."""
+
+    class Cached(Says):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) * half(len(x))
+            return y
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        memopt.plan(Cached(), torch.randn(3, 4), progress=False, cache=False)
+    assert not [str(one.message) for one in said]
 
 
 def test_others_are_heard(

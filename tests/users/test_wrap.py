@@ -102,6 +102,51 @@ def test_a_changed_setting_is_planned_again() -> None:
     assert model.calls.planned == 3
 
 
+def test_statistics_averaged_after_training_run_unplanned() -> None:
+    """Loops that average weights set batch norm's momentum to None for an epoch without backward
+    (Lightning's StochasticWeightAveraging), which no graph holds; here in a known shape and a new
+    one."""
+    plain, planned = network(), memopt.wrap(network(), "min", progress=False)
+    for model in (plain, planned):
+        trained(model, (16,))
+        model.train()
+        model[-1].reset_running_stats()
+        model[-1].momentum = None
+    with pytest.warns(UserWarning, match="ran without its plan: .*momentum"):
+        passed(planned)
+    passed(plain)
+    assert planned.calls.original == 3
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, planned.state_dict()[name]), name
+    for model in (plain, planned):
+        model[-1].momentum = 0.1
+    assert trained(planned, (16,)) == trained(plain, (16,))
+    assert planned.calls.planned == 2
+
+
+def test_warnings_point_at_the_line_of_the_loop() -> None:
+    """Both in a call and in a backward, however deep in memopt and torch they come from."""
+    model = memopt.wrap(network().eval(), "min", progress=False)
+    with pytest.warns(UserWarning, match="a backward runs through a call in eval mode") as told:
+        model(torch.randn(16, 32)).sum().backward()
+    assert {one.filename for one in told} == {__file__}
+    model.eval()[0].train()
+    with pytest.warns(UserWarning, match="ran without its plan: the model itself") as told:
+        model(torch.randn(16, 32))
+    assert {one.filename for one in told} == {__file__}
+    loss = model.train()(torch.randn(16, 32)).square().sum()
+    with pytest.warns(UserWarning, match="is differentiated itself") as told:
+        torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    assert {one.filename for one in told} == {__file__}
+
+
+def passed(model: nn.Module) -> None:
+    """Call a model in training, without a backward."""
+    torch.manual_seed(2)
+    for batch in (16, 12):
+        model(torch.randn(batch, 32))
+
+
 def test_a_restart_does_not_solve_again(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = trained(memopt.wrap(network(), "min", progress=False), (16, 8))
 

@@ -13,7 +13,6 @@ plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.torch_private.dynamo import comptime
@@ -46,10 +46,9 @@ def none_masks(model: nn.Module, call: Call) -> bool:
         return own
     everyone = all(ranks.exchanged(own, "masks are looked at"))
     if own and not everyone:
-        warnings.warn(
+        warn(
             "this rank's attention masks mask nothing, and another rank's do: all run with masks, "
             "and last bits can differ from the unplanned model's. Pad on all ranks, or on none",
-            stacklevel=2,
         )
     return everyone
 

@@ -1,0 +1,19 @@
+"""Warnings at the user's line, from however deep in memopt and torch they come."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+_OWN = ("memopt", "torch", "contextlib", "")
+"""Modules whose lines are not the user's; generated code has no name."""
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line outside of memopt and torch: the loop's call or backward."""
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
