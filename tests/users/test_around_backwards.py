@@ -1,4 +1,4 @@
-"""What is there when a planned backward begins, and was not known of when its forward did, is charged
+"""What is there when a planned backward begins, and what its forward did not know of, is charged
 from the next step on: a graph that is kept, gradients, outputs and inputs of other calls."""
 
 from __future__ import annotations
