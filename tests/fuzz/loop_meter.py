@@ -3,6 +3,7 @@ its last backward (`tests.fuzz.loop_budgets`)."""
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 from bisect import bisect_right
@@ -101,7 +102,7 @@ class LoopMeter:
         self.ran.append(made)
         if self._due:
             self._due = False
-            self._before = memory_of(self._live(given))
+            self._before = self._memory(self._live(given))
             self._opened = ExitStack()
             self._profiler = self._opened.enter_context(memory.cpu_profile())
         self._mark()
@@ -114,6 +115,16 @@ class LoopMeter:
         for state in self._loop.optimizer.state.values():
             found += state.values()
         return found + pytree.tree_leaves(given)
+
+    @staticmethod
+    def _memory(found: list[Any]) -> dict[int, Any]:
+        """The storages of tensors, with the bytes that these take of them: a loop may leave unused
+        what else is there, as `vector_to_parameters` does when a parameter is replaced."""
+        used: collections.Counter[int] = collections.Counter()
+        for one in {id(one): one for one in found if isinstance(one, torch.Tensor)}.values():
+            used[one.untyped_storage().data_ptr()] += one.nbytes
+        whole = memory_of(found)
+        return {at: (storage, min(size, used[at])) for at, (storage, size) in whole.items()}
 
     def _mark(self) -> None:
         """Between a mark and the next, the step runs with what it found and is still there."""
