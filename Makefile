@@ -90,11 +90,13 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz modules --count 2000 --out $(FUZZ_DIR)/modules.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz compiled --count 500 --out $(FUZZ_DIR)/compiled.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz loops --count 500 --out $(FUZZ_DIR)/loops.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz budgets --count 300 --out $(FUZZ_DIR)/budgets.jsonl
 	HYPOTHESIS_PROFILE=long $(PYTEST) tests/fuzz --timeout 36000 $(PYTEST_ARGS)
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/plans.jsonl
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/modules.jsonl
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/compiled.jsonl
 	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/loops.jsonl
+	$(BIN)/python -m tests.fuzz report --out $(FUZZ_DIR)/budgets.jsonl
 
 # Mutants of what everything rests on; hours for all of them, so a sample (SAMPLE= of each module).
 SAMPLE ?= 40

@@ -7,6 +7,7 @@ a loop may drop them in between (Lightning does); one that does not is stopped t
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,9 +16,10 @@ from torch import nn
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.module import OnMismatch, PlannedModule, when_arrived
+from memopt.executor.held_memory import bytes_of
+from memopt.executor.module import OnMismatch, PlannedModule, waiting_calls, when_arrived
 from memopt.executor.pipeline_stages import accumulating
-from memopt.executor.surroundings import Surroundings, bytes_of, is_metered
+from memopt.executor.surroundings import Surroundings, is_metered
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.warned import warn
@@ -26,6 +28,7 @@ from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
 from memopt.step.shards import held_gradients
+from memopt.torch_private.modes import keeps_graph
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -179,7 +182,7 @@ class PlanMaker:
         certain = self._largest(self._around.certain())
         charges = self._largest(self._around.charges(kind).plus(beside))
         try:
-            made = self._asked(holding, call, charges)
+            made = self._asked(kind, holding, call, charges)
         except InfeasibleBudgetError as error:
             if charges == certain:
                 raise self._beyond(error, holding, call) from error
@@ -188,11 +191,11 @@ class PlanMaker:
             made.once = bool(beside) and made.plan.overhead > 0
             return made
         try:
-            made = self._asked(holding, call, certain)
+            made = self._asked(kind, holding, call, certain)
         except InfeasibleBudgetError as error:
             raise self._beyond(error, holding, call) from error
         if least is not None:
-            made = self._asked(holding, call, charges, least)
+            made = self._asked(kind, holding, call, charges, least)
         made.enough, made.once = charges, bool(beside)
         remedy = "" if least is None else f": give at least budget={least}"
         around = ", ".join(charges.listed())
@@ -216,7 +219,7 @@ class PlanMaker:
         if self._over_bytes(found, self._around.charges(kind)) > 0:
             return None
         found.module = self._planner.apply(plan, self._model, call, self._instead, self._family)
-        when_arrived(found.module, self._around.arrived)
+        when_arrived(found.module, partial(self._arrived, kind, weakref.ref(found)))
         return found
 
     def keeps(self, made: Made, kind: Any) -> bool:
@@ -284,7 +287,12 @@ class PlanMaker:
         return needed_bytes(plan.graph, plan.program, more) - plan.budget
 
     def _asked(
-        self, holding: bool, call: Call, charges: Charges, budget_bytes: int | None = None
+        self,
+        kind: Any,
+        holding: bool,
+        call: Call,
+        charges: Charges,
+        budget_bytes: int | None = None,
     ) -> Made:
         """Make a plan with gradients held for the whole step, if they are held when it begins; if
         none fits, one with gradients that are dropped before the backward.
@@ -305,10 +313,10 @@ class PlanMaker:
             except InfeasibleBudgetError:
                 raise error from None
             made.stop()
-            arrived = partial(self._arrived_dropping, made.plan, error.smallest_budget_bytes)
-            when_arrived(made.module, arrived)
+            given = kind, weakref.ref(made), error.smallest_budget_bytes
+            when_arrived(made.module, partial(self._arrived_dropping, *given))
             return made
-        when_arrived(made.module, self._around.arrived)
+        when_arrived(made.module, partial(self._arrived, kind, weakref.ref(made)))
         return made
 
     def _planned(self, call: Call, asked: Asked) -> Made:
@@ -346,24 +354,35 @@ class PlanMaker:
         text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
         return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
 
-    def _arrived_dropping(self, plan: PlanRecord, least: int | None, tangents: list[Any]) -> None:
+    def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any]) -> None:
+        """Begin the backward of a planned call; warn of what is there that exceeds its budget."""
+        made = ran()
+        if self._around.arrived(kind, tangents) and made is not None:
+            self.met(kind, made)
+
+    def _arrived_dropping(
+        self, kind: Any, ran: weakref.ref[Made], least: int | None, tangents: list[Any]
+    ) -> None:
         """Begin the backward of a planned call that has no room for gradients.
 
         Raises:
             InfeasibleBudgetError: gradients are held that do not fit.
         """
-        self._around.arrived(tangents)
-        held_bytes = bytes_of(held_gradients(self._model))
-        if plan.budget is None or not held_bytes:
+        self._arrived(kind, ran, tangents)
+        held_bytes, made = bytes_of(held_gradients(self._model)), ran()
+        if made is None or made.plan.budget is None or not held_bytes:
             return
-        if held_bytes + backward_bytes(plan.graph, plan.program) <= plan.budget:
+        plan, budget_bytes = made.plan, made.plan.budget
+        others = waiting_calls(made.module) - 1
+        beside = Charges(waiting_calls=others, kept_graphs=int(keeps_graph()))
+        if held_bytes + backward_bytes(plan.graph, plan.program, beside) <= budget_bytes:
             return
         remedy = "" if least is None else f"give at least budget={least}, or "
         raise InfeasibleBudgetError(
             f"a backward is to add to gradients of {format_bytes(held_bytes)}, and within "
-            f"{plan.budget} bytes this step can be planned only if those that are there at its "
+            f"{budget_bytes} bytes this step can be planned only if those that are there at its "
             f"forward are dropped before its backward: {remedy}call zero_grad() in between",
-            plan.budget,
+            budget_bytes,
             least,
         )
 

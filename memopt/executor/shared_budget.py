@@ -19,8 +19,9 @@ from torch import nn
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.equal_share import equal_share, filled
+from memopt.executor.held_memory import memory_of
 from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, StepSection
-from memopt.executor.surroundings import Surroundings, is_metered, memory_of
+from memopt.executor.surroundings import Surroundings, is_metered
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.models.warned import warn

@@ -9,21 +9,30 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
+from memopt.executor.engine_memory import bucket_bytes, gathering
+from memopt.executor.held_memory import (
+    Memory,
+    Waiting,
+    bytes_of,
+    gone_bytes,
+    memory_of,
+    size_of,
+    still_held,
+)
 from memopt.executor.pipeline_stages import StageCall, scheduled
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
@@ -33,10 +42,10 @@ from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
-from memopt.step.shards import flat_bytes, held_gradients, local_part, padded_bytes
+from memopt.step.shards import flat_bytes, held_gradients
 from memopt.torch_private import pytree
+from memopt.torch_private.modes import backward_number, keeps_graph
 from memopt.torch_private.modules import data_parallel_around
-from memopt.torch_private.tensors import base_of
 
 METERED = 4
 """Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
@@ -47,59 +56,20 @@ def is_metered(count: int) -> bool:
     return count <= METERED or count & (count - 1) == 0
 
 
-_Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
-"""Storages by address: a weak reference, and their bytes."""
-
-
-def memory_of(tensors: Iterable[Any]) -> _Memory:
-    """Return the memory that tensors hold: address → (its storage, bytes)."""
-    storages = [
-        local_part(tensor).untyped_storage()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-    ]
-    return {one.data_ptr(): (StorageWeakRef(one), one.nbytes()) for one in storages}  # type: ignore[no-untyped-call]
-
-
-def bytes_of(tensors: Iterable[Any]) -> int:
-    """Return the bytes of memory that tensors hold; shared memory counts once."""
-    return sum(size for _, size in memory_of(tensors).values())
-
-
-def _bucket_bytes() -> int:
-    """Return the bytes of the buckets of the DistributedDataParallel around the present call.
-    Gradients that are views of them count as gradients; those that `no_sync` makes are none."""
-    around = data_parallel_around()
-    trained = [one for one in around.parameters() if one.requires_grad] if around else []
-    if around is not None and around.gradient_as_bucket_view:
-        trained = [one for one in trained if one.grad is None or base_of(one.grad) is None]
-    return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
-
-
-def _gathering(model: nn.Module) -> Charges:
-    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards and what
-    pads them to one size, and until the forward returns the buffer in which they were gathered."""
-    kept_bytes = gathered_bytes = 0
-    for one in model.parameters():
-        if local_part(one) is not one:
-            block_bytes = backend_of(one.device).block_bytes
-            part_bytes, whole_bytes = padded_bytes(one)
-            kept_bytes += in_blocks(part_bytes, block_bytes) + whole_bytes - one.nbytes
-            gathered_bytes += in_blocks(whole_bytes, block_bytes)
-    return Charges(bucket_bytes=kept_bytes, forward_bytes=gathered_bytes)
-
-
-def _gone(memory: _Memory) -> dict[int, int]:
-    """Return the bytes of the storages that are gone, by address."""
-    return {at: size for at, (storage, size) in memory.items() if storage.expired()}  # type: ignore[no-untyped-call]
-
-
 @dataclass
 class _Met:
-    """Memory met around one kind of call."""
+    """Memory met around one kind of call.
+
+    Attributes:
+        steps, charges: how many were looked at, and the largest charges.
+        outputs_bytes: of the last outputs, those still held when a backward begins.
+        gradient_bytes: gradients that are there then, and were not when the call began.
+    """
 
     steps: int = 0
     charges: Charges = NO_CHARGES
+    outputs_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 class _Begun(threading.local):
@@ -126,8 +96,8 @@ class _Metered:
     """
 
     meter: LossMeter
-    outputs: _Memory
-    before: _Memory
+    outputs: Memory
+    before: Memory
     ends: list[weakref.ref[torch.Tensor]]
     begun: int
     tangent_bytes: int = 0
@@ -156,14 +126,14 @@ class Surroundings:
     def __init__(self, model: nn.Module, with_state: bool) -> None:
         self._model = weakref.ref(model)
         self._met: dict[Any, _Met] = {}
-        self._outputs: _Memory = {}
+        self._outputs, self._last = memory_of(()), memory_of(())  # of this call, of the last
         self._metered: _Metered | None = None
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
         self._engine = NO_CHARGES
         self._gathering, self._scheduled = NO_CHARGES, StageCall()
         self.has_engine = False
-        self._waiting = self._most_waiting = self._halved = 0
-        self._stepped = False
+        self._waiting = Waiting()
+        self._backward, self._stepped = -1, False
         self._with_state, self.settled = with_state, False
         _OPTIMIZERS.tell(self)
 
@@ -174,12 +144,15 @@ class Surroundings:
 
     def charges(self, kind: Any) -> Charges:
         """Return the largest charges met around a kind of call."""
-        met = self._met.get(kind, _Met()).charges
-        state_bytes = sum(one.state_bytes for one in self._watched.values())
-        counted = Charges(waiting_calls=self._waiting, halved_calls=self._halved)
-        known = self.certain().largest(counted.plus(self._engine))
-        kept_bytes = met.kept_bytes * (1 + self._scheduled.losses_waiting)
-        return replace(met, state_bytes=state_bytes, kept_bytes=kept_bytes).plus(known)
+        one = self._met.get(kind, _Met())
+        known = self.certain().largest(self._waiting.charges.plus(self._engine))
+        loss_bytes = one.charges.kept_bytes * (1 + self._scheduled.losses_waiting)
+        return replace(
+            one.charges,
+            state_bytes=sum(x.state_bytes for x in self._watched.values()),
+            kept_bytes=loss_bytes + one.outputs_bytes + one.gradient_bytes,
+            forward_bytes=max(0, one.charges.forward_bytes - one.outputs_bytes),
+        ).plus(known)
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
@@ -190,7 +163,7 @@ class Surroundings:
         self.has_engine, model = has_engine, self._model()
         if has_engine and model is not None and hasattr(model, "unshard"):
             # After a forward alone its parameters are whole still.
-            self._gathering = _gathering(model) or self._gathering
+            self._gathering = gathering(model) or self._gathering
 
     def metered_whole(self) -> None:
         """Charge no gathering: from now on steps are metered with it."""
@@ -203,24 +176,24 @@ class Surroundings:
         pipeline's schedule tells them at once."""
         self.stop()
         _BEGUN.calls += 1
-        self._most_waiting = max(self._most_waiting, waiting)
+        self._waiting.count(call.tensors(), waiting)
         if self._stepped or not waiting:
-            self._waiting, self._halved = self._most_waiting, halved
             self._scheduled = scheduled(call)
+            self._waiting.charge(halved, told=bool(self._scheduled.charges))
         self._stepped = False
         flat = 0 if (model := self._model()) is None else flat_bytes(model)
-        self._engine = Charges(bucket_bytes=_bucket_bytes() + flat).plus(self._gathering)
+        self._engine = Charges(bucket_bytes=bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
         kept = waiting or self._scheduled.charges.output_calls
-        if held_bytes > LARGEST_NUMBER_BYTES and not kept:
+        self._last = {} if kept or held_bytes <= LARGEST_NUMBER_BYTES else self._outputs
+        if self._last:
             self._largest(kind, Charges(forward_bytes=held_bytes))
 
     def held_bytes(self) -> int:
         """Return the bytes of the last call's outputs that are still held."""
-        gone = _gone(self._outputs)
-        self._outputs = {at: one for at, one in self._outputs.items() if at not in gone}
-        return sum(size for _, size in self._outputs.values())
+        self._outputs = still_held(self._outputs)
+        return size_of(self._outputs)
 
     def called(
         self,
@@ -256,7 +229,7 @@ class Surroundings:
         one.steps += 1
         if model is None or not due:
             return
-        before |= memory_of(held_gradients(model))
+        before = before | memory_of(held_gradients(model))
         try:
             meter = LossMeter(device, partial(self._found, kind, device, met, times))
         except ProfilerBusyError:  # another thread's profile has begun since
@@ -277,8 +250,25 @@ class Surroundings:
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
 
-    def arrived(self, tangents: list[Any]) -> None:
-        """Note that the backward of a planned call begins with the gradients of its outputs."""
+    def arrived(self, kind: Any, tangents: list[Any]) -> bool:
+        """Note that the backward of a planned call begins with the gradients of its outputs; return
+        whether more is there beside it than has been met."""
+        self._meter_until(tangents)
+        one, model = self._met.setdefault(kind, _Met()), self._model()
+        was = one.outputs_bytes, one.gradient_bytes
+        one.outputs_bytes = max(size_of(still_held(self._last)), one.outputs_bytes)
+        *_, holding = kind
+        if not (holding or self.has_engine or model is None):
+            one.gradient_bytes = max(bytes_of(held_gradients(model)), one.gradient_bytes)
+        # Gradients that one backward makes in several calls are added up inside autograd, while
+        # the loop holds the outputs of all.
+        again = int(self._backward == backward_number())
+        self._backward, kept = backward_number(), int(keeps_graph())
+        calls = Charges(kept_graphs=kept, halved_calls=again, output_calls=again)
+        more = self._largest(kind, calls)
+        return more or (one.outputs_bytes, one.gradient_bytes) != was
+
+    def _meter_until(self, tangents: list[Any]) -> None:
         metered = self._metered
         if metered is not None and metered.begun != _BEGUN.calls and self._by_itself():
             # Other stages of this rank have run since, with budgets of their own.
@@ -286,7 +276,8 @@ class Surroundings:
         elif metered is not None:
             metered.tangent_bytes = bytes_of(tangents)
             metered.ends.clear()
-            metered.meter.arrived(_gone(metered.outputs), sum(_gone(metered.before).values()))
+            before_bytes = sum(gone_bytes(metered.before).values())
+            metered.meter.arrived(gone_bytes(metered.outputs), before_bytes)
 
     def _found(
         self,
@@ -342,8 +333,7 @@ class Surroundings:
             self.settled = warned_of_idle(model, optimizer, _OPTIMIZERS.settled())
         if not self._with_state:
             return
-        own = {id(parameter) for parameter in model.parameters()}
-        total = 0
+        own, total = {id(parameter) for parameter in model.parameters()}, 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in own and optimizer.state.get(parameter):

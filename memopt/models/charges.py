@@ -16,7 +16,8 @@ class Charges:
     Attributes:
         boundary_bytes: needed by the user's loss between the forward and the backward, beside the
             outputs, their gradients and kept tensors.
-        kept_bytes: kept by the loop from its loss to its next one: resident.
+        kept_bytes: kept by the loop through a step (of its loss, the last outputs, gradients of
+            other calls): resident.
         state_bytes: the optimizer's state: resident.
         forward_bytes: held until the forward returns: the last step's outputs, and
             the buffer in which `fully_shard` gathers.
@@ -30,6 +31,7 @@ class Charges:
             gradients instead.
         output_calls: other calls as large as whose outputs something is kept: those that a pipeline
             collects, or buffers for their gradients.
+        kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
     """
 
     boundary_bytes: int = 0
@@ -41,6 +43,7 @@ class Charges:
     waiting_calls: int = 0
     halved_calls: int = 0
     output_calls: int = 0
+    kept_graphs: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -72,6 +75,7 @@ class Charges:
             self.waiting_calls,
             self.halved_calls,
             self.output_calls,
+            self.kept_graphs,
         )
 
     def beside(self) -> Charges:
@@ -82,13 +86,14 @@ class Charges:
             waiting_calls=self.waiting_calls,
             halved_calls=self.halved_calls,
             output_calls=self.output_calls,
+            kept_graphs=self.kept_graphs,
         )
 
     def listed(self) -> list[str]:
         """Return each charge, for people."""
         sizes = (
             (self.boundary_bytes, "the loss between forward and backward"),
-            (self.kept_bytes, "what the loop keeps of its loss"),
+            (self.kept_bytes, "what the loop keeps (of its loss, outputs, gradients)"),
             (self.state_bytes, "optimizer state"),
             (self.forward_bytes, "the last outputs (or fully_shard's buffer), in the forward"),
             (self.held_bytes, "gradients that are dropped before the backward"),
@@ -99,6 +104,8 @@ class Charges:
             found.append(f"{self.waiting_calls} more call(s) that await their backward")
         if self.output_calls:
             found.append(f"{self.output_calls} more call(s) with buffers for their outputs")
+        if self.kept_graphs:
+            found.append("a graph that its backward keeps (retain_graph=True)")
         return found
 
 

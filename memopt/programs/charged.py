@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memopt.models.charges import Charges
+from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
-from memopt.programs.lifetimes import lifetimes
-from memopt.programs.replay import replay
+from memopt.programs.lifetimes import bytes_during, lifetimes
+from memopt.programs.replay import Timeline, replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
@@ -27,7 +27,7 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     An arena is allocated for the whole step, so all charges add to a placed program's peak.
     """
     others_bytes = waiting_bytes(graph, program, charges)
-    timeline = replay(with_charges(graph, charges), program)
+    timeline = _timeline(with_charges(graph, charges), program, charges)
     until_loss = charges.forward_bytes + charges.held_bytes
     if timeline.placed_peak_bytes is not None:
         return timeline.placed_peak_bytes + until_loss + others_bytes
@@ -42,12 +42,35 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     )
 
 
-def backward_bytes(graph: Graph, program: Program) -> int:
-    """Return the peak of a step once its backward has begun, total bytes."""
+def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
+    """Return the timeline of a program. If its graph is kept, the backward frees nothing of what
+    the forward has saved, and copies what it would overwrite, or the whole arena."""
     timeline = replay(graph, program)
-    if timeline.placed_peak_bytes is not None or program.boundary is None:
-        return timeline.placed_peak_bytes or timeline.peak_bytes
-    return max(timeline.step_bytes[program.boundary + 1 :], default=graph.resident_bytes)
+    boundary, steps = program.boundary, timeline.step_bytes
+    if boundary is None or not charges.kept_graphs:
+        return timeline
+    if timeline.placed_peak_bytes is not None:
+        peak_bytes = timeline.placed_peak_bytes + (timeline.arena_bytes or 0)
+        return replace(timeline, placed_peak_bytes=peak_bytes)
+    saved = [x for x in lifetimes(graph, program).device if x.is_live_at(boundary)]
+    saved = [x for x in saved if x.tensor not in graph.resident]
+    saved_bytes = sum(graph.tensors[x.tensor].size_bytes for x in saved)
+    freed = [x for x in saved if not x.overwritten]
+    there_bytes = bytes_during(graph, freed, len(program))
+    later = [a + saved_bytes - b for a, b in zip(steps, there_bytes, strict=True)][boundary + 1 :]
+    found = (*steps[: boundary + 1], *later)
+    return replace(timeline, step_bytes=found, peak_bytes=max(found))
+
+
+def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES) -> int:
+    """Return the peak of a step once its backward has begun, total bytes, with the calls of the
+    charges that await theirs."""
+    timeline = _timeline(graph, program, charges)
+    peak_bytes = timeline.placed_peak_bytes or timeline.peak_bytes
+    if timeline.placed_peak_bytes is None and program.boundary is not None:
+        later = timeline.step_bytes[program.boundary + 1 :]
+        peak_bytes = max(later, default=graph.resident_bytes)
+    return peak_bytes + waiting_bytes(graph, program, charges)
 
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:

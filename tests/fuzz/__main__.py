@@ -22,6 +22,7 @@ import torch
 import memopt
 from tests.fuzz.compiled import fuzz_compiled
 from tests.fuzz.extremes import fuzz_extremes
+from tests.fuzz.loop_budgets import fuzz_budgets
 from tests.fuzz.loops import fuzz_loop
 from tests.fuzz.modules import fuzz_module
 from tests.fuzz.plans import fuzz_plans
@@ -40,6 +41,7 @@ def swept(seed: int) -> Found:
 KINDS: dict[str, Callable[[int, tuple[str, ...]], str]] = {
     "modules": lambda seed, _: fuzz_module(seed).line,
     "loops": lambda seed, _: fuzz_loop(seed).line,
+    "budgets": lambda seed, _: fuzz_budgets(seed).line,
     "compiled": lambda seed, _: fuzz_compiled(seed).line,
     "sweep": lambda seed, _: swept(seed).line,
     "plans": lambda seed, _: fuzz_plans(seed).line,

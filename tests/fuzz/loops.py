@@ -33,15 +33,20 @@ Seen = list[tuple[str, Any]]
 
 def run(loop: Loop, actions: list[str]) -> Seen:
     """Run a loop's actions; return what it saw."""
-    for loop.step, name in enumerate(actions):
-        torch.manual_seed(1000 + loop.step)
-        numpy.random.seed(loop.step)
-        loop.dice = random.Random(f"{loop.seed} {loop.step}")
+    for step, name in enumerate(actions):
+        begin(loop, step)
         loop.seen.append((f"step {loop.step} is {name}", None))
         ACTIONS[name](loop)
         loop.saw("random state", torch.get_rng_state())
     loop.look()
     return loop.seen
+
+
+def begin(loop: Loop, step: int) -> None:
+    """Begin a step of a loop, which draws the same whenever it runs."""
+    loop.step, loop.dice = step, random.Random(f"{loop.seed} {step}")
+    torch.manual_seed(1000 + step)
+    numpy.random.seed(step)
 
 
 @dataclass(frozen=True)
@@ -72,23 +77,28 @@ def subject(seed: int, dice: random.Random) -> Subject:
     return Subject(name, MODELS[name], lambda rows: (torch.randn(rows, WIDTH),), context)
 
 
-def fuzz_loop(seed: int) -> Found:
-    """A seed's loop with the model as it is and wrapped; what differs."""
-    found, dice = Found(seed), random.Random(f"loop {seed}")
+def drawn(seed: int) -> tuple[Subject, Any, list[str]]:
+    """A seed's model, its budget ("min", none, or so many times the smallest) and its actions."""
+    dice = random.Random(f"loop {seed}")
     trained = subject(seed, dice)
     share = dice.choice(("min", "min", None, 1.15, 1.5))
-    actions = ["plain", *dice.choices(sorted(ACTIONS), k=dice.randint(5, 14)), "plain"]
+    return trained, share, ["plain", *dice.choices(sorted(ACTIONS), k=dice.randint(5, 14)), "plain"]
+
+
+def fuzz_loop(seed: int) -> Found:
+    """A seed's loop with the model as it is and wrapped; what differs."""
+    found, (trained, share, actions) = Found(seed), drawn(seed)
     label = f"{trained.name} within {share}: {' '.join(actions)}"
     try:
-        wanted = run(_started(seed, trained, None), actions)
+        wanted = run(started(seed, trained, None), actions)
     except Exception as error:  # noqa: BLE001  # torch runs no such loop
         found.refused[f"without memopt: {sentence(error)}"] += 1
         return found
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            budget = _budget(share, trained)
-            loop = _started(seed, trained, lambda one: memopt.wrap(one, budget, **OPTIONS))
+            budget = budget_of(share, trained)
+            loop = started(seed, trained, lambda one: memopt.wrap(one, budget, **OPTIONS))
             got = run(loop, actions)
         except memopt.MemoptError as error:
             found.refused[sentence(error)] += 1
@@ -107,7 +117,8 @@ def fuzz_loop(seed: int) -> Found:
     return found
 
 
-def _started(seed: int, trained: Subject, wrap: Callable[[nn.Module], nn.Module] | None) -> Loop:
+def started(seed: int, trained: Subject, wrap: Callable[[nn.Module], nn.Module] | None) -> Loop:
+    """A seed's loop before its first step."""
     torch.manual_seed(seed)
     model = trained.build().train()
     start = random.Random(f"start {seed}")
@@ -117,7 +128,8 @@ def _started(seed: int, trained: Subject, wrap: Callable[[nn.Module], nn.Module]
     return loop
 
 
-def _budget(share: Any, trained: Subject) -> Any:
+def budget_of(share: Any, trained: Subject) -> Any:
+    """The budget that a seed draws."""
     if not isinstance(share, float):
         return share
     with trained.context():

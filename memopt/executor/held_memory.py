@@ -1,0 +1,75 @@
+"""The memory that tensors hold, told by their storages, which it does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.step.shards import local_part
+
+Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
+"""Storages by address: a weak reference, and their bytes."""
+
+
+def memory_of(tensors: Iterable[Any]) -> Memory:
+    """Return the memory that tensors hold: address → (its storage, bytes)."""
+    storages = [
+        local_part(tensor).untyped_storage()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    ]
+    return {one.data_ptr(): (StorageWeakRef(one), one.nbytes()) for one in storages}  # type: ignore[no-untyped-call]
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of memory that tensors hold; shared memory counts once."""
+    return size_of(memory_of(tensors))
+
+
+def size_of(memory: Memory) -> int:
+    """Return its bytes."""
+    return sum(size for _, size in memory.values())
+
+
+def gone_bytes(memory: Memory) -> dict[int, int]:
+    """Return the bytes of the storages that are gone, by address."""
+    return {at: size for at, (storage, size) in memory.items() if storage.expired()}  # type: ignore[no-untyped-call]
+
+
+def still_held(memory: Memory) -> Memory:
+    """Return the storages that are still there."""
+    return {at: one for at, one in memory.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Waiting:
+    """Calls that await their backward.
+
+    Attributes:
+        charges: the most that waited in a step, and the inputs that they hold.
+    """
+
+    charges: Charges = NO_CHARGES
+    _most: Charges = NO_CHARGES
+    _inputs: Memory = field(default_factory=dict)
+
+    def count(self, inputs: Sequence[torch.Tensor], calls: int) -> None:
+        """Count the calls that wait when one with these inputs begins, which may wait, too."""
+        own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
+        others_bytes = size_of({at: one for at, one in others.items() if at not in own})
+        # An input may be a view of a whole data set.
+        most_bytes = sum(one.nbytes for one in inputs)
+        own = {at: (one, min(size, most_bytes)) for at, (one, size) in own.items()}
+        self._inputs = others | own
+        self._most = self._most.largest(Charges(kept_bytes=others_bytes, waiting_calls=calls))
+
+    def charge(self, halved: int, told: bool) -> None:
+        """Charge the most that were counted, and so many calls whose backward was half done; not
+        their inputs, if a schedule tells them."""
+        kept_bytes = 0 if told else self._most.kept_bytes
+        self.charges = replace(self._most, kept_bytes=kept_bytes, halved_calls=halved)

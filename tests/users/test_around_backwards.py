@@ -1,0 +1,142 @@
+"""What is there when a planned backward begins, and what its forward did not know of, is charged
+from the next step on: a graph that is kept, gradients, outputs and inputs of other calls."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.pricing.memory import metered
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, HIDDEN = 32, 64, 256
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)]
+    return nn.Sequential(*(layer for block in blocks for layer in block))
+
+
+def batch() -> Tensor:
+    return torch.ones(ROWS, WIDTH)
+
+
+class Loop:
+    """A training loop without an optimizer's state, and what it holds from step to step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.held = model, list[Tensor]()
+
+    def kept_graph(self) -> None:
+        output = self.model(batch())
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+
+    def calls_in_turn(self) -> None:
+        first, second = self.model(batch()), self.model(batch())
+        first.sum().backward()
+        second.sum().backward()
+
+    def calls_in_one_backward(self) -> None:
+        first, second = self.model(batch()), self.model(batch())
+        (first.sum() + second.sum()).backward()
+
+    def held_output(self) -> None:
+        output = self.model(batch())
+        output.sum().backward()
+        self.held = [output]
+
+    def step(self, name: str) -> None:
+        getattr(self, name)()
+        self.model.zero_grad()
+
+
+LOOPS = ("kept_graph", "calls_in_turn", "calls_in_one_backward", "held_output")
+
+
+def peak_bytes(loop: Loop, name: str) -> int:
+    """Of a step, with what is there when it begins."""
+    gc.collect()
+    there = sum(one.nbytes for one in (*loop.model.parameters(), *loop.held))
+    with metered(CPU) as used:
+        loop.step(name)
+    return there + used.peak_bytes
+
+
+def wrapped(budget: Any) -> Loop:
+    return Loop(memopt.wrap(network(), budget, "rotor", progress=False))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_from_the_third_step_on_the_budget_holds(name: str) -> None:
+    """With "min" there is not a byte to spare."""
+    loop = wrapped("min")
+    for _ in range(5):
+        loop.step(name)
+    calls, budget = loop.model.calls, max(one.budget for one in loop.model.plans)
+    before = calls.planned
+    assert peak_bytes(loop, name) <= budget
+    assert calls.planned > before
+    assert not calls.original
+
+
+def least_bytes() -> int:
+    plan = memopt.plan(network(), batch(), budget="min", strategy="rotor", progress=False)
+    assert plan.budget is not None
+    return plan.budget
+
+
+def trained(budget: int, name: str) -> tuple[Loop, list[str]]:
+    """A loop after five steps, and what memopt warned of."""
+    loop = wrapped(budget)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            loop.step(name)
+    return loop, [str(one.message) for one in told]
+
+
+TOLD = {
+    "kept_graph": "a graph that its backward keeps (retain_graph=True)",
+    "calls_in_turn": "1 more call(s) that await their backward",
+    "held_output": "of what the loop keeps (of its loss, outputs, gradients)",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_budget_that_is_exceeded_is_told_of_and_the_one_that_is_named_is_kept(name: str) -> None:
+    _, texts = trained(least_bytes(), name)
+    exceeds = next(text for text in texts if "exceed their budget of" in text)
+    assert TOLD[name] in exceeds
+    found = re.search(r"give at least budget=(\d+)", exceeds)
+    assert found is not None
+    loop, texts = trained(int(found[1]), name)
+    assert not any("exceed their budget of" in text for text in texts)
+    assert peak_bytes(loop, name) <= int(found[1])
+
+
+def test_a_backward_that_finds_gradients_beside_a_call_that_waits_is_refused() -> None:
+    """Where they have room only if they are dropped before it."""
+    loop = wrapped(least_bytes() + 350_000)
+
+    def steps() -> None:
+        for _ in range(6):
+            loop.calls_in_turn()
+            loop.model.zero_grad(set_to_none=False)
+
+    with pytest.raises(memopt.InfeasibleBudgetError, match="a backward is to add to gradients"):
+        steps()
