@@ -63,7 +63,7 @@ class Waiting:
         own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
         others_bytes = size_of({at: one for at, one in others.items() if at not in own})
         # An input may be a view of a whole data set.
-        most_bytes = sum(one.nbytes for one in inputs)
+        most_bytes = sum(one.nbytes for one in inputs if one.layout is torch.strided)
         own = {at: (one, min(size, most_bytes)) for at, (one, size) in own.items()}
         self._inputs = others | own
         self._most = self._most.largest(Charges(kept_bytes=others_bytes, waiting_calls=calls))
