@@ -28,6 +28,7 @@ from memopt.step.memory_layout import (
     same_strides,
     storage_of,
 )
+from memopt.step.signature import REFUSALS
 from memopt.torch_private import pytree
 from memopt.torch_private.modes import dispatch_modes_off, function_modes_off
 from memopt.torch_private.operators import OpOverload, aten
@@ -119,14 +120,15 @@ class ArrivingLayouts:
 
     def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
         """Return whether the backward may round otherwise than planned, given this gradient."""
-        exact = False
-        if expanded(gradient):
-            if gradient.is_cpu or position not in self._exact:
-                # To see whether its sums are exact, the host waits for the device: once.
-                with function_modes_off(), dispatch_modes_off():
-                    self._exact[position] = _sums_exactly(gradient)
-            exact = self._exact[position]
-        return self._known(_may_round, position, gradient, exact)
+        if self._known(_may_round, position, gradient, True):
+            return True
+        if not (expanded(gradient) and self._known(_may_round, position, gradient, False)):
+            return False
+        if gradient.is_cpu or position not in self._exact:
+            # To see whether its sums are exact, the host waits for the device: once.
+            with function_modes_off(), dispatch_modes_off():
+                self._exact[position] = _sums_exactly(gradient)
+        return not self._exact[position]
 
     def _known(
         self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: bool
@@ -155,17 +157,20 @@ class ArrivingLayouts:
                 self._say_loose(position, gradient)
         arrived.expanded.clear()
 
+    def _say(self, position: int, how: str) -> None:
+        if not self._said:
+            self._said = True
+            warn(f"the gradient of output {position} of a planned model{how}")
+
     def _say_loose(self, position: int, gradient: torch.Tensor) -> None:
-        if self._said:
-            return
-        self._said = True
         how = "with gaps, a part of a larger one, as cat() gives it"
         if expanded(gradient):
             how = "expanded, one number for several elements, as sum() gives it"
-        warn(
-            f"the gradient of output {position} of a planned model arrives {how}: it is copied "
-            "first, and gradients can differ in their last bits from those of kernels that read "
-            "it so. That of output * 1.0 is not: take the loss of it, with a plan or without"
+        self._say(
+            position,
+            f" arrives {how}: it is copied first, and gradients can differ in their last bits from "
+            "those of kernels that read it so. That of output * 1.0 is not: take the loss of it, "
+            "with a plan or without",
         )
 
     def as_arrived(self, arrived: ArrivedLayouts, tangents: list[Any]) -> list[Any]:
@@ -183,14 +188,11 @@ class ArrivingLayouts:
 
     def say(self, arrived: ArrivedLayouts) -> None:
         """Warn, once, that gradients in these layouts are copied."""
-        if self._said:
-            return
-        self._said = True
         position = min(arrived.orders)
         shape = self._tangents[position].meta["val"].shape
-        warn(
-            f"the gradient of output {position} of a planned model, of shape "
-            f"{list(shape)}, arrives in another memory layout than the output's: it is "
+        self._say(
+            position,
+            f", of shape {list(shape)}, arrives in another memory layout than the output's: it is "
             "copied first, and gradients can differ in their last bits. Return the output "
             "contiguous (output.contiguous()), or name the loss (loss_fn= of memopt.plan or "
             "memopt.wrap)",
@@ -232,16 +234,16 @@ def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
                 return True
             continue
         try:
-            results = _run(node, planned), _run(node, found)
-        except (RuntimeError, NotImplementedError, TypeError):
+            results = _layouts(node, planned), _layouts(node, found)
+        except REFUSALS:
             # A size that only the graph knows, or a kernel that says nothing of layouts.
-            if any(user.target in _AS_LAID_OUT for user in node.users):
+            if _reaches_what_rounds(node):
                 return True
             continue
-        if not _alike(*results):
-            planned[node], found[node] = results
-        elif not _alike(*(by_elements := [_by_elements(node, one) for one in (planned, found)])):
-            planned[node], found[node] = by_elements
+        for one, other in zip(*results, strict=True):
+            if not _alike(one, other):
+                planned[node], found[node] = one, other
+                break
     return False
 
 
@@ -257,17 +259,14 @@ def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
         if not isinstance(overload, OpOverload) or overload.namespace != "aten":
             return False
         try:
-            planned, found = _run(node, as_given), _run(node, as_arrived)
-        except (RuntimeError, NotImplementedError, TypeError):
+            results = _layouts(node, as_given), _layouts(node, as_arrived)
+        except REFUSALS:
             return False
+        (planned, _), (found, _) = results
         views = [_is_view(node, planned, as_given), _is_view(node, found, as_arrived)]
         if all(views):
             as_given[node], as_arrived[node] = planned, found
-        elif (
-            any(views)
-            or not _alike(planned, found)
-            or not _alike(_by_elements(node, as_given), _by_elements(node, as_arrived))
-        ):
+        elif any(views) or not _alike(*results):
             return False
     return True
 
@@ -287,34 +286,34 @@ def _meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _by_elements(node: Node, known: dict[Node, Any]) -> Any:
-    """Return a tensor without data that lies as a kernel's result that computes element by element:
-    what torch says of some of these (`hardswish_backward`) is how their parts in Python would lie.
-    None: it may be another kind of kernel."""
-    result = node.meta["val"]
-    given = [known[x] if x in known else _meta(x.meta["val"]) for x in node.all_input_nodes]
-    whole = isinstance(result, torch.Tensor) and all(
-        isinstance(one, torch.Tensor) and one.shape == result.shape for one in given
-    )
-    if not whole or len(given) not in _LIKE_OF:
-        return None
-    return _LIKE_OF[len(given)](*(one.to(torch.float32) for one in given))
+def _layouts(node: Node, known: dict[Node, Any]) -> tuple[Any, Any]:
+    """Return an operator's results without data, from tensors that are known, else as they were
+    traced: as torch says, and as a kernel lays them out that computes element by element. What
+    torch says of some of these (`hardswish_backward`) is how their parts in Python would lie.
 
-
-def _run(node: Node, known: dict[Node, Any]) -> Any:
-    """Run an operator on tensors without data: those that are known, others as they were traced."""
+    Raises:
+        one of REFUSALS: the operator does not run so.
+    """
 
     def value(one: Node) -> Any:
-        return known[one] if one in known else _meta(one.meta["val"])
+        return known[one] if one in known else _meta(one.meta.get("val"))
 
     args, kwargs = map_arg((node.args, node.kwargs), value)
+    traced = node.meta["val"]
+    given = [value(one) for one in node.all_input_nodes]
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
     except RuntimeError:
         if node.target not in _IN_A_ROW:
             raise
-        result = node.meta["val"]
-        return torch.empty(result.shape, dtype=result.dtype, device="meta")
+        result = torch.empty(traced.shape, dtype=traced.dtype, device="meta")
+    by_elements = isinstance(traced, torch.Tensor) and all(
+        isinstance(one, torch.Tensor) and one.shape == traced.shape for one in given
+    )
+    if not by_elements or len(given) not in _LIKE_OF:
+        return result, None
+    like = [torch.empty_strided(one.shape, one.stride(), device="meta") for one in given]
+    return result, _LIKE_OF[len(given)](*like)
 
 
 def _is_view(node: Node, result: Any, known: dict[Node, Any]) -> bool:
