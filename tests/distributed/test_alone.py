@@ -212,7 +212,10 @@ def test_what_one_rank_cannot_take_ends_all(tmp_path: Path) -> None:
             assert other, what
             assert not other.startswith("RankError: "), (what, other)
             assert text.startswith("RankError: rank 1 failed while "), (what, text)
-            assert text.endswith(other), (what, text, other)
+            if what == "of the graph, again":  # the wrapped model runs, and raises its own error
+                assert f"without memopt it fails, too ({other})" in text
+            else:
+                assert text.endswith(other), (what, text, other)
 
 
 Phase = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
