@@ -1,5 +1,5 @@
-"""Hooks of torch's engines on a module: `replicate` and `fully_shard` gather its parameters before
-its forward, and prepare the reduction of its gradients after it."""
+"""Hooks of engines on a module: torch's `replicate` and `fully_shard` gather its parameters before
+its forward, and prepare the reduction of its gradients after it; DeepSpeed starts its timers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import nn
 
 from memopt.torch_private.modules import FORWARD_PRE_HOOKS, forward_hooks_of
 
-_ENGINES = "torch.distributed."
+_ENGINES = ("torch.distributed.", "deepspeed.")
 
 
 def _is_engines(hook: Any) -> bool:
-    """Return whether a hook is a method of an engine's state."""
+    """Return whether a hook is a method of an engine's state, or a function of DeepSpeed's."""
     owner = getattr(hook, "__self__", None)
-    return owner is not None and type(owner).__module__.startswith(_ENGINES)
+    if owner is None:
+        return str(getattr(hook, "__module__", None)).startswith(_ENGINES[1])
+    return type(owner).__module__.startswith(_ENGINES)
 
 
 def _registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -59,6 +59,8 @@ _CODE = (
     _CACHED,
 )
 
+_OF_TORCH = (torch.Tensor, torch.Generator)
+
 
 class ReachedState:
     """Everything that can be reached from a user's objects, and its recorded state.
@@ -84,7 +86,7 @@ class ReachedState:
         self._roots = set(map(id, waiting))
         while waiting and len(self._kept_alive) < _MOST_OBJECTS:
             one = waiting.popleft()
-            if id(one) not in self._kept_alive:
+            if id(one) not in self._kept_alive and _answers(one):
                 self._kept_alive[id(one)] = one
                 waiting.extend(self._look_at(one))
             if not waiting:
@@ -172,19 +174,19 @@ class ReachedState:
     def _attributes(self, one: Any) -> Iterable[Any]:
         """Record an object's attributes; return those to visit now."""
         kind = type(one)
-        state = getattr(one, "__dict__", None)
+        state = _stored(one, "__dict__", None)
         if _left_alone(kind) and not isinstance(one, _OPEN) and id(one) not in self._roots:
-            return [v for v in (state or {}).values() if isinstance(v, torch.Tensor)]
+            return [v for v in (state or {}).values() if issubclass(type(v), torch.Tensor)]
         found: list[Any] = [kind]
         if isinstance(state, dict):
             if id(one) in self._roots or isinstance(one, _OPEN):
                 # A root, such as a loss that is an object: all its attributes.
                 return [*found, state]
             self._variables.append((state, dict(state), set()))
-            found += [v for v in state.values() if isinstance(v, (torch.Tensor, torch.Generator))]
+            found += [v for v in state.values() if issubclass(type(v), _OF_TORCH)]
         slots = _slots(kind)
         if slots:
-            values = {name: getattr(one, name, _ABSENT) for name in slots}
+            values = {name: _stored(one, name) for name in slots}
             self._variables.append((one, values, set()))
         return found
 
@@ -197,7 +199,7 @@ class ReachedState:
             for name in names - walked:
                 walked.add(name)
                 value = before[name]
-                if isinstance(value, _CODE):
+                if issubclass(type(value), _CODE):  # a proxy may refuse `isinstance`
                     yield from _functions(value)
                 elif name in self._named:
                     yield value
@@ -233,12 +235,28 @@ class ReachedState:
         elif isinstance(owner, (type, types.ModuleType)):
             now = dict(vars(owner))
         else:
-            now = {name: getattr(owner, name, _ABSENT) for name in before}
+            now = {name: _stored(owner, name) for name in before}
         for name in (now.keys() | before.keys()) & self._named:
             old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
             # A module that the forward has imported stays: it is not imported again.
             if new is not old and not (old is _ABSENT and isinstance(new, types.ModuleType)):
                 _assign(owner, name, old)
+
+
+def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
+    """Return an attribute without the object's own `__getattr__`, which may refuse any name."""
+    try:
+        return object.__getattribute__(one, name)
+    except AttributeError:
+        return otherwise
+
+
+def _answers(one: Any) -> bool:
+    """Return whether an object tells its class: a proxy of one that is gone does not."""
+    try:
+        return one.__class__ is not None
+    except Exception:  # noqa: BLE001 (whatever a proxy raises)
+        return False
 
 
 def _base(one: Any, kinds: tuple[Any, ...]) -> Any:

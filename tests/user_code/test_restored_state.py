@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +142,17 @@ class Frozen(dict[str, int]):
         raise TypeError("frozen")
 
 
+class Refusing:
+    """Refuses every name that it does not have, as pydantic's stand-ins for validators do."""
+
+    __slots__ = ("value",)
+
+    def __getattr__(self, name: str) -> object:
+        raise LookupError(name)
+
+
 ANSWERING, HIDING, FROZEN = Answering("answering"), Hiding(), Frozen(one=1)
+REFUSING, GONE = Refusing(), weakref.proxy(Hiding())
 
 
 def test_globals_of_a_loss_that_answer_any_name_or_hide_a_slot() -> None:
@@ -152,6 +163,19 @@ def test_globals_of_a_loss_that_answer_any_name_or_hide_a_slot() -> None:
 
     with state_restored(nn.Linear(2, 2), Call((torch.ones(2),), {}), loss):
         assert loss(torch.ones(2)) == 1
+
+
+def test_globals_of_a_loss_that_refuse_every_name() -> None:
+    def loss(output: Tensor) -> Tensor:
+        if output.dim() == 9:
+            print(REFUSING.any, GONE.any)
+        REFUSING.value = 3
+        return output.square().mean()
+
+    with state_restored(nn.Linear(2, 2), Call((torch.ones(2),), {}), loss):
+        assert loss(torch.ones(2)) == 1
+    with pytest.raises(LookupError):
+        _ = REFUSING.value
 
 
 def test_a_dict_with_slots() -> None:
