@@ -14,7 +14,7 @@ as large as the logits through the backward. It still looks like eager's, and re
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -347,12 +347,33 @@ def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
-    """Return a traced model's output with repeated tensors in their places, and with stand-ins for
-    the outputs that are not returned."""
+    """Return a traced model's output with repeated tensors in their places, with stand-ins for the
+    outputs that are not returned, and with a node of autograd's behind each output."""
     output = without(output, outputs.gradients.dropped)
-    if not outputs.repeated:
+    if not outputs.repeated and len(outputs.copied) < 2:
         return output
     leaves, spec = pytree.tree_flatten(output)
+    nodes = Counter(leaves[position].grad_fn for position in outputs.copied)
+    for position in outputs.copied:
+        node = leaves[position].grad_fn
+        if node is not None and nodes[node] > 1:
+            is_view = position in outputs.shared
+            leaves[position] = _OwnNode.apply(leaves[position], is_view)  # type: ignore[no-untyped-call]
     for position, earlier in outputs.repeated:
         leaves[position] = leaves[earlier]
     return pytree.tree_unflatten(leaves, spec)
+
+
+class _OwnNode(torch.autograd.Function):
+    """An output behind a node of its own. A node that several outputs have in common would call the
+    hooks of all of them, with None for those that the loss does not use."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, is_view: bool) -> torch.Tensor:
+        context.set_materialize_grads(False)
+        # What is a view stays one: autograd refuses to change it in place.
+        return torch.ops.aten.alias.default(value) if is_view else value.detach()
+
+    @staticmethod
+    def backward(_context: Any, gradient: Any) -> Any:
+        return gradient, None

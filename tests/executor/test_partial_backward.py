@@ -274,3 +274,23 @@ def test_a_second_derivative_through_an_argument_made_of_the_parameters_is_refus
     x = torch.randn(5, 4) * model.trunk.weight.sum()
     with pytest.raises(ExecutionError, match="computed from its parameters"):
         torch.autograd.grad(planned(x)[0].sum(), x, create_graph=True)
+
+
+def test_hooks_of_outputs_that_the_loss_does_not_use_are_not_called() -> None:
+    def told(wrap: Callable[[nn.Module], Any]) -> list[tuple[int, torch.Tensor]]:
+        torch.manual_seed(0)
+        model, found = Heads(), list[tuple[int, torch.Tensor]]()
+        wrap(model)
+        for used in ((0, 1), (0, 1), (0,), (1,), (0, 1)):
+            output = model(torch.randn(3, 4))[:2]
+            for place, one in enumerate(output):
+                one.register_hook(lambda gradient, place=place: found.append((place, gradient)))
+            loss: Any = sum(output[place].square().sum() for place in used)
+            loss.backward()
+        return found
+
+    expected = told(lambda model: model)
+    got = told(lambda model: memopt.wrap(model, "min", cache=False, progress=False))
+    assert [place for place, _ in got] == [place for place, _ in expected]
+    for (_, one), (_, other) in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
