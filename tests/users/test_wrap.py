@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,30 @@ def test_a_model_that_fails_raises_its_own_error_and_goes_on() -> None:
         model(torch.ones(4, 8)).sum().backward()
     assert all(map(torch.equal, planned.buffers(), plain.buffers()))
     assert planned.calls.planned == 1
+
+
+def test_hooks_of_deepspeeds_engine_run_around_planned_calls() -> None:
+    # They start and stop timers, which no graph can hold.
+    begun, ended = [], []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        begun.append(time.time())
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        ended.append(time.time())
+
+    before.__module__ = after.__module__ = "deepspeed.runtime.engine"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+    inputs = torch.randn(16, 8)
+    model(inputs).sum().backward()
+    expected = [one.grad for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    memopt.wrap(model, "min", progress=False)
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after)
+    model(inputs).sum().backward()
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    assert len(found) == 4
+    assert all(map(torch.equal, expected, found))
+    assert memopt.running(model).calls.planned == len(begun) == len(ended) == 1
