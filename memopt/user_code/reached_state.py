@@ -245,8 +245,9 @@ class ReachedState:
 
 def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
     """Return an attribute without the object's own `__getattr__`, which may refuse any name."""
+    kind: Any = type(one)
     try:
-        return object.__getattribute__(one, name)
+        return kind.__getattribute__(one, name)  # a `threading.local` has its own
     except AttributeError:
         return otherwise
 
