@@ -11,14 +11,15 @@ from torch import nn
 
 from memopt.torch_private.modules import FORWARD_PRE_HOOKS, forward_hooks_of
 
-_ENGINES = ("torch.distributed.", "deepspeed.")
+_DEEPSPEED = "deepspeed.runtime.engine"
+_ENGINES = ("torch.distributed.", _DEEPSPEED)
 
 
 def _is_engines(hook: Any) -> bool:
     """Return whether a hook is a method of an engine's state, or a function of DeepSpeed's."""
     owner = getattr(hook, "__self__", None)
     if owner is None:
-        return str(getattr(hook, "__module__", None)).startswith(_ENGINES[1])
+        return str(getattr(hook, "__module__", None)).startswith(_DEEPSPEED)
     return type(owner).__module__.startswith(_ENGINES)
 
 

@@ -58,7 +58,6 @@ _CODE = (
     functools.cached_property,
     _CACHED,
 )
-
 _OF_TORCH = (torch.Tensor, torch.Generator)
 
 
