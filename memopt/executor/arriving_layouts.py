@@ -9,7 +9,7 @@ read it lay their results out as planned; else it is copied, and that is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -245,6 +245,16 @@ def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
                 planned[node], found[node] = one, other
                 break
     return False
+
+
+def rounds_otherwise(node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
+    """Return whether a kernel may round otherwise than planned where some arguments of an operator
+    lie like tensors without data that are given instead."""
+    try:
+        result, _ = _layouts(node, {one: _meta(value) for one, value in given.items()})
+    except REFUSALS:
+        return _reaches_what_rounds(node)
+    return isinstance(result, torch.Tensor) and _may_round(node, result, True)
 
 
 def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:

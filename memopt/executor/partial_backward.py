@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Like, Uncomputed
+from memopt.executor.arriving_layouts import rounds_otherwise
 from memopt.executor.handover import Handover
 from memopt.executor.pipeline_stages import PIPELINES
 from memopt.programs.instructions import Program
@@ -42,7 +43,9 @@ _GIVEN_ZEROS = frozenset(
         torch.ops.aten.mkldnn_rnn_layer_backward.default,
     )
 )
-"""The backwards of `split`, `unbind` and an LSTM: autograd makes zeros of what they miss."""
+"""The backwards of `split`, `unbind` and an LSTM: autograd makes zeros of what they miss, laid out
+row by row."""
+_ROWS: Any = {"memory_format": torch.contiguous_format, "device": "meta"}
 _SIGNED = frozenset((aten._conj.default, aten._neg_view.default))
 """Views that read -0.0 as 0.0."""
 
@@ -151,7 +154,8 @@ class _Walk:
         if not missing:
             return True
         if node.target in _GIVEN_ZEROS:
-            return self._fill(missing, 0.0)
+            rows = {one: torch.empty_like(one.meta["val"], **_ROWS) for one in missing}
+            return not rounds_otherwise(node, rows) and self._fill(missing, 0.0)
         if isinstance(node.target, FusedKernel):
             added = self._only_added(node.target, node)
         else:

@@ -67,6 +67,20 @@ class Conjugated(nn.Module):
         return value.real, (value.conj() * value).imag, value.abs()
 
 
+class ChannelsLast(nn.Module):
+    """Parts of a value in channels last: of what they miss, autograd makes zeros row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        images = x.sin().repeat(1, 27).view(5, 3, 6, 6).to(memory_format=torch.channels_last)
+        one, other = nn.functional.silu(self.norm(self.conv(images))).chunk(2, 1)
+        return one, other.exp()
+
+
 class _Two(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +145,7 @@ def planned_and_plain(make: Model, **options: Any) -> tuple[nn.Module, nn.Module
 
 @pytest.mark.parametrize(
     ("make", "originals"),
-    [(Heads, 0), (Parts, 0), (Recurrent, 0), (Conjugated, None), (Custom, 3)],
+    [(Heads, 0), (Parts, 0), (Recurrent, 0), (Conjugated, None), (Custom, 3), (ChannelsLast, 3)],
 )
 def test_every_set_of_outputs_has_eagers_gradients(make: Model, originals: int | None) -> None:
     plain, model, planned = planned_and_plain(make, strategy="store-all")
