@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 AGAIN = 4
-"""Most times that a kind of call is planned again because more was met around it."""
+"""Most times that a plan is made again because more was met around its steps."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class Made:
         plan: the plan.
         charges: memory that it charges beside the step.
         enough: the largest charges for which it need not be made again.
+        again: how often it was made again because more was met around its steps.
         search: for a better plan; None: there is none.
         once: whether it charges what only the step that it is made in has beside it.
     """
@@ -142,6 +143,7 @@ class Made:
     charges: Charges
     enough: Charges
     once: bool = False
+    again: int = 0
     search: BetterPlan | None = None
 
     def stop(self) -> None:
@@ -165,7 +167,6 @@ class PlanMaker:
     ) -> None:
         self._model, self._planner, self._around, self.alone = model, planner, around, alone
         self._instead, self._family = instead, family
-        self._again: dict[Any, int] = {}
         self._kinds: dict[Any, int] = {}
         self._calls = 0  # since the last plan was made
         self._told: set[str] = set()
@@ -238,12 +239,12 @@ class PlanMaker:
         if self._over_bytes(made, charges) <= 0:
             made.enough = charges.largest(made.enough)
             return True
-        last = self._again.get(kind, 0) == AGAIN
+        last = made.again == AGAIN
         if last or charges.waiting_calls > made.charges.waiting_calls:
             self.met(kind, made)
         if last:
             return True
-        self._again[kind] = self._again.get(kind, 0) + 1
+        made.again += 1
         return False
 
     def _largest(self, own: Charges, kind: int = 0) -> Charges:
@@ -262,7 +263,7 @@ class PlanMaker:
         over_bytes = self._over_bytes(made, charges)
         if over_bytes <= 0 or not self._planner.promises():
             return
-        last = self._again.get(kind, 0) == AGAIN
+        last = made.again == AGAIN
         around = ", ".join(charges.listed())
         then = "It was planned again often enough and stays" if last else "The next one charges it"
         self._tell(

@@ -363,6 +363,8 @@ class SelfPlanning:
             raise ProfilerBusyError
         with self._planning, naming, telling_ranks(self.model, "a step is planned"):
             made = self._maker.made(kind, kind[-1], replace(call), beside)
+        if instead_of is not None:
+            made.again = instead_of.again
         self._prepare(kind, call, made)
         self.plans.add(kind, call, made, instead_of)
         return made

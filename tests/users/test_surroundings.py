@@ -238,7 +238,7 @@ def test_losses_by_turns_are_charged_as_the_largest_and_planned_again_a_few_time
     model = memopt.wrap(language_model(), "min", progress=False)
     training(model, loss, 5)
     assert over_bytes(model, loss) <= 0
-    (times,) = model.memopt._maker._again.values()
+    (times,) = [made.again for made in model.memopt.plans.made()]
     assert 1 <= times <= AGAIN
 
 
@@ -257,7 +257,7 @@ def test_a_loss_that_grows_for_ever_is_planned_for_a_bounded_number_of_times() -
         budget = model.memopt.plans[-1].peak_bytes
         model = memopt.wrap(language_model(), budget, progress=False)
         training(model, loss, 20)
-    (times,) = model.memopt._maker._again.values()
+    (times,) = [made.again for made in model.memopt.plans.made()]
     assert times <= AGAIN
 
 
