@@ -18,8 +18,6 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
@@ -33,11 +31,12 @@ from memopt.executor.held_memory import (
     size_of,
     still_held,
 )
+from memopt.executor.optimizers import OPTIMIZERS
 from memopt.executor.pipeline_stages import StageCall, scheduled
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.pricing.baseline import LARGEST_NUMBER_BYTES
-from memopt.pricing.memory import LossMeter, MemoryUse, can_measure, end_metering
+from memopt.pricing.memory import LossMeter, MemoryUse, can_measure, end_metering, freed_again
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.optimizer_state import state_bytes
@@ -124,7 +123,7 @@ class Surroundings:
     """
 
     def __init__(self, model: nn.Module, with_state: bool) -> None:
-        self._model = weakref.ref(model)
+        self._of = weakref.ref(model)
         self._met: dict[Any, _Met] = {}
         self._outputs, self._last = memory_of(()), memory_of(())  # of this call, of the last
         self._metered: _Metered | None = None
@@ -135,12 +134,18 @@ class Surroundings:
         self._waiting = Waiting()
         self._backward, self._stepped = -1, False
         self._with_state, self.settled = with_state, False
-        _OPTIMIZERS.tell(self)
+        self._update: tuple[Any, torch.device, int] | None = None
+        self._update_bytes = 0
+        OPTIMIZERS.tell(self)
+
+    def model(self) -> nn.Module | None:
+        """Return the model, if it is still there."""
+        return self._of()
 
     def remove(self) -> None:
         """Stop metering."""
         self.stop()
-        _OPTIMIZERS.tell_no_more(self)
+        OPTIMIZERS.tell_no_more(self)
 
     def charges(self, kind: Any) -> Charges:
         """Return the largest charges met around a kind of call."""
@@ -152,6 +157,7 @@ class Surroundings:
             state_bytes=sum(x.state_bytes for x in self._watched.values()),
             kept_bytes=loss_bytes + one.outputs_bytes + one.gradient_bytes,
             forward_bytes=max(0, one.charges.forward_bytes - one.outputs_bytes),
+            update_bytes=self._update_bytes,
         ).plus(known)
 
     def certain(self) -> Charges:
@@ -160,7 +166,7 @@ class Surroundings:
 
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
-        self.has_engine, model = has_engine, self._model()
+        self.has_engine, model = has_engine, self.model()
         if has_engine and model is not None and hasattr(model, "unshard"):
             # After a forward alone its parameters are whole still.
             self._gathering = gathering(model) or self._gathering
@@ -181,7 +187,7 @@ class Surroundings:
             self._scheduled = scheduled(call)
             self._waiting.charge(halved, told=bool(self._scheduled.charges))
         self._stepped = False
-        flat = 0 if (model := self._model()) is None else flat_bytes(model)
+        flat = 0 if (model := self.model()) is None else flat_bytes(model)
         self._engine = Charges(bucket_bytes=bucket_bytes() + flat).plus(self._gathering)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
@@ -222,7 +228,7 @@ class Surroundings:
             return
         if self._by_itself():
             end_metering()  # of another stage
-        one, model = self._met.setdefault(kind, _Met()), self._model()
+        one, model = self._met.setdefault(kind, _Met()), self.model()
         due = is_metered(one.steps + 1)
         if due and not LossMeter.possible(device):
             return
@@ -245,7 +251,7 @@ class Surroundings:
         """Return whether this rank runs the model by itself, as a pipeline's stage."""
         if not several_are_there():
             return False
-        model = self._model()
+        model = self.model()
         members = () if model is None else members_of(model)
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
@@ -254,7 +260,7 @@ class Surroundings:
         """Note that the backward of a planned call begins with the gradients of its outputs; return
         whether more is there beside it than has been met."""
         self._meter_until(tangents)
-        one, model = self._met.setdefault(kind, _Met()), self._model()
+        one, model = self._met.setdefault(kind, _Met()), self.model()
         was = one.outputs_bytes, one.gradient_bytes
         one.outputs_bytes = max(size_of(still_held(self._last)), one.outputs_bytes)
         *_, holding = kind
@@ -290,13 +296,15 @@ class Surroundings:
         metered, self._metered = self._metered, None
         if metered is None:
             return
+        more = use.update_bytes > self._update_bytes
+        self._update_bytes = max(use.update_bytes, self._update_bytes)
         backend = backend_of(device)
         tangent_bytes = in_blocks(metered.tangent_bytes, backend.block_bytes)
         sizes = (use.peak_bytes - tangent_bytes, use.end_bytes - tangent_bytes)
         # The bytes of a number are charged in every step.
         least = backend.step_scalars_bytes
         boundary, kept = (math.ceil(size * times) if size > least else 0 for size in sizes)
-        if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)):
+        if self._largest(kind, Charges(boundary_bytes=boundary, kept_bytes=kept)) or more:
             met()
 
     def _largest(self, kind: Any, charges: Charges) -> bool:
@@ -318,19 +326,46 @@ class Surroundings:
     def can_measure(self, call: Call) -> bool:
         """Return whether a plan for a call can be measured now: on a CPU not while somebody else's
         profile runs."""
-        model = self._model()
+        model = self.model()
         return model is None or can_measure(device_of(model, call))
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Begin to meter an optimizer's step inside a backward, in a hook on a gradient."""
+        self._update, model = None, self.model()
+        if backward_number() == -1 or model is None:
+            return
+        if self._metered is not None:
+            self._metered.meter.update()
+        device = next((one.device for one in model.parameters()), None)
+        watched = self._watched.get(optimizer, _Watched())
+        if device is None or not is_metered(watched.steps + 1):
+            return
+        runtime = backend_of(device).runtime
+        if runtime is not None:
+            self._update = runtime, device, int(runtime.memory_allocated(device))
+            runtime.reset_peak_memory_stats(device)
+
+    def _update_ended(self) -> None:
+        if backward_number() != -1 and self._metered is not None:
+            self._metered.meter.update()
+        if self._update is not None:
+            runtime, device, start = self._update
+            now, peak = runtime.memory_allocated(device), runtime.max_memory_allocated(device)
+            needed = freed_again(int(peak) - start, int(now) - start)
+            self._update_bytes = max(needed, self._update_bytes)
+            self._update = None
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
+        self._update_ended()
         self._stepped = True
         watched = self._watched.setdefault(optimizer, _Watched())
         watched.steps += 1
-        model = self._model()
+        model = self.model()
         if model is None or not (watched.grows or is_metered(watched.steps)):
             return
         if not self.settled:
-            self.settled = warned_of_idle(model, optimizer, _OPTIMIZERS.settled())
+            self.settled = warned_of_idle(model, optimizer, OPTIMIZERS.settled())
         if not self._with_state:
             return
         own, total = {id(parameter) for parameter in model.parameters()}, 0
@@ -351,38 +386,3 @@ def _ended(
     # While Python exits, tensors end after their modules have gone.
     if not ending():
         meter.ended(address)
-
-
-class _Optimizers:
-    """Calls back at every optimizer's steps, by one hook on all optimizers. The hook is removed
-    when nobody listens, but not while the garbage collector runs, which may be in the midst of a
-    step that calls its hooks."""
-
-    def __init__(self) -> None:
-        self._told: weakref.WeakSet[Surroundings] = weakref.WeakSet()
-        self._hook: RemovableHandle | None = None
-
-    def tell(self, around: Surroundings) -> None:
-        """Call `around.stepped` at each step from now on."""
-        self._told.add(around)
-        if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(self._stepped)
-
-    def tell_no_more(self, around: Surroundings) -> None:
-        """Call `around.stepped` no more."""
-        self._told.discard(around)
-        if self._hook is not None and not self._told:
-            self._hook.remove()
-            self._hook = None
-
-    def settled(self) -> set[nn.Parameter]:
-        """Return the parameters of all models that are `settled`."""
-        models = [around._model() for around in list(self._told) if around.settled]
-        return {one for model in models if model is not None for one in model.parameters()}
-
-    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for around in list(self._told):
-            around.stepped(optimizer)
-
-
-_OPTIMIZERS = _Optimizers()

@@ -32,6 +32,8 @@ class Charges:
         output_calls: other calls as large as whose outputs something is kept: those that a pipeline
             collects, or buffers for their gradients.
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
+        update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
+            once the backward has run.
     """
 
     boundary_bytes: int = 0
@@ -44,6 +46,7 @@ class Charges:
     halved_calls: int = 0
     output_calls: int = 0
     kept_graphs: int = 0
+    update_bytes: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -63,8 +66,8 @@ class Charges:
         return Charges(*map(add, astuple(self), astuple(other)))
 
     def beyond(self, charged: Charges) -> Charges:
-        """Return what these charges need beyond those that a graph already has. Charges during the
-        forward stay whole, since no graph has them."""
+        """Return what these charges need beyond those that a graph already has. Those that no graph
+        has stay whole (`beside`)."""
         return Charges(
             max(0, self.boundary_bytes - charged.boundary_bytes),
             max(0, self.kept_bytes - charged.kept_bytes),
@@ -76,6 +79,7 @@ class Charges:
             self.halved_calls,
             self.output_calls,
             self.kept_graphs,
+            self.update_bytes,
         )
 
     def beside(self) -> Charges:
@@ -87,6 +91,7 @@ class Charges:
             halved_calls=self.halved_calls,
             output_calls=self.output_calls,
             kept_graphs=self.kept_graphs,
+            update_bytes=self.update_bytes,
         )
 
     def listed(self) -> list[str]:
@@ -97,6 +102,7 @@ class Charges:
             (self.state_bytes, "optimizer state"),
             (self.forward_bytes, "the last outputs (or fully_shard's buffer), in the forward"),
             (self.held_bytes, "gradients that are dropped before the backward"),
+            (self.update_bytes, "updates inside the backward"),
             (self.bucket_bytes, "buckets, or fully_shard's shards, or a pipeline's buffers"),
         )
         found = [f"{format_bytes(size)} of {what}" for size, what in sizes if size]

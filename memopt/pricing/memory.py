@@ -37,10 +37,17 @@ from memopt.torch_private.modes import (
 
 @dataclass
 class MemoryUse:
-    """Memory of a metered block, in bytes above the block's start. Filled when the block ends."""
+    """Memory of a metered block, in bytes above the block's start. Filled when the block ends.
+
+    Attributes:
+        peak_bytes, end_bytes: the highest and the last level.
+        update_bytes: of a loss, the most that an optimizer's step needs inside its backward, and
+            frees.
+    """
 
     peak_bytes: int = 0
     end_bytes: int = 0
+    update_bytes: int = 0
 
 
 @contextmanager
@@ -155,6 +162,7 @@ class LossMeter(MeterUntilBackward):
     def __init__(self, device: torch.device, found: Callable[[MemoryUse], None]) -> None:
         self._found = found
         self._gone: dict[int, int] | None = None
+        self._updates = 0
         super().__init__(device)
 
     @staticmethod
@@ -198,6 +206,12 @@ class LossMeter(MeterUntilBackward):
         self._mark(_ARRIVED)
         when_backward_is_over(self.close)
 
+    def update(self) -> None:
+        """Record that an optimizer's step begins inside the backward, or the last one ends."""
+        if self._gone is not None and self.profiles and threading.get_ident() == self._thread:
+            self._updates += 1
+            self._mark(-self._updates)
+
     def close(self) -> None:
         """Stop, in the thread that called the forward. Without a backward nothing is reported."""
         if not self._profile_ended() or self._gone is None:
@@ -206,14 +220,28 @@ class LossMeter(MeterUntilBackward):
         until_ns = marks.get(_ARRIVED)
         if until_ns is None:
             return
-        events = [event for event in memory_events(self._profiler) if event[0] <= until_ns]
+        everything = memory_events(self._profiler)
+        times = [marks[-1 - i] for i in range(self._updates)]
+        update_bytes = max(
+            (
+                freed_again(*_levels([one for one in everything if begin <= one[0] <= end]))
+                for begin, end in zip(times[::2], times[1::2], strict=False)
+            ),
+            default=0,
+        )
+        events = [event for event in everything if event[0] <= until_ns]
         end_bytes = sum(size for _, size in events)
         # The profile lacks frees of memory allocated before it began.
         events += [
             (marks[address], -size) for address, size in self._gone.items() if address in marks
         ]
         events.sort(key=lambda event: event[0])
-        self._found(MemoryUse(_levels(events)[0], end_bytes))
+        self._found(MemoryUse(_levels(events)[0], end_bytes, update_bytes))
+
+
+def freed_again(peak_bytes: int, end_bytes: int) -> int:
+    """Return what a block needed and has freed again: an optimizer's first step makes its state."""
+    return peak_bytes - max(0, end_bytes)
 
 
 def library_bytes(device: torch.device) -> int:

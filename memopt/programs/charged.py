@@ -30,15 +30,17 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     timeline = _timeline(with_charges(graph, charges), program, charges)
     until_loss = charges.forward_bytes + charges.held_bytes
     if timeline.placed_peak_bytes is not None:
-        return timeline.placed_peak_bytes + until_loss + others_bytes
+        beside_bytes = max(until_loss, charges.update_bytes)
+        return timeline.placed_peak_bytes + beside_bytes + others_bytes
     boundary, steps = program.boundary, timeline.step_bytes
-    if boundary is None or not until_loss:
-        return timeline.peak_bytes + until_loss + others_bytes
+    if boundary is None:
+        return timeline.peak_bytes + max(until_loss, charges.update_bytes) + others_bytes
     forward_bytes = max(steps[:boundary], default=graph.resident_bytes)
     return others_bytes + max(
         timeline.peak_bytes,
         forward_bytes + until_loss,
         steps[boundary] + charges.held_bytes,
+        timeline.live_bytes[-1] + charges.update_bytes,
     )
 
 

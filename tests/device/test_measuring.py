@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import memopt
+from memopt.models.device import in_blocks
 from memopt.pricing import device_measure
 from memopt.pricing.measure import MeasureOptions, environment
 from memopt.pricing.memory import metered
@@ -91,3 +93,30 @@ def test_a_link_used_both_ways_at_once(device: torch.device) -> None:
     assert at_once(2e9, 1e9, 1.5e-9) == (2e9, 1e9, False)
     assert at_once(2e9, 1e9, 1e-9) == (2e9, 1e9, True)
     assert at_once(2e9, 1e9, 1.1e-9) == pytest.approx((2e9 / 1.1, 1e9 / 1.1, True))
+
+
+def test_updates_in_hooks_on_gradients_are_charged(device: torch.device) -> None:
+    one = net(str(device), dropout=0.0)
+    model = memopt.wrap(one.model, "min", "rotor", progress=False)
+    optimizers = []
+    for parameter in model.parameters():
+        optimizers.append(torch.optim.AdamW([parameter], 1e-3, foreach=False))
+        hook = partial(_update, optimizers[-1])
+        parameter.register_post_accumulate_grad_hook(hook)
+    inputs = torch.ones(2, 16, device=device)
+    for _ in range(5):
+        model(inputs).square().mean().backward()
+    settled()
+    there = accelerator.mod.memory_allocated()
+    accelerator.mod.reset_peak_memory_stats()
+    model(inputs).square().mean().backward()
+    settled()
+    states = [x for one in optimizers for state in one.state.values() for x in state.values()]
+    held = [x for x in (*model.parameters(), *states, inputs) if x.device == device]
+    rest = there - sum(in_blocks(x.nbytes, 512) for x in held)
+    assert accelerator.mod.max_memory_allocated() - rest <= model.plans[-1].budget
+
+
+def _update(optimizer: torch.optim.Optimizer, _parameter: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def test_from_the_third_step_on_the_budget_holds(name: str) -> None:
     assert peak_bytes(loop, name) <= budget
     assert calls.planned > before
     assert not calls.original
+
+
+def test_updates_in_hooks_on_gradients_are_charged() -> None:
+    """As torch's tutorial has it. With few rows, what AdamW makes is beyond the planned peak."""
+    model = memopt.wrap(network(), "min", "rotor", progress=False)
+    optimizers = [torch.optim.AdamW([one], 1e-3, foreach=False) for one in model.parameters()]
+
+    def updating(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        def update(_parameter: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+    for one, optimizer in zip(model.parameters(), optimizers, strict=True):
+        one.register_post_accumulate_grad_hook(updating(optimizer))
+    for _ in range(5):
+        model(batch()[:2]).sum().backward()
+    calls = model.calls.planned
+    states = [one for optimizer in optimizers for one in optimizer.state.values()]
+    there = sum(x.nbytes for state in states for x in state.values())
+    there += sum(one.nbytes for one in model.parameters())
+    with metered(CPU) as used:
+        model(batch()[:2]).sum().backward()
+    assert there + used.peak_bytes <= model.plans[-1].budget
+    assert model.calls.planned == calls + 1
 
 
 def least_bytes() -> int:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.executor.optimizers import AllOptimizers
 from memopt.executor.plan_maker import AGAIN
-from memopt.executor.surroundings import Surroundings, _Optimizers, is_metered
+from memopt.executor.surroundings import Surroundings, is_metered
 from memopt.pricing.memory import metered
 from memopt.step.backend import backend_of
 
@@ -333,7 +334,7 @@ def test_a_profile_with_a_schedule_goes_on(new_shape_at: int) -> None:
 def test_there_is_one_hook_on_optimizers_and_it_goes() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
-    optimizers, before = _Optimizers(), len(_global_optimizer_post_hooks)
+    optimizers, before = AllOptimizers(), len(_global_optimizer_post_hooks)
     first, second = (Surroundings(language_model(), with_state=False) for _ in range(2))
     for one in (first, second):
         optimizers.tell(one)
