@@ -14,6 +14,9 @@ from memopt.step.inputs import Call
 from memopt.torch_private.engine_hooks import has_engine
 from memopt.torch_private.modules import forward_hooks_of
 
+_DRAW_MASKS = ("_mask_hidden_states", "_mask_input_features")
+"""Methods of Hugging Face's speech models: Wav2Vec2's kin has the first, Whisper the second."""
+
 _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
 _SAID: tuple[tuple[str, str], ...] = (
@@ -244,7 +247,8 @@ def _drawn_in_python(model: nn.Module, text: str) -> str | None:
     """Name each setting of Hugging Face's speech models that no graph can hold, at once."""
     config = getattr(model, "config", None)
     undo = [f"set {where}.{name} = 0" for where, name in _layers_left_out(model)]
-    if getattr(config, "apply_spec_augment", False) and hasattr(model, "freeze_feature_encoder"):
+    masks = any(hasattr(module, name) for module in model.modules() for name in _DRAW_MASKS)
+    if masks and getattr(config, "apply_spec_augment", False):
         undo.append("set model.config.apply_spec_augment = False")
     undo += [
         f"set model.{name}._requires_grad = False (its inputs need no gradient)"

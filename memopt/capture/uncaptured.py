@@ -81,7 +81,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
 
 def why_not_taken(model: nn.Module, call: Call, error: Exception) -> str:
     """Explain why an argument or a result of the model cannot be in a graph."""
-    remedy = cache_remedy(model, call)
+    remedy = cache_remedy(model, call) if "Cache" in str(error) else None
     said = said_remedy(str(error)) if remedy is None else None
     if said is not None:
         return f"the model cannot be captured as one graph: {said}"

@@ -358,9 +358,8 @@ class InParts(SelfPlanning):
         return super()._kind(call)
 
     def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.parts.named:
-            # A block cannot add its keys to what it is called with.
-            kwargs = without_keys(self.model, args, kwargs)
+        # A block cannot add its keys to what it is called with.
+        kwargs = without_keys(self.model, args, kwargs)
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(kind, call)

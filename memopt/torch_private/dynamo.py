@@ -232,10 +232,11 @@ def comptime() -> Any:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of Dynamo's errors, and of the one about a lost data-dependent shape."""
+    """Return the classes of Dynamo's errors, and of those about values that it has not."""
     return (
         private("torch._dynamo.exc.TorchDynamoException"),
         private("torch.fx.experimental.symbolic_shapes.PendingUnbackedSymbolNotFound"),
+        private("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode"),
     )
 
 

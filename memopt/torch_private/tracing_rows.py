@@ -206,6 +206,7 @@ DYNAMO = (
         "explain shapes that depend on values",
         "torch.fx.experimental.symbolic_shapes",
         "PendingUnbackedSymbolNotFound",
+        "GuardOnDataDependentSymNode",
     ),
 )
 AOT = (

@@ -126,6 +126,7 @@ ROWS: dict[str, Row] = {
     "random": Row(lambda m, x: x * 2 if random.random() < 0.5 else x, PYTHON, DRAWN[2:]),
     "randint": Row(lambda m, x: x * random.randint(1, 3), PYTHON, DRAWN[1:2]),
     "choice": Row(lambda m, x: x * random.choice([1.0, 2.0]), PYTHON),
+    "index": Row(lambda m, x: x * m.numbers[int(torch.rand(1).item() * 2)], VALUES),
     "own Random": Row(lambda m, x: x * m.random.random(), PYTHON),
     "beartype": Row(CHECKED, "beartype draws random numbers .*BeartypeStrategy.O0"),
     "numpy": Row(lambda m, x: x * np.random.uniform(), NUMPY),
@@ -311,3 +312,22 @@ def test_layers_left_out_are_named_where_they_are_read() -> None:
     assert said.endswith(
         ": set model.text.layerdrop = 0, set model.speech.config.speech_encoder_layerdrop = 0"
     )
+
+
+@pytest.mark.parametrize("method", ["_mask_hidden_states", "_mask_input_features"])
+def test_masks_drawn_in_python_are_named(method: str) -> None:
+    model = nn.ModuleDict({"inner": nn.Linear(1, 1)})
+    model.config = SimpleNamespace(apply_spec_augment=True)  # type: ignore[assignment]
+    assert known_remedy(model, CaptureError("Data-dependent branching")) is None
+    setattr(model["inner"], method, str)
+    said = known_remedy(model, CaptureError("Data-dependent branching"))
+    assert said is not None
+    assert said.endswith(": set model.config.apply_spec_augment = False")
+
+
+def test_numbers_drawn_by_a_model_that_may_keep_keys() -> None:
+    """The cache was named as the cause."""
+    model = Net(lambda _, x: x * random.uniform(0.5, 1.5))
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=PYTHON):
+        capture(model, to_call(torch.randn(2, 3)))

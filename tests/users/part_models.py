@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -168,3 +169,28 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * x * (1.0 + float(x.mean() > 0))
+
+
+class KeepsKeys(nn.Module):
+    """Hands its blocks what no plan takes, unless it is called with `use_cache=False`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.block = TakesKeys()
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            return x
+        return x + self.block(x, SimpleNamespace() if use_cache else None)
+
+
+class TakesKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x: torch.Tensor, keys: SimpleNamespace | None) -> torch.Tensor:
+        if keys is not None:
+            keys.last = x
+        return nn.functional.gelu(self.inner(x))

@@ -27,6 +27,7 @@ from tests.users.part_models import (
     Counted,
     Drawing,
     Holding,
+    KeepsKeys,
     Ragged,
     Routed,
     Selecting,
@@ -280,6 +281,19 @@ def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
         for _ in range(4):
             model(X).sum().backward()
     assert sum("no part of the model is planned" in str(one.message) for one in said) == 1
+
+
+def test_blocks_get_no_keys_that_a_training_step_does_not_need() -> None:
+    """No part could be planned: blocks that get a cache cannot be captured."""
+    model, plain = in_parts(KeepsKeys()), KeepsKeys()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(3):
+        mean_square(model).backward()
+    for _ in range(3):
+        mean_square(plain).backward()
+    assert "planned: block:" in memopt.running(model).report()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
 
 
 def test_the_first_batch_is_let_go() -> None:
