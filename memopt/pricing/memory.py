@@ -221,6 +221,7 @@ class LossMeter(MeterUntilBackward):
         if until_ns is None:
             return
         everything = memory_events(self._profiler)
+        # A step that raised has no end.
         times = [marks[-1 - i] for i in range(self._updates)]
         update_bytes = max(
             (

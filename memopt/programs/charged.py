@@ -29,12 +29,12 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     others_bytes = waiting_bytes(graph, program, charges)
     timeline = _timeline(with_charges(graph, charges), program, charges)
     until_loss = charges.forward_bytes + charges.held_bytes
+    at_once = max(until_loss, charges.update_bytes)  # never there together
     if timeline.placed_peak_bytes is not None:
-        beside_bytes = max(until_loss, charges.update_bytes)
-        return timeline.placed_peak_bytes + beside_bytes + others_bytes
+        return timeline.placed_peak_bytes + at_once + others_bytes
     boundary, steps = program.boundary, timeline.step_bytes
-    if boundary is None:
-        return timeline.peak_bytes + max(until_loss, charges.update_bytes) + others_bytes
+    if boundary is None or not at_once:
+        return timeline.peak_bytes + at_once + others_bytes
     forward_bytes = max(steps[:boundary], default=graph.resident_bytes)
     return others_bytes + max(
         timeline.peak_bytes,
