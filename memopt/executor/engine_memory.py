@@ -1,13 +1,21 @@
-"""The memory that torch's engines (DistributedDataParallel, `fully_shard`) keep around a model."""
+"""The memory that engines (DistributedDataParallel, `fully_shard`, DeepSpeed's ZeRO) keep around a
+model."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memopt.executor.held_memory import memory_of, size_of
 from memopt.models.charges import Charges
 from memopt.models.device import in_blocks
 from memopt.step.backend import backend_of
 from memopt.step.shards import local_part, padded_bytes
+from memopt.torch_private.engine_hooks import optimizer_of_engine
 from memopt.torch_private.modules import data_parallel_around
 from memopt.torch_private.tensors import base_of
 
@@ -33,3 +41,44 @@ def gathering(model: nn.Module) -> Charges:
             kept_bytes += in_blocks(part_bytes, block_bytes) + whole_bytes - one.nbytes
             gathered_bytes += in_blocks(whole_bytes, block_bytes)
     return Charges(bucket_bytes=kept_bytes, forward_bytes=gathered_bytes)
+
+
+def zero_charges(model: nn.Module) -> Charges:
+    """Return what DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's parameters: master
+    weights and state, gradients of other micro-batches; and in a backward the buckets in which it
+    reduces gradients, or those of its own partition where these are larger."""
+    own, optimizer = list(model.parameters()), optimizer_of_engine(model)
+    if optimizer is None or not own:
+        return Charges()
+    device = own[0].device
+    held = memory_of(one for one in _tensors_in(optimizer) if one.device == device)
+    own_bytes = sum(one.nbytes for one in own if one.untyped_storage().data_ptr() in held)
+    item_bytes = max(one.itemsize for one in own)
+    bucket_bytes = int(getattr(optimizer, "reduce_bucket_size", 0)) * item_bytes
+    parts = getattr(optimizer, "partition_size", ())
+    second_bytes = bucket_bytes if getattr(optimizer, "overlap_comm", False) else 0
+    return Charges(
+        state_bytes=max(0, size_of(held) - own_bytes),
+        bucket_bytes=max(bucket_bytes, sum(map(int, parts)) * item_bytes) + second_bytes,
+    )
+
+
+def _tensors_in(holder: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an optimizer of an engine's holds, and their gradients."""
+    waiting, seen = [vars(holder)], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            yield one
+            waiting.append(one.grad)
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list | tuple | set):
+            waiting += one
+        elif isinstance(one, Optimizer):
+            waiting += [one.state, one.param_groups]
+        elif type(one).__module__.startswith("deepspeed.runtime.zero."):
+            waiting.append(vars(one))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
-from memopt.executor.engine_memory import bucket_bytes, gathering
+from memopt.executor.engine_memory import bucket_bytes, gathering, zero_charges
 from memopt.executor.held_memory import (
     Memory,
     Waiting,
@@ -128,7 +128,7 @@ class Surroundings:
         self._outputs, self._last = memory_of(()), memory_of(())  # of this call, of the last
         self._metered: _Metered | None = None
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
-        self._engine = NO_CHARGES
+        self._engine = self._zero = NO_CHARGES
         self._gathering, self._scheduled = NO_CHARGES, StageCall()
         self.has_engine = False
         self._waiting = Waiting()
@@ -167,6 +167,7 @@ class Surroundings:
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
         self.has_engine, model = has_engine, self.model()
+        self._zero = zero_charges(model) if has_engine and model is not None else NO_CHARGES
         if has_engine and model is not None and hasattr(model, "unshard"):
             # After a forward alone its parameters are whole still.
             self._gathering = gathering(model) or self._gathering
@@ -188,7 +189,8 @@ class Surroundings:
             self._waiting.charge(halved, told=bool(self._scheduled.charges))
         self._stepped = False
         flat = 0 if (model := self.model()) is None else flat_bytes(model)
-        self._engine = Charges(bucket_bytes=bucket_bytes() + flat).plus(self._gathering)
+        around = self._gathering.plus(self._zero)
+        self._engine = Charges(bucket_bytes=bucket_bytes() + flat).plus(around)
         held_bytes = self.held_bytes()
         # Those of a call that waits are charged with it.
         kept = waiting or self._scheduled.charges.output_calls

@@ -33,6 +33,16 @@ def has_engine(module: nn.Module) -> bool:
     return any(_is_engines(hook) for hooks in _registries(module) for hook in hooks.values())
 
 
+def optimizer_of_engine(module: nn.Module) -> Any:
+    """Return the optimizer of DeepSpeed's that holds a module's master weights; None: no such one.
+    The engine's hooks on the module close over the engine."""
+    hooks = [one for both in _registries(module) for one in both.values() if _is_engines(one)]
+    cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
+    found = [getattr(cell.cell_contents, "optimizer", None) for cell in cells]
+    own = [one for one in found if type(one).__module__.startswith("deepspeed.runtime.")]
+    return own[0] if own else None
+
+
 @contextmanager
 def engine_off(module: nn.Module) -> Iterator[tuple[list[Any], list[Any]]]:
     """Take an engine's hooks off a module inside.

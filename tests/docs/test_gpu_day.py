@@ -96,6 +96,7 @@ def test_the_table_of_the_day() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_dry_run(tmp_path: Path) -> None:
     """Every cell on the CPU, within ten minutes, and again from its results at once."""
     command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--size", "tiny"]
