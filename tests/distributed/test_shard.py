@@ -26,7 +26,7 @@ BLOCKS = {
 }
 
 
-SOME_AGAIN = {"gpt2": 0.45, "resnet50": 0.8}
+SOME_AGAIN = {"gpt2": 0.5, "resnet50": 0.8}
 """Shares of the baseline within which only some weights are gathered again. Within more, plans of
 GPT-2 keep all of them, and run cheaper operators again. The optimizer's state is charged as met."""
 

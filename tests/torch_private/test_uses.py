@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
+@functools.cache
 def own_names() -> set[str]:
     """Private names that memopt defines: functions, classes, variables, attributes of its own."""
     found: set[str] = set()
@@ -80,7 +82,6 @@ def own_names() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-OWN = own_names()
 ATTRIBUTES = {
     last
     for last in (row.rpartition(".")[2] for row in TABLE if not row.startswith("torch.ops."))
@@ -120,7 +121,7 @@ def violations(module: str, source: str) -> Iterator[str]:
                     yield f"{line}{text}"
             elif text.partition(".")[0] in ("self", "cls") or node.attr in NOT_TORCHS:
                 continue
-            elif node.attr not in OWN or node.attr in ATTRIBUTES:
+            elif node.attr not in own_names() or node.attr in ATTRIBUTES:
                 yield f"{line}{text}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (line + text for text in in_text(node.value))
