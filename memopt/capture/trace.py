@@ -207,7 +207,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
 
     try:
         found: tuple[GraphModule, TraceGuards] = with_one_sequence(
-            lambda: with_whole_masks(call, trace)
+            lambda: with_whole_masks(model, call, trace)
         )
     except capture_errors() as error:
         refusal, function = refusal_in(error, before), untraceable(error)

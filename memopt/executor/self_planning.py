@@ -270,7 +270,7 @@ class SelfPlanning:
     def _without_idle_masks(self, call: Call) -> Call:
         """Return the call, marked to be captured without its masks if they mask nothing and a plan
         of its own can serve it."""
-        seen = self._none_masks and self._on_mismatch == "plan" and masks_nothing(call)
+        seen = self._none_masks and self._on_mismatch == "plan" and masks_nothing(self.model, call)
         return replace(call, whole_masks=seen)
 
     def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:

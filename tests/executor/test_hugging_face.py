@@ -60,7 +60,7 @@ def test_masks_that_mask_nothing_are_left_out_as_in_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager sums the gradient of T5's bias of positions over a batch without padding before it
-    rounds it to bfloat16, and after that over a batch with padding."""
+    rounds it to bfloat16, and after that over a batch with padding; masks may come by place."""
     assert torchvision_shim.__file__
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -83,7 +83,7 @@ def test_masks_that_mask_nothing_are_left_out_as_in_eager(
             torch.manual_seed(1)
             one.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                output = one(input_ids=ids, attention_mask=mask, labels=labels)
+                output = one(ids, mask, labels=labels)
             output.loss.backward()
             losses.append(output.loss)
         assert torch.equal(*losses)

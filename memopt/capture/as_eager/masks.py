@@ -12,6 +12,7 @@ plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def rounds_by_mask(model: nn.Module) -> bool:
 
 def none_masks(model: nn.Module, call: Call) -> bool:
     """Return whether `masks_nothing` holds of a call on all ranks, which must capture alike."""
-    own, ranks = masks_nothing(call), ranks_of(model)
+    own, ranks = masks_nothing(model, call), ranks_of(model)
     if ranks is None:
         return own
     everyone = all(ranks.exchanged(own, "masks are looked at"))
@@ -53,16 +54,19 @@ def none_masks(model: nn.Module, call: Call) -> bool:
     return everyone
 
 
-def masks_nothing(call: Call) -> bool:
+def masks_nothing(model: nn.Module, call: Call) -> bool:
     """Return whether a call has attention masks, and all of them hold only ones."""
-    masks = _masks(call)
+    masks = _masks(model, call)
     return bool(masks) and all(bool(mask.all()) for mask in masks)
 
 
-def _masks(call: Call) -> list[torch.Tensor]:
+def _masks(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    by_place = zip(
+        inspect.signature(type(model).forward).parameters, (model, *call.args), strict=False
+    )
     return [
         value
-        for name, value in call.kwargs.items()
+        for name, value in (*by_place, *call.kwargs.items())
         if name.endswith("attention_mask") and isinstance(value, torch.Tensor) and value.dim() == 2
     ]
 
@@ -71,19 +75,19 @@ class _OtherMasks(Exception):
     """The model also makes masks of other arguments, which may mask something."""
 
 
-def with_whole_masks(call: Call, trace: Callable[[], T]) -> T:
+def with_whole_masks(model: nn.Module, call: Call, trace: Callable[[], T]) -> T:
     """Run `trace`; if the call's masks mask nothing, the model is traced without them."""
     if not call.whole_masks:
         return trace()
     try:
-        with _whole_masks(call):
+        with _whole_masks(model, call):
             return trace()
     except _OtherMasks:
         return trace()
 
 
 @contextmanager
-def _whole_masks(call: Call) -> Iterator[None]:
+def _whole_masks(model: nn.Module, call: Call) -> Iterator[None]:
     """Trace inside as if masks made of the call's attention masks masked nothing.
 
     Raises:
@@ -110,7 +114,7 @@ def _whole_masks(call: Call) -> Iterator[None]:
         mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", without_mask(both_ways)),
     ):
         yield
-    masks = set(map(id, _masks(call)))
+    masks = set(map(id, _masks(model, call)))
     # Dynamo's names of the flat arguments.
     whole = {f"l_flat_args_{i}_" for i, leaf in enumerate(call.leaves) if id(leaf) in masks}
     if not read <= whole:
