@@ -270,15 +270,15 @@ class SelfPlanning:
     def _without_idle_masks(self, call: Call) -> Call:
         """Return the call, marked to be captured without its masks if they mask nothing and a plan
         of its own can serve it."""
-        seen = self._none_masks and self._on_mismatch == "plan" and masks_nothing(self.model, call)
-        return replace(call, whole_masks=seen)
+        looks = self._none_masks and self._on_mismatch == "plan"
+        return replace(call, whole_masks=masks_nothing(call)) if looks else call
 
     def _call_and_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
         """Return a call of the model, and its kind."""
         call = in_order(args, kwargs)
         if self._rounds_by_mask and self._on_mismatch == "plan":
-            self._none_masks = none_masks(self.model, call)
-            call = replace(call, whole_masks=self._none_masks)
+            call = replace(call, whole_masks=none_masks(self.model, call))
+            self._none_masks = bool(call.whole_masks)
         return self._backward.as_arrives(call, self._kind(call))
 
     def _kind(self, call: Call) -> Any:

@@ -26,7 +26,7 @@ class Call:
 
     Attributes:
         args, kwargs: the arguments.
-        whole_masks: whether all its attention masks mask nothing, and it is captured without them
+        whole_masks: the leaves that, as attention masks, mask nothing; it is captured without them
             (`memopt.capture.as_eager.masks`).
         orders: how gradients of its outputs arrive, if it is captured for other layouts than the
             outputs'.
@@ -34,7 +34,7 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    whole_masks: bool = False
+    whole_masks: tuple[int, ...] = ()
     orders: Orders = ()
 
     @cached_property

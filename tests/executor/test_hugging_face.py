@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def test_grouped_keys_are_those_of_eager(inputs: tuple[Tensor, ...]) -> None:
     assert ("cumsum" in names) == (len(inputs) == 2), names
 
 
+@pytest.mark.parametrize("by_place", [False, True])
 def test_masks_that_mask_nothing_are_left_out_as_in_eager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager sums the gradient of T5's bias of positions over a batch without padding before it
     rounds it to bfloat16, and after that over a batch with padding; masks may come by place."""
@@ -83,7 +85,10 @@ def test_masks_that_mask_nothing_are_left_out_as_in_eager(
             torch.manual_seed(1)
             one.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                output = one(ids, mask, labels=labels)
+                if by_place:
+                    output = one(ids, mask, labels=labels)
+                else:
+                    output = one(input_ids=ids, attention_mask=mask, labels=labels)
             output.loss.backward()
             losses.append(output.loss)
         assert torch.equal(*losses)
@@ -91,6 +96,51 @@ def test_masks_that_mask_nothing_are_left_out_as_in_eager(
             assert torch.equal(parameter.grad, other.grad)
     assert model.calls.planned == 3
     assert len(model.memopt.plans) == 2
+
+
+class Masking(nn.Module):
+    """Hands a mask on, or computes one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
+        mask = (tokens != 0).long() if kept is None else kept
+        hidden: Tensor = self.model(tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        return hidden
+
+
+def test_masks_of_other_names_are_left_out_and_computed_ones_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torchvision_shim.__file__
+    from transformers import LlamaConfig, LlamaModel
+
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Masking(LlamaModel(config)).bfloat16().train()
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, budget="min", progress=False)
+    whole = torch.ones_like(IDS)
+    padded = whole.clone()
+    padded[1, 20:] = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model computes an attention mask")
+        for mask in (whole, padded, whole):
+            for one in (model, twin):
+                one.zero_grad()
+                one(IDS, mask).float().square().mean().backward()
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(parameter.grad, other.grad)
+    assert model.calls.planned == 3
+    with pytest.warns(UserWarning, match="the model computes an attention mask"):
+        model(IDS).float().square().mean().backward()
+    assert model.calls.planned == 4
 
 
 def test_hidden_states_of_a_model_that_was_never_called(

@@ -12,7 +12,6 @@ plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,85 +39,109 @@ def rounds_by_mask(model: nn.Module) -> bool:
     )
 
 
-def none_masks(model: nn.Module, call: Call) -> bool:
-    """Return whether `masks_nothing` holds of a call on all ranks, which must capture alike."""
-    own, ranks = masks_nothing(model, call), ranks_of(model)
+def none_masks(model: nn.Module, call: Call) -> tuple[int, ...]:
+    """Return `masks_nothing` of a call on all ranks, which must capture alike."""
+    own, ranks = masks_nothing(call), ranks_of(model)
     if ranks is None:
         return own
-    everyone = all(ranks.exchanged(own, "masks are looked at"))
-    if own and not everyone:
+    everyone = set(own).intersection(*ranks.exchanged(own, "masks are looked at"))
+    if everyone != set(own):
         warn(
             "this rank's attention masks mask nothing, and another rank's do: all run with masks, "
             "and last bits can differ from the unplanned model's. Pad on all ranks, or on none",
         )
-    return everyone
+    return tuple(sorted(everyone))
 
 
-def masks_nothing(model: nn.Module, call: Call) -> bool:
-    """Return whether a call has attention masks, and all of them hold only ones."""
-    masks = _masks(model, call)
-    return bool(masks) and all(bool(mask.all()) for mask in masks)
-
-
-def _masks(model: nn.Module, call: Call) -> list[torch.Tensor]:
-    by_place = zip(
-        inspect.signature(type(model).forward).parameters, (model, *call.args), strict=False
+def masks_nothing(call: Call) -> tuple[int, ...]:
+    """Return which of a call's flat arguments are matrices of ones, as masks that mask nothing."""
+    return tuple(
+        number
+        for number, leaf in enumerate(call.leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and bool((leaf == 1).all())
     )
-    return [
-        value
-        for name, value in (*by_place, *call.kwargs.items())
-        if name.endswith("attention_mask") and isinstance(value, torch.Tensor) and value.dim() == 2
-    ]
 
 
-class _OtherMasks(Exception):
-    """The model also makes masks of other arguments, which may mask something."""
+_PASSES = {"to", "type", "bool", "long", "int", "float", "contiguous", "clone", "detach", "view"}
+_ONES = {"ones", "new_ones", "ones_like"}
+"""Names of what leaves a mask's values as they are, and of what makes ones."""
 
 
 def with_whole_masks(model: nn.Module, call: Call, trace: Callable[[], T]) -> T:
-    """Run `trace`; if the call's masks mask nothing, the model is traced without them."""
-    if not call.whole_masks:
+    """Run `trace`, in which eager's masks that mask nothing are left out where it is known of all:
+    they are arguments of ones, or the model makes ones. Warn of a mask that the model computes."""
+    if not rounds_by_mask(model):
         return trace()
-    try:
-        with _whole_masks(model, call):
-            return trace()
-    except _OtherMasks:
+    # Dynamo's names of the flat arguments.
+    whole = {f"l_flat_args_{number}_" for number in call.whole_masks}
+    leaves_out = bool(whole)
+    with _masks_seen(leaves_out) as masks:
+        traced = trace()
+    sources = [_sources(mask) for mask in masks]
+    known = bool(sources) and all(reads is not None and reads <= whole for reads in sources)
+    if None in sources and _rounds_much(model):
+        warn(
+            "the model computes an attention mask. The planned step keeps it where the unplanned "
+            "model leaves it out, since it masks nothing: last bits may differ then. Pass the mask "
+            "as an argument"
+        )
+    if not sources or known == leaves_out:
+        return traced
+    with _masks_seen(known):
         return trace()
+
+
+def _rounds_much(model: nn.Module) -> bool:
+    """Return whether a model computes in less than single precision."""
+    parameters = list(model.parameters())
+    low = any(one.is_floating_point() and one.itemsize < 4 for one in parameters)
+    return low or any(torch.is_autocast_enabled(one.device.type) for one in parameters[:1])
 
 
 @contextmanager
-def _whole_masks(model: nn.Module, call: Call) -> Iterator[None]:
-    """Trace inside as if masks made of the call's attention masks masked nothing.
+def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
+    """Trace inside, with masks left out as if they masked nothing, or with them.
 
-    Raises:
-        _OtherMasks: (after the trace) some masks are made of other arguments.
+    Yields:
+        The nodes of Dynamo's trace from which masks are made; filled while tracing.
     """
     masking: Any = sys.modules["transformers.masking_utils"]
     at_trace = comptime()
-    read: set[str] = set()
+    masks: list[Node] = []
 
     def look(context: Any) -> None:
-        read.update(arguments_of(context.get_local("padding_mask").as_proxy().node))
+        masks.append(context.get_local("padding_mask").as_proxy().node)
 
-    def without_mask(original: Callable[..., bool]) -> Callable[..., bool]:
+    def seen(original: Callable[..., bool]) -> Callable[..., bool]:
         def skips(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
             if padding_mask is not None:
                 at_trace(look)
-            return original(None, *args, **kwargs)
+            return original(None if leaves_out else padding_mask, *args, **kwargs)
 
         return skips
 
     causal, both_ways = masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa
     with (
-        mock.patch.object(masking, "_ignore_causal_mask_sdpa", without_mask(causal)),
-        mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", without_mask(both_ways)),
+        mock.patch.object(masking, "_ignore_causal_mask_sdpa", seen(causal)),
+        mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", seen(both_ways)),
     ):
-        yield
-    masks = set(map(id, _masks(model, call)))
-    # Dynamo's names of the flat arguments.
-    whole = {f"l_flat_args_{i}_" for i, leaf in enumerate(call.leaves) if id(leaf) in masks}
-    if not read <= whole:
-        raise _OtherMasks
+        yield masks
+
+
+def _sources(mask: Node) -> set[str] | None:
+    """Return the arguments whose values a mask has; none of one that is made of ones; None: the
+    model computes it."""
+    stack, found = [mask], set()
+    while stack:
+        one = stack.pop()
+        name = one.target if isinstance(one.target, str) else one.target.__name__
+        if one.op == "placeholder":
+            found.add(one.name)
+        elif name in _PASSES:
+            stack += one.all_input_nodes
+        elif name not in _ONES:
+            return None
+    return found
 
 
 def arguments_of(node: Node) -> set[str]:
