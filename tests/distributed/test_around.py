@@ -283,6 +283,7 @@ _UNREBUILT = "DDP, find_unused_parameters"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SUBJECTS), ("llama", 4)])
 def test_every_engine(name: str, ranks: int, tmp_path: Path) -> None:
     engines = [*ENGINES, *TRAINERS] if ranks == 2 else ["FSDP2 x tensor parallel", _UNREBUILT]

@@ -115,6 +115,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "resnet50"])
 def test_twenty_steps(name: str, ranks: int, tmp_path: Path) -> None:
