@@ -3,7 +3,7 @@ model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def zero_charges(model: nn.Module) -> Charges:
     if optimizer is None or not own:
         return Charges()
     device = own[0].device
-    held = memory_of(one for one in _tensors_in(optimizer) if one.device == device)
+    held = memory_of(one for one in _tensors_in(optimizer, own) if one.device == device)
     own_bytes = sum(one.nbytes for one in own if one.untyped_storage().data_ptr() in held)
     item_bytes = max(one.itemsize for one in own)
     bucket_bytes = int(getattr(optimizer, "reduce_bucket_size", 0)) * item_bytes
@@ -63,9 +63,11 @@ def zero_charges(model: nn.Module) -> Charges:
     )
 
 
-def _tensors_in(holder: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an optimizer of an engine's holds, and their gradients."""
-    waiting, seen = [vars(holder)], set()
+def _tensors_in(holder: Any, own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an optimizer of an engine's holds, and their gradients; of the model's
+    own parameters not the gradients, which plans charge."""
+    waiting: list[Any] = [vars(holder)]
+    seen, without = set[int](), set(map(id, own))
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
@@ -73,7 +75,7 @@ def _tensors_in(holder: Any) -> Iterator[torch.Tensor]:
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
             yield one
-            waiting.append(one.grad)
+            waiting.append(None if id(one) in without else one.grad)
         elif isinstance(one, Mapping):
             waiting += one.values()
         elif isinstance(one, list | tuple | set):

@@ -416,3 +416,6 @@ def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
     assert resident[0] == alone.resident_bytes + 8 * elements + buckets_bytes
     state_bytes = 2 * 8 * elements + 4  # two moments, a number of steps
     assert resident[1] == resident[0] + state_bytes
+    # The model's own gradients are charged already where a micro-batch comes after another.
+    wrapped(inputs).sum().backward()
+    assert memopt.running(model).around.certain().state_bytes == 8 * elements + state_bytes

@@ -58,7 +58,9 @@ def masks_nothing(call: Call) -> tuple[int, ...]:
     return tuple(
         number
         for number, leaf in enumerate(call.leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and bool((leaf == 1).all())
+        if isinstance(leaf, torch.Tensor)
+        and (leaf.dim(), leaf.layout, leaf.is_meta) == (2, torch.strided, False)
+        and bool((leaf == 1).all())
     )
 
 
