@@ -47,8 +47,9 @@ def zero_charges(model: nn.Module) -> Charges:
     """Return what DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's parameters: master
     weights and state, gradients of other micro-batches; and in a backward the buckets in which it
     reduces gradients, or those of its own partition where these are larger."""
-    own, optimizer = list(model.parameters()), optimizer_of_engine(model)
-    if optimizer is None or not own:
+    optimizer = optimizer_of_engine(model)
+    own = [] if optimizer is None else list(model.parameters())
+    if not own:
         return Charges()
     device = own[0].device
     held = memory_of(one for one in _tensors_in(optimizer, own) if one.device == device)

@@ -106,7 +106,10 @@ class Masking(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
-        mask = (tokens != 0).long() if kept is None else kept
+        if kept is None:
+            mask = (tokens != 0).long()
+        else:  # as PEFT puts a prefix before it
+            mask = torch.cat([torch.ones_like(kept[:, :4]), kept[:, 4:]], 1)
         hidden: Tensor = self.model(tokens, attention_mask=mask, use_cache=False).last_hidden_state
         return hidden
 

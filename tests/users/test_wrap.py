@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,84 +336,3 @@ def test_a_model_that_fails_raises_its_own_error_and_goes_on() -> None:
         model(torch.ones(4, 8)).sum().backward()
     assert all(map(torch.equal, planned.buffers(), plain.buffers()))
     assert planned.calls.planned == 1
-
-
-def test_hooks_of_deepspeeds_engine_run_around_planned_calls() -> None:
-    # They start and stop timers, which no graph can hold.
-    begun, ended = [], []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        begun.append(time.time())
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        ended.append(time.time())
-
-    before.__module__ = after.__module__ = "deepspeed.runtime.engine"
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
-    inputs = torch.randn(16, 8)
-    model(inputs).sum().backward()
-    expected = [one.grad for one in model.parameters() if one.grad is not None]
-    model.zero_grad()
-    memopt.wrap(model, "min", progress=False)
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after)
-    model(inputs).sum().backward()
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    assert len(found) == 4
-    assert all(map(torch.equal, expected, found))
-    assert memopt.running(model).calls.planned == len(begun) == len(ended) == 1
-
-
-class _ZeroOptimizer:
-    """Holds what DeepSpeed's does: parameters in one piece, master weights, the state of a part."""
-
-    def __init__(self, model: nn.Module) -> None:
-        own = [one.detach() for one in model.parameters()]
-        self.flat = torch.cat([one.flatten() for one in own])
-        parts = self.flat.split([one.numel() for one in own])
-        for one, part in zip(model.parameters(), parts, strict=True):
-            one.data = part.view_as(one)
-        self.master = nn.Parameter(self.flat.to(torch.float64))
-        self.optimizer = torch.optim.AdamW([self.master])
-        self.groups = [list(model.parameters())]
-        self.reduce_bucket_size, self.partition_size, self.overlap_comm = 100, [200], True
-
-
-_ZeroOptimizer.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
-
-
-def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
-    inputs = torch.randn(16, 8)
-    wrapped = memopt.wrap(model, "min", progress=False)
-    wrapped(inputs).sum().backward()
-    (alone,) = memopt.running(model).plans
-    model.zero_grad()
-    engine = SimpleNamespace(optimizer=_ZeroOptimizer(model))
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        assert engine.optimizer is not None
-
-    before.__module__ = "deepspeed.runtime.engine"
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    elements = engine.optimizer.flat.numel()
-    buckets_bytes = 4 * (200 + 100)  # its own part of the gradients is larger than one bucket
-    resident = []
-    for steps in range(2):
-        wrapped(inputs).sum().backward()
-        engine.optimizer.master.grad = torch.zeros_like(engine.optimizer.master)
-        if steps == 0:
-            resident.append(max(one.resident_bytes for one in memopt.running(model).plans))
-        engine.optimizer.optimizer.step()
-        engine.optimizer.master.grad = None
-        model.zero_grad()
-    wrapped(inputs).sum().backward()
-    resident.append(max(one.resident_bytes for one in memopt.running(model).plans))
-    assert resident[0] == alone.resident_bytes + 8 * elements + buckets_bytes
-    state_bytes = 2 * 8 * elements + 4  # two moments, a number of steps
-    assert resident[1] == resident[0] + state_bytes
-    # The model's own gradients are charged already where a micro-batch comes after another.
-    wrapped(inputs).sum().backward()
-    assert memopt.running(model).around.certain().state_bytes == 8 * elements + state_bytes

@@ -64,9 +64,12 @@ def masks_nothing(call: Call) -> tuple[int, ...]:
     )
 
 
-_PASSES = {"to", "type", "bool", "long", "int", "float", "contiguous", "clone", "detach", "view"}
+_CASTS = {"to", "type", "bool", "long", "int", "float", "contiguous", "clone", "detach"}
+_MOVES = {"cat", "chunk", "expand", "flatten", "getitem", "narrow", "repeat", "repeat_interleave"}
+_PASSES = {*_CASTS, *_MOVES, "reshape", "split", "squeeze", "stack", "unsqueeze", "view"}
 _ONES = {"ones", "new_ones", "ones_like"}
-"""Names of what leaves a mask's values as they are, and of what makes ones."""
+"""Names of what leaves a mask's values as they are, or puts them elsewhere, and of what makes
+ones."""
 
 
 def with_whole_masks(model: nn.Module, call: Call, trace: Callable[[], T]) -> T:
