@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch.optim import Optimizer
 from memopt.executor.held_memory import memory_of, size_of
 from memopt.models.charges import Charges
 from memopt.models.device import in_blocks
+from memopt.models.warned import warn
 from memopt.step.backend import backend_of
 from memopt.step.shards import local_part, padded_bytes
 from memopt.torch_private.engine_hooks import optimizer_of_engine
 from memopt.torch_private.modules import data_parallel_around
 from memopt.torch_private.tensors import base_of
+
+_ZERO = "deepspeed.runtime.zero."
+_BUCKETS = ("reduce_bucket_size", "partition_size", "overlap_comm")
 
 
 def bucket_bytes() -> int:
@@ -55,12 +60,32 @@ def zero_charges(model: nn.Module) -> Charges:
     held = memory_of(one for one in _tensors_in(optimizer, own) if one.device == device)
     own_bytes = sum(one.nbytes for one in own if one.untyped_storage().data_ptr() in held)
     item_bytes = max(one.itemsize for one in own)
-    bucket_bytes = int(getattr(optimizer, "reduce_bucket_size", 0)) * item_bytes
-    parts = getattr(optimizer, "partition_size", ())
-    second_bytes = bucket_bytes if getattr(optimizer, "overlap_comm", False) else 0
+    bucket_bytes, parts, overlaps = _buckets(optimizer)
+    bucket_bytes *= item_bytes
     return Charges(
         state_bytes=max(0, size_of(held) - own_bytes),
-        bucket_bytes=max(bucket_bytes, sum(map(int, parts)) * item_bytes) + second_bytes,
+        bucket_bytes=max(bucket_bytes, parts * item_bytes) + (bucket_bytes if overlaps else 0),
+    )
+
+
+def _buckets(optimizer: Any) -> tuple[int, int, bool]:
+    """Return the elements of a bucket in which ZeRO reduces gradients, those of the partitions, and
+    whether two buckets are in use at once; warn of a version that does not say."""
+    if not type(optimizer).__module__.startswith(_ZERO):
+        return 0, 0, False
+    unknown = tuple(name for name in _BUCKETS if name not in vars(optimizer))
+    if unknown:
+        _warn_of_buckets(unknown)
+    size, parts, overlaps = [vars(optimizer).get(name) for name in _BUCKETS]
+    return int(size or 0), sum(int(one) for one in parts or ()), bool(overlaps)
+
+
+@functools.cache
+def _warn_of_buckets(unknown: tuple[str, ...]) -> None:
+    """Warn once that buckets of this version of DeepSpeed are not charged."""
+    warn(
+        f"this version of DeepSpeed has no {' and no '.join(unknown)} on its optimizer: what its "
+        f"buckets of gradients need is not charged. Leave them room in the budget"
     )
 
 
@@ -83,5 +108,5 @@ def _tensors_in(holder: Any, own: Iterable[torch.Tensor]) -> Iterator[torch.Tens
             waiting += one
         elif isinstance(one, Optimizer):
             waiting += [one.state, one.param_groups]
-        elif type(one).__module__.startswith("deepspeed.runtime.zero."):
+        elif type(one).__module__.startswith(_ZERO):
             waiting.append(vars(one))

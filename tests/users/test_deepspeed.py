@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +92,25 @@ def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
     # The model's own gradients are charged already where a micro-batch comes after another.
     wrapped(inputs).sum().backward()
     assert memopt.running(model).around.certain().state_bytes == 8 * elements + state_bytes
+
+
+def test_buckets_that_a_version_does_not_name_are_warned_of_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = _ZeroOptimizer(model)
+    del optimizer.reduce_bucket_size
+    engine = SimpleNamespace(optimizer=optimizer)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        assert engine.optimizer is not None
+
+    before.__module__ = "deepspeed.runtime.engine"
+    wrapped = memopt.wrap(model, "min", progress=False)
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            wrapped(torch.randn(16, 8)).sum().backward()
+    own = [str(one.message) for one in warned if "DeepSpeed" in str(one.message)]
+    assert len(own) == 1
+    assert "no reduce_bucket_size" in own[0]
