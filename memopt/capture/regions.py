@@ -10,7 +10,8 @@ stack of its own block, and what was relied on of the first block is relied on o
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,12 +26,13 @@ from memopt.torch_private.dynamo import export_root
 
 _MODULES = 4
 """Blocks of fewer modules are no work to trace."""
+_KINDS = 4
 
 
 def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
     """Return the code of the forwards of a model's blocks: classes of which lists have many
-    members, none of which is inside another."""
-    found, inner = Counter[type](), dict[type, set[type]]()
+    members, none of which is inside another, and at least half of which are like one before."""
+    found, inner = defaultdict[type, list[nn.Module]](list), dict[type, set[type]]()
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
@@ -40,14 +42,24 @@ def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
                 continue
             kinds = [type(one) for one in block.modules()]
             if len(kinds) >= _MODULES and not any(kind is one for one in kinds[1:]):
-                found[kind] += 1
+                found[kind].append(block)
                 inner.setdefault(kind, set()).update(kinds[1:])
     chosen: list[type] = []
-    for kind, count in found.most_common():
+    for kind, blocks in sorted(found.items(), key=lambda one: -len(one[1])):
         apart = all(kind not in inner[one] and one not in inner[kind] for one in chosen)
-        if count >= LEAST and apart:
+        if len(blocks) >= LEAST and apart:
             chosen.append(kind)
-    return frozenset(vars(kind)["forward"].__code__ for kind in chosen)
+    repeated = (kind for kind in chosen if 2 * _repeated(found[kind]) >= len(found[kind]))
+    return frozenset(vars(kind)["forward"].__code__ for kind in repeated)
+
+
+def _repeated(blocks: Sequence[nn.Module]) -> int:
+    """Return how many blocks are like one of the few last kinds before them."""
+    kinds: list[nn.Module] = []
+    for block in blocks:
+        if not any(alike(one, block) for one in kinds[-_KINDS:]):
+            kinds.append(block)
+    return len(blocks) - len(kinds)
 
 
 def alike(one: Any, other: Any) -> bool:

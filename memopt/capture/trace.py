@@ -159,9 +159,9 @@ def dynamo_capture(
             sys.modules["einops"].rearrange(tensor, "a -> a")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
-    blocks = forwards_of_blocks(model) if has_regions() else frozenset()
-    if blocks:
-        with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is
+    with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is
+        blocks = forwards_of_blocks(model) if has_regions() else None
+        if blocks:
             return _captured(model, args, kwargs, traced_once(blocks, alike))
     return _captured(model, args, kwargs, nullcontext(Reused()))
 

@@ -289,3 +289,24 @@ def test_only_lists_of_blocks_are_regions() -> None:
     few = nn.ModuleList(Deep().blocks[:3])
     assert not forwards_of_blocks(few)
     assert not forwards_of_blocks(nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)]))
+
+
+def test_blocks_of_many_kinds_are_no_regions() -> None:
+    """As with drop paths, whose rates rise from block to block: each would be traced anyhow, with
+    a region around it. Two kinds in turn are regions."""
+    model = Deep()
+    for place, block in enumerate(model.blocks):
+        block.rate = 0.1 * (place % 2)
+    assert forwards_of_blocks(model) == {Block.forward.__code__}
+    for place, block in enumerate(model.blocks):
+        block.rate = 0.01 * place
+    assert not forwards_of_blocks(model)
+
+
+def test_blocks_that_know_what_holds_them_are_traced() -> None:
+    model = Deep()
+    for block in model.blocks:
+        vars(block.up)["owner"] = block
+    x = torch.randn(4, 8)
+    whole, known, _ = _traced(model, x, once=False)
+    assert _traced(model, x, once=True) == (whole, known, 0)
