@@ -22,8 +22,8 @@ from memopt.capture.taken import is_taken
 from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
-from memopt.executor.measured_parts import PlannedPart
 from memopt.executor.differentiated import PARTIAL
+from memopt.executor.measured_parts import PlannedPart
 from memopt.executor.module import waiting_calls, when_arrived, when_run_again
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
@@ -53,7 +53,9 @@ _WHOLE = (
 )
 
 
-_OPENED = "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
+_OPENED = (
+    "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
+)
 
 
 @dataclass(eq=False)
