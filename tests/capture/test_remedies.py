@@ -41,6 +41,10 @@ def copied(m: Net, x: Tensor) -> Tensor:
     return m.linear(x) * out
 
 
+def causal(x: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(x.shape[0])
+
+
 class Attributes(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
@@ -54,6 +58,8 @@ class Net(nn.Module):
         self.register_buffer("tables", torch.ones(2))
         self.register_buffer("plain", torch.ones(3))
         self.buffer = nn.Buffer(torch.ones(3))
+        layer = nn.TransformerEncoderLayer(3, 1, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.scale = nn.Parameter(torch.ones(3))
         self.drawn, self.random = np.random.default_rng(0), random.Random(0)
         self.options: dict[str, float] = Attributes(scale=2.0)
@@ -213,6 +219,11 @@ ROWS: dict[str, Row] = {
         (lambda m, x: torch.where(x.sum() > 0, x * 2, x),),
     ),
     "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
+    "causal mask": Row(
+        lambda m, x: m.encoder(x[None], causal(x))[0],
+        "looks at a mask's values to see whether it is causal.*is_causal=True",
+        (lambda m, x: m.encoder(x[None], causal(x), is_causal=True)[0],),
+    ),
     "nn.Buffer": Row(
         Net.to_dtype_of,
         r"assigns an nn\.Buffer .*register_buffer",
