@@ -127,6 +127,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "(dict.__getitem__): write it with def, or pass a plain dict",
     ),
     (
+        r"multi_head_attention_forward[^\0]*nn/modules/transformer\.py",
+        "torch's Transformer looks at a mask's values to see whether it is causal: say so, or not "
+        "(is_causal=True of an encoder; tgt_is_causal=True of a decoder or nn.Transformer)",
+    ),
+    (
         r"[Dd]ata-dependent|tolist\(\)|_local_scalar_dense",
         "memopt needs a forward without data-dependent Python control flow (.item(), tensor truth "
         "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "

@@ -139,6 +139,17 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "it",
     ),
     (
+        r"GetAttrVariable\(TensorVariable\(\), persistent\)",
+        "it assigns an nn.Buffer to a module, which torch.compile puts into no graph: register it "
+        "as a plain tensor (register_buffer(name, tensor))",
+    ),
+    (
+        r"making fake tensor call[^\0]*?: got \w+\((?P<what>.*)\)",
+        "an operator fails there: {what}. If the model runs without memopt, its trace takes "
+        "another way than its step, as where a step leaves out an attention mask that masks "
+        "nothing: call it without the mask, or plan the sub-modules around it",
+    ),
+    (
         r"trace the builtin `(?P<what>[\w.]+?)\.?`",
         "it calls {what}(), which is neither Python code nor an operator of torch's, so that no "
         "graph holds it: take it out of the forward, or, where it computes tensors, make an "

@@ -90,7 +90,8 @@ def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Param
         f"the wrapped {type(model).__name__} is trained and was not called: memopt plans what "
         "model(...) runs, not its other methods, nor sub-modules that the loop calls by "
         "themselves. Nothing is planned, and the budget is not kept: wrap the modules that the "
-        "loop calls, or let it call the model",
+        "loop calls, or let it call the model (torch.compile(model) in place of model.compile(), "
+        "which takes its calls elsewhere)",
     )
     return True
 
@@ -145,19 +146,22 @@ class Calls:
             ".calls counts such calls as original, and this is said once",
         )
 
-    def take_back(self, why: str) -> None:
+    def take_back(self, why: str, remedy: str | None = None) -> None:
         """Count a planned call as one of the unplanned model, which runs again in place of its
         backward; warn once per reason.
 
         Args:
             why: a key of `memopt.executor.differentiated.REMEDIES`.
+            remedy: what the warning says to do, or what is done; None: the one known for it.
         """
         self.planned -= 1
         self.original += 1
         if why not in self._told:
             self._told.add(why)
             more = f". You can {REMEDIES[why]}" if why is PARTIAL else ""
-            if why is DIFFERENTIATED:
+            if remedy is not None:
+                more = f". {remedy}"
+            elif why is DIFFERENTIATED:
                 # Its parts of gradients are summed apart from those of the planned call.
                 more = (
                     "; where the loss uses the call's outputs, too, its gradients can differ in "

@@ -27,7 +27,7 @@ from memopt.step.model_outputs import TracedOutputs
 from memopt.step.nodes import is_random
 from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import engine_off
-from memopt.torch_private.modes import differentiate_twice, function_of
+from memopt.torch_private.modes import differentiate_twice, function_of, is_batch
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.user_code.own_backward import gradient_hooks_off, reaches
 from memopt.user_code.restored_state import state_restored
@@ -53,11 +53,17 @@ IN_OTHER_ORDER = (
     "the gradient of an output of a planned call arrives in another memory layout than it was "
     "planned for, in which kernels round otherwise"
 )
+BATCHED = (
+    "gradients of a planned call are computed for a batch of backwards at once "
+    "(is_grads_batched=True), and its backward is planned for one"
+)
 REMEDIES = {
     IN_OTHER_ORDER: "return the output contiguous (output.contiguous()), or name the loss that you "
     "train with (loss_fn= of memopt.wrap)",
     OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",
     DIFFERENTIATED: "train it without a plan (memopt.unwrap(model), or planned.original)",
+    BATCHED: "call backward for one of them after the other, or train it without a plan "
+    "(memopt.unwrap(model), or planned.original)",
     HALVED: "train it without a plan (memopt.unwrap(model), or planned.original)",
     PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
     "without a plan (memopt.unwrap(model), or planned.original)",
@@ -70,6 +76,13 @@ Again: TypeAlias = Callable[[Call], nn.Module | None]
 OtherOrder: TypeAlias = Callable[[Orders, int], Again | None]
 """Given in which orders gradients arrive, and their bytes, returns what runs a call planned for
 that; None: they are to be copied."""
+
+
+def why_not_planned(tangents: Sequence[Any]) -> str | None:
+    """Return why a backward that begins with these gradients has no plan; None: it has one."""
+    if torch.is_grad_enabled():
+        return DIFFERENTIATED
+    return BATCHED if any(map(is_batch, tangents)) else None
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
@@ -221,7 +234,12 @@ class AsOriginal:
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
     def _check_runs_again(self, why: str) -> None:
-        """Raise ExecutionError if the forward reads what it has updated."""
+        """Raise ExecutionError if the forward reads what it has updated, or draws for a batch."""
+        if why is BATCHED and self._random is not None:
+            raise ExecutionError(
+                f"{why}; its forward cannot run again for that: it draws random numbers, which "
+                f"vmap refuses. You can {REMEDIES[why]}"
+            )
         written = next(_read_and_written(self._captured), None)
         if written is not None:
             raise ExecutionError(

@@ -54,6 +54,7 @@ class _Inside:
     arrived: Arrived | None = None
     other_loss: OtherLoss | None = None
     other_order: OtherOrder | None = None
+    run_again: Callable[[str], None] | None = None
 
 
 class PlannedModule(nn.Module):
@@ -228,7 +229,7 @@ class PlannedModule(nn.Module):
             # Such calls are made to be differentiated: they run unplanned from now on.
             if why is DIFFERENTIATED and any(wants_gradients):
                 own.twice.add(wants_gradients)
-            calls.take_back(why)
+            (own.run_again or calls.take_back)(why)
 
         random = own.runtime.random
         again = AsOriginal(captured, model, call, guard, random, used, own.other_order)
@@ -299,6 +300,12 @@ def when_arrives_otherwise(planned: PlannedModule, met: OtherOrder) -> None:
     """Let the module that `met` returns run in place of a backward whose gradients arrive in other
     memory layouts than it was planned for; else they are copied."""
     _inside(planned).other_order = met
+
+
+def when_run_again(planned: PlannedModule, met: Callable[[str], None]) -> None:
+    """Call `met` with the reason, in place of `Calls.take_back`, when the unplanned module runs in
+    place of a backward."""
+    _inside(planned).run_again = met
 
 
 def waiting_calls(*planned: nn.Module) -> int:

@@ -34,8 +34,9 @@ def check_call(module: nn.Module) -> None:
     """
     if call_goes_elsewhere(module):
         raise ValueError(
-            "the model's calls are taken already: wrap it before model.compile(), or not twice "
-            "(memopt.unwrap(model) undoes it)"
+            "the model's calls are taken already: in place of model.compile() take "
+            "torch.compile(model) of the wrapped model, and wrap it once (memopt.unwrap(model) "
+            "undoes it)"
         )
     kind = calling_class(module)
     if kind is not None:

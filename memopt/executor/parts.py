@@ -22,8 +22,9 @@ from memopt.capture.taken import is_taken
 from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
+from memopt.executor.differentiated import PARTIAL
 from memopt.executor.measured_parts import PlannedPart
-from memopt.executor.module import waiting_calls, when_arrived
+from memopt.executor.module import waiting_calls, when_arrived, when_run_again
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
@@ -49,6 +50,11 @@ MOST_KINDS = 8
 _WHOLE = (
     "This module is planned by itself, since fully_shard gathers it by itself: memopt.shard(model, "
     "mesh) in place of fully_shard plans the whole model"
+)
+
+
+_OPENED = (
+    "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
 )
 
 
@@ -90,6 +96,7 @@ class PartMaker(PlanMaker):
             own = self._planning
             module = own.planner.apply(plan, own.model, call, own.instead, own.family)
             when_arrived(module, partial(self._shared.arrived, part))
+            when_run_again(module, own.run_again)
             known = self._modules[id(plan)] = MadePart(module, plan, NO_CHARGES, NO_CHARGES)
             known.part = part
         return known
@@ -115,6 +122,7 @@ class PartPlanning(SelfPlanning):
         self, name: str, module: nn.Module, parts: Parts, most_plans: int, on_mismatch: str
     ) -> None:
         self.name, self.parts, self.refused, self.looked_into = name, parts, "", False
+        self._opens = ""
         self.planner = parts.planner
         self._kinds: set[Any] = set()
         super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
@@ -129,7 +137,17 @@ class PartPlanning(SelfPlanning):
         """Whether it was called in training."""
         return bool(self._kinds or self._untrained or self.refused)
 
+    def run_again(self, why: str) -> None:
+        """Count a call that ran again in place of its backward. One whose plan has no backward for
+        some outputs alone would do so in each step: the part is opened instead."""
+        opens = why is PARTIAL and not self.parts.named
+        self._opens = why if opens else self._opens
+        self.calls.take_back(why, _OPENED.format(self.name) if opens else None)
+
     def _running(self, *args: Any, **kwargs: Any) -> Any:
+        if self._opens and not self.refused and not runs_unplanned():
+            self.parts.open(self.name, self.model, CaptureError(self._opens))
+            self.parts.shared.forget()
         if self.refused and not runs_unplanned():
             return plain_call(self.model, *args, **kwargs)
         try:
@@ -211,7 +229,8 @@ class Parts:
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
         """The parts' plans that are ready to run."""
-        return tuple(plan for part in self._found.values() for plan in part.plans)
+        parts = [part for part in self._found.values() if not part.refused]
+        return tuple(plan for part in parts for plan in part.plans)
 
     def count_in(self, calls: Calls) -> None:
         """Count the parts' calls in `calls` from now on."""
@@ -288,7 +307,7 @@ class Parts:
         """Write a line for each part: its plan, or why it has none; then what runs as it is."""
         lines, others = [], []
         for name, part in self._found.items():
-            for plan in part.plans:
+            for plan in () if part.refused else part.plans:
                 how = f"{plan.strategy.name}, peak {format_bytes(plan.peak_bytes)}"
                 lines.append(f"planned: {name}: {how}")
             if name in self._left:

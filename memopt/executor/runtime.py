@@ -23,7 +23,6 @@ from memopt.executor.added_later import AddedLater
 from memopt.executor.arriving_layouts import ArrivedLayouts, ArrivingLayouts
 from memopt.executor.autocast_backward import AutocastBackward
 from memopt.executor.differentiated import (
-    DIFFERENTIATED,
     HALVED,
     IN_OTHER_ORDER,
     PARTIAL,
@@ -31,6 +30,7 @@ from memopt.executor.differentiated import (
     AsOriginal,
     draws,
     prepare_backward,
+    why_not_planned,
 )
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
@@ -298,8 +298,8 @@ class Runtime:
         self._check_unchanged(state)
         if state.again is not None:
             state.again.check_unchanged(state.primals)
-        if torch.is_grad_enabled() and state.again is not None:
-            return self._as_original(state, args[1:], DIFFERENTIATED)
+        if state.again is not None and (why := why_not_planned(args[1:])):
+            return self._as_original(state, args[1:], why)
         if state.first_half is not None:
             found = state.first_half.second(args[1:])
             if found is None:

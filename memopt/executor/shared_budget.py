@@ -236,6 +236,11 @@ class SharedBudget:
         if meter is not None:
             meter.close()
 
+    def forget(self) -> None:
+        """Forget what was measured: other parts run from now on."""
+        for kind in self._kinds.values():
+            kind.measured, kind.metered, kind.changed, kind.grown = [], 0, True, True
+
     def remove(self) -> None:
         """Stop metering."""
         self._stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,7 +318,8 @@ class TraceReader:
             yield Dependency(source, source, setting, self._read(setting))
 
     def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
-        """Yield dependencies on traced functions in the read values' classes, which may change."""
+        """Yield dependencies on traced functions in the read values' classes, which may change, and
+        on those that a class inherits, which it may get itself."""
         classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):
@@ -330,6 +331,16 @@ class TraceReader:
                     source = f"{self._bound(owner)}.__dict__[{name!r}]"
                     shown = f"{owner.__qualname__}.{name}"
                     yield Dependency(shown, source, source, value, identity=True)
+                    called = name == "__call__" or owner is not torch.nn.Module
+                    if called and isinstance(value, types.FunctionType | property):
+                        heirs = (one for one in classes if owner in one.__mro__)
+                        yield from self._inherited(name, value, heirs)
+
+    def _inherited(self, name: str, value: Any, heirs: Iterable[type]) -> Iterator[Dependency]:
+        for heir in sorted(heirs, key=lambda one: one.__qualname__):
+            if name not in vars(heir) and getattr(heir, name) is value:
+                look = f"{self._bound(heir)}.{name}"
+                yield Dependency(f"{heir.__qualname__}.{name}", look, look, value, identity=True)
 
     def _defaults(self, one: Dependency) -> Iterator[Dependency]:
         """Yield a dependency on the default arguments of a function, if one was read."""

@@ -168,6 +168,12 @@ def inside_transform() -> bool:
     return int(private("torch.autograd.forward_ad._current_level")) >= 0
 
 
+def is_batch(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient is a batch of them (`is_grads_batched=True`), which shows as one."""
+    found = private_once("torch._C._functorch.is_legacy_batchedtensor")
+    return gradient is not None and bool(found(gradient))
+
+
 def traced_by_jit() -> bool:
     """Whether torch.jit.trace traces what this thread runs."""
     return bool(private_once("torch._C._is_tracing")())

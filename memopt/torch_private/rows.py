@@ -146,6 +146,11 @@ AUTOGRAD = (
         "torch._C._functorch",
         "maybe_current_level",
     ),
+    *rows(
+        "know whether a gradient is a batch of them",
+        "torch._C._functorch",
+        "is_legacy_batchedtensor",
+    ),
     *rows("know whether torch.jit.trace traces a thread", "torch._C", "_is_tracing"),
     *rows("know whether forward-mode AD is on", "torch.autograd.forward_ad", "_current_level"),
     *rows("name autograd's nodes in their order", "torch.autograd.graph.Node", "_sequence_nr"),

@@ -41,6 +41,10 @@ def copied(m: Net, x: Tensor) -> Tensor:
     return m.linear(x) * out
 
 
+def causal(x: Tensor) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(x.shape[0])
+
+
 class Attributes(dict[str, Any]):
     __getattr__ = dict.__getitem__
 
@@ -52,6 +56,10 @@ class Net(nn.Module):
         self.linear, self.slow = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
         self.table, self.numbers = np.ones(2), np.ones(2).tolist()
         self.register_buffer("tables", torch.ones(2))
+        self.register_buffer("plain", torch.ones(3))
+        self.buffer = nn.Buffer(torch.ones(3))
+        layer = nn.TransformerEncoderLayer(3, 1, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.scale = nn.Parameter(torch.ones(3))
         self.drawn, self.random = np.random.default_rng(0), random.Random(0)
         self.options: dict[str, float] = Attributes(scale=2.0)
@@ -64,6 +72,14 @@ class Net(nn.Module):
         with torch.no_grad():
             self.slow.weight.data = self.slow.weight.data * 0.9 + self.linear.weight.data * 0.1
         return x - self.slow(x)
+
+    def to_dtype_of(self, x: Tensor) -> Tensor:
+        self.buffer = self.buffer.to(x.dtype)
+        return x + self.buffer
+
+    def to_dtype_of_plain(self, x: Tensor) -> Tensor:
+        self.plain = self.plain.to(x.dtype)
+        return x + self.plain
 
     def move(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -203,6 +219,16 @@ ROWS: dict[str, Row] = {
         (lambda m, x: torch.where(x.sum() > 0, x * 2, x),),
     ),
     "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
+    "causal mask": Row(
+        lambda m, x: m.encoder(x[None], causal(x))[0],
+        "looks at a mask's values to see whether it is causal.*is_causal=True",
+        (lambda m, x: m.encoder(x[None], causal(x), is_causal=True)[0],),
+    ),
+    "nn.Buffer": Row(
+        Net.to_dtype_of,
+        r"assigns an nn\.Buffer .*register_buffer",
+        (Net.to_dtype_of_plain,),
+    ),
     "item": Row(
         lambda m, x: x * x.sum().item(),
         "reads a number out of a tensor at .*tensor operators",
@@ -211,6 +237,10 @@ ROWS: dict[str, Row] = {
 }
 
 OTHERS: dict[str, tuple[Form, str]] = {
+    "shapes": (
+        lambda m, x: m.linear(x) + torch.ones(2, 5),
+        r"fails there: '[^']*broadcast[^']*'\. If the model runs without memopt",
+    ),
     "input": (lambda m, x: (input(), x)[1], r"`input` .*take it out of the forward"),
     "thread": (Net.step_aside, "it uses a thread, .*outside of the model"),
     "kl": (

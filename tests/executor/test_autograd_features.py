@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from memopt.errors import ExecutionError
 from tests.executor.harness import PROGRAMS, Case, check, prepare
 
 
@@ -294,3 +295,23 @@ def test_hooks_run_once_in_a_backward_that_is_differentiated() -> None:
     with pytest.warns(UserWarning, match="differentiated itself"):
         found = gradients(planned=True)
     assert all(map(torch.equal, found, gradients(planned=False)))
+
+
+def test_a_batch_of_backwards_runs_the_original() -> None:
+    """It failed in torch's words, without a remedy."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    planned = memopt.plan(model, x, progress=False).apply(model)
+    batch = torch.eye(12).view(12, 3, 4)
+
+    def gradients(called: nn.Module) -> tuple[Tensor, ...]:
+        wanted = (x, *model.parameters())
+        return torch.autograd.grad(called(x), wanted, batch, is_grads_batched=True)
+
+    with pytest.warns(UserWarning, match="for a batch of backwards at once"):
+        found = gradients(planned)
+    assert all(map(torch.equal, found, gradients(model)))
+    model.append(nn.Dropout(0.5))
+    planned = memopt.plan(model, x, progress=False).apply(model)
+    with pytest.raises(ExecutionError, match=r"draws random numbers.*memopt\.unwrap"):
+        gradients(planned)

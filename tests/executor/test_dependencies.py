@@ -47,6 +47,10 @@ class DropPath(nn.Module):
         return x * (1 - self.drop_prob) if self.drop_prob and self.training else x
 
 
+class Inheriting(DropPath):
+    pass
+
+
 class Adapter(nn.Module):
     """Merged or not, as PEFT's."""
 
@@ -84,7 +88,7 @@ class Model(nn.Module):
         self.config = SimpleNamespace(use_cache=False, size=SimpleNamespace(k=2))
         self.held, self.listed = torch.ones(6), [torch.ones(6), 1.25]
         self.part = functools.partial(scaled, by=0.75)
-        self.drop, self.adapter = DropPath(), Adapter()
+        self.drop, self.adapter = Inheriting(), Adapter()
         self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.unlisted = [nn.Linear(6, 6)]
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -116,6 +120,8 @@ def planned(subject: PlannedModule) -> Iterator[PlannedModule]:
     subject.original.set_weight(0.3)  # which copies share
     TABLE.update(table)
     scaled.__defaults__, DropPath.forward = defaults, forward
+    if "forward" in vars(Inheriting):
+        del Inheriting.forward
     globals()["SCALE"], Adapter.factor = 2.0, 1.5
     nn.modules.module._global_forward_hooks.clear()
 
@@ -180,6 +186,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "forward of the class": (
         lambda m: setattr(DropPath, "forward", nothing),
         r"DropPath\.forward: planned DropPath\.forward .*got nothing",
+    ),
+    "forward that the class inherits": (
+        lambda m: setattr(Inheriting, "forward", nothing),
+        r"Inheriting\.forward: planned DropPath\.forward .*got nothing",
     ),
     "forward hook": (
         lambda m: m.adapter.low.register_forward_hook(nothing),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -169,6 +170,41 @@ class Counted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * x * (1.0 + float(x.mean() > 0))
+
+
+class _Both(torch.autograd.Function):
+    """Two results: autograd makes zeros of a gradient that is missing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradients[0] + 2 * gradients[1]
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = layers(256), layers()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = _Both.apply(self.wide(x))  # type: ignore[no-untyped-call]
+        return self.narrow(one), other
+
+
+class HalfUsed(nn.Module):
+    """Uses one of its part's outputs, for which alone no planned backward is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fork = Forked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean().item() > 1e9:
+            return x
+        return x + self.fork(x)[0]
 
 
 class KeepsKeys(nn.Module):

@@ -26,6 +26,7 @@ from tests.users.part_models import (
     Checkpointed,
     Counted,
     Drawing,
+    HalfUsed,
     Holding,
     KeepsKeys,
     Ragged,
@@ -281,6 +282,21 @@ def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
         for _ in range(4):
             model(X).sum().backward()
     assert sum("no part of the model is planned" in str(one.message) for one in said) == 1
+
+
+def test_a_part_that_runs_again_in_its_backward_is_opened() -> None:
+    """It needed more than without a plan: all that it kept, and the original's forward."""
+    expected, unplanned_bytes = training(Blocks(HalfUsed), 7, 5)
+    model = in_parts(Blocks(HalfUsed))
+    with pytest.warns(UserWarning, match="From the next step on blocks.0.fork runs as it is"):
+        losses, most = training(model, 7, 5)
+    assert all(map(torch.equal, losses, expected))
+    assert most <= model.memopt.parts.shared.peak_bytes() <= unplanned_bytes
+    assert model.calls.original == 1
+    report = model.memopt.report()
+    assert "runs as it is: blocks.0.fork: the backward" in report
+    assert "planned: blocks.0.fork.wide: rotor" in report
+    assert "planned: blocks.0.fork: " not in report
 
 
 def test_blocks_get_no_keys_that_a_training_step_does_not_need() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,22 @@ def test_a_model_that_is_trained_by_other_means_than_its_call_is_warned_of(
     memopt.wrap(model.inner, budget="min", progress=False)  # the remedy
     trained(model, model.inner)
     assert model.inner.calls.planned == 3
+
+
+def test_the_remedy_for_a_model_that_is_compiled_in_place_works() -> None:
+    model = Detaching()
+    model.detaching = False
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"torch\.compile\(model\) of the wrapped model"):
+        memopt.wrap(model, budget="min", progress=False)
+    plain = copy.deepcopy(model)
+    memopt.wrap(plain, budget="min", progress=False)
+    plain.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"torch\.compile\(model\) in place of model\.compile"):
+        trained(plain, plain)
+    wrapped = memopt.wrap(copy.deepcopy(plain), budget="min", progress=False)
+    trained(wrapped, torch.compile(wrapped, backend="eager"))
+    assert wrapped.calls.planned == 3
 
 
 def test_a_model_inside_of_one_that_is_called_is_not_warned_of() -> None:
