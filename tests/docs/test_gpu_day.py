@@ -7,12 +7,14 @@ import ast
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import table
-from benchmarks.gpu.cells import CELLS, Row
+from benchmarks.gpu import BENCHMARK
+from benchmarks.gpu.cells import CELLS
+from benchmarks.gpu.subject import Row
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -88,7 +90,9 @@ def test_every_gpu_test_is_found_and_has_a_twin_in_the_fast_suite() -> None:
 
 def test_the_table_of_the_day() -> None:
     rows = [Row("families", "mlp", "peak MiB", "1.0", "1.0", "ok")]
-    assert table(rows).splitlines()[-1] == "| families | mlp | peak MiB | 1.0 | 1.0 | ok |"
+    made = BENCHMARK.made(rows, Namespace(device="cpu", size="tiny"))["results"].splitlines()
+    assert made[0].endswith("the CPU, tiny")
+    assert made[-1] == "| families | mlp | peak MiB | 1.0 | 1.0 | ok |"
     kinds = {name.rpartition(" ")[0] or name for name in CELLS}
     wanted = ("families", "snapshots", "calibration", "CUDA graphs", "joint", "peers")
     for kind in (*wanted, "compiled kernels", "offloading"):
@@ -100,8 +104,9 @@ def test_the_table_of_the_day() -> None:
 def test_the_dry_run(tmp_path: Path) -> None:
     """Every cell on the CPU, within ten minutes, and again from its results at once."""
     command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--size", "tiny"]
-    command += ["--rounds", "1", "--results", str(tmp_path / "results.json")]
+    command += ["--rounds", "1", "--resume", str(tmp_path / "results.json")]
     for limit_s in (600, 60):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-        assert f"{len(CELLS)} of {len(CELLS)} cells; not finished: none" in run.stdout, run.stdout
+        assert run.returncode == 0, run.stderr
+        assert json.loads((tmp_path / "results.json").read_text())["rows"].keys() == CELLS.keys()
         assert "| no |" not in run.stdout
