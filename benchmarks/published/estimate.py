@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
 import memopt
-from benchmarks.published import measurements, meshes, tokens
+from benchmarks.published import measurements, meshes, row_of, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
-from benchmarks.published.reserved import DTYPES, expandable, flat_bytes, streams_bytes
+from benchmarks.published.meshes import DTYPES, expandable, flat_bytes, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -41,17 +41,6 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.step.kernel import FusedKernel
 from memopt.step.loss import Loss
-
-
-@cache
-def _by_name() -> dict[str, Mapping[str, Any]]:
-    return {row["name"]: row for row in measurements().rows}
-
-
-def row_of(name: str) -> Mapping[str, Any]:
-    """Return the published row of that name."""
-    return _by_name()[name]
-
 
 _MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 _UNKNOWN = {
@@ -202,7 +191,6 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's shape, with the vocabulary as Megatron pads it."""
     shape = dict(measurements().models[row["model"]])
     if row["source"] == "megatron":
         unit = 128 * row.get("tp", 1)
@@ -278,7 +266,6 @@ def _exposed_s(row: Mapping[str, Any], one: _Captured, program: Program, device:
 
 
 def _times(graph: Graph, program: Program) -> dict[str, float]:
-    """Return the seconds of a program by what computes, and the network's."""
     found = dict.fromkeys(TIMES, 0.0)
     for _, run in program.computes:
         operator = graph.operators[run.op]
