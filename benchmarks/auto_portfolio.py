@@ -162,12 +162,7 @@ BENCHMARK = Benchmark(
     },
     measure=_planned,
     blocks=_table,
-    options={
-        "limits": (5.0,),
-        "models": MODELS,
-        "devices": DEVICES,
-        "shares": SHARES,
-    },
+    options={"limits": (5.0,), "models": MODELS, "devices": DEVICES, "shares": SHARES},
     selects=("models", "devices", "shares", "limits"),
     # Machine code is made once, outside of any limit.
     prepare=lambda _: [_compiled(name) for name in (*SINGLES, AUTO)],

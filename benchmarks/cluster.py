@@ -101,7 +101,6 @@ def _measured(given: Any, step: Step) -> list[Line]:
 BENCHMARK = Benchmark(
     cases={f"{step.model} {step.ranks} {step.gpu}": (step,) for step in STEPS},
     measure=_measured,
-    place="planned",
     head="model | GPUs | budget | peak | as it is | never moves | step | network | of it hidden | "
     "tokens/s per GPU | beside torchtitan's step | planning | processor | host memory",
     options={"layers": int},

@@ -125,11 +125,9 @@ def pipelined(
     """Train under a pipeline's schedule.
 
     Args:
-        model: the whole.
         wrap: plans a stage's module.
         schedule: a class of torch's; of one stage a rank, or of several.
-        own: the stages of this rank.
-        stages: how many there are.
+        own, stages: the stages of this rank, and how many there are.
 
     Returns:
         The micro-batches' losses, on the last stage's rank, and norms; this rank's parameters; the

@@ -140,12 +140,8 @@ class Decoder(nn.Module):
 
 
 class SpreadExperts(nn.Module):
-    """The experts of which this rank holds some: every rank's tokens come to them, and go back.
-
-    Args:
-        whole: all experts.
-        rank, ranks: this one, and how many hold as many experts each.
-    """
+    """The experts of which this rank holds some, each rank as many: every rank's tokens come to
+    them, and go back."""
 
     def __init__(self, whole: Experts, rank: int, ranks: int) -> None:
         super().__init__()

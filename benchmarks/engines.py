@@ -190,7 +190,6 @@ class Cell:
         planned, calls: calls that ran under plans, and all.
         over_bytes: of the last micro-batch's peak above its budget, of a pipeline of the step's
             above those of a rank's stages; None: several plans share one.
-        ranks: of the group.
     """
 
     model: str

@@ -110,12 +110,7 @@ BENCHMARK = Benchmark(
         f"{row.cpu_s:.2f}{'' if row.keeps else ' (late)'} | {row.most_mib}"
     ),
     summary=_summary,
-    options={
-        "limit": 5.0,
-        "operators": GRAPH_SIZES,
-        "stages": CHAIN_SIZES,
-        "strategies": NAMES,
-    },
+    options={"limit": 5.0, "operators": GRAPH_SIZES, "stages": CHAIN_SIZES, "strategies": NAMES},
     selects=("operators", "stages", "strategies"),
     apart=True,
 )

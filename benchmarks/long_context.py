@@ -95,10 +95,7 @@ def _line(said: str, tokens: int, plan: PlanRecord, seconds: float, reserved: in
 
 
 BENCHMARK = Benchmark(
-    cases={
-        "LoRA 500,000": (_adapters, 500_000),
-        "all parameters 131,072": (_everything, 131_072),
-    },
+    cases={"LoRA 500,000": (_adapters, 500_000), "all parameters 131,072": (_everything, 131_072)},
     measure=lambda _given, way, tokens: way(tokens),
     head="what is trained | tokens | peak | reserved | host memory | step s | tokens/s | "
     "beside every operator once",

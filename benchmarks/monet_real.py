@@ -143,9 +143,5 @@ BENCHMARK = Benchmark(
     measure=_run,
     head="model | inputs | eager, MiB | plan: predicted, measured | share | overhead: predicted, "
     "measured | without a budget / eager | plan / eager | gradients | implementations chosen",
-    options={
-        "limit": 30.0,
-        "rounds": 9,
-        "batches": (0,),
-    },
+    options={"limit": 30.0, "rounds": 9, "batches": (0,)},
 )

@@ -47,7 +47,6 @@ class Case:
     """One column of MONeT's Table 1.
 
     Attributes:
-        family: its name in the zoo.
         batch, pixels: of the images; MONeT's repository (README, results) has the batches.
         pytorch_gib, checkmate_gib, monet_gib: the paper's Table 1, at 10% overhead.
         cpu_batch, cpu_pixels: at which it really runs here.
@@ -174,14 +173,7 @@ def over(time_s: float | None, base_s: float) -> float | None:
 
 
 class Runs:
-    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was.
-
-    Args:
-        name: of the model.
-        graph: of its step, with implementations.
-        time_limit_s: of each plan.
-        device: for which they are.
-    """
+    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was."""
 
     def __init__(self, name: str, graph: Graph, time_limit_s: float, device: Device) -> None:
         self.name, self.graph, self.device = name, graph, device

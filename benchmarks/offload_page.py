@@ -265,7 +265,8 @@ def _figure(rows: Sequence[Row], path: Path, *, scaled: bool, throughput: bool) 
         keys.sort(key=lambda key: (key[1], key[2]))
     across = min(5, len(keys))
     budget = "0% the floor, 100% M_peak" if scaled else "GiB, resident included"
-    with panels(path, len(keys), across=across, size=(2.7, 2.3), dpi=75) as axes:
+    how = {"across": across, "size": (2.7, 2.3), "dpi": 75, "legend": "outside upper center"}
+    with panels(path, len(keys), **how) as axes:
         for ax, key in zip(axes, keys, strict=True):
             found = [r for r in rows if (r.network, r.image, r.batch) == key]
             _panel(ax, found, scaled=scaled, throughput=throughput)

@@ -38,9 +38,6 @@ class Row:
     """One problem, solved by the search and by CP-SAT.
 
     Attributes:
-        kind: "order", "joint" or "random".
-        tasks: operators of the step, or tasks of the graph.
-        resident_bytes: beside which the peaks are shown.
         search, cold, warm: (peak, bound, CPU seconds) of the search, of CP-SAT alone, and of one
             after the other; empty: not measured.
         variables: of CP-SAT's programs; below 0: of one that was too large to make.

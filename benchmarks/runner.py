@@ -69,7 +69,6 @@ class Benchmark:
         apart: whether every case has a process of its own.
         rows_file: where rows are kept if --resume is not given; None: out/NAME.json.
         pictures: rows and options → figures written beside the page, `out`.
-        place: the name of the block, where there is only one.
     """
 
     cases: Cases | Callable[[Any], Cases]
@@ -88,7 +87,6 @@ class Benchmark:
     apart: bool = False
     rows_file: str | None = None
     pictures: Callable[[list[Any], Any], object] | None = None
-    place: str = "results"
 
     def __post_init__(self) -> None:
         """Say how a benchmark is run where its own module is what Python runs."""
@@ -103,9 +101,9 @@ class Benchmark:
     def made(self, rows: list[Any], given: Any) -> dict[str, str]:
         if self.blocks is not None:
             made = self.blocks(rows, given)
-            return made if isinstance(made, dict) else {self.place: made}
+            return made if isinstance(made, dict) else {"results": made}
         summary = self.summary(rows, given) if self.summary is not None else ""
-        return {self.place: joined(summary, table(self.head, map(self.line, rows)))}
+        return {"results": joined(summary, table(self.head, map(self.line, rows)))}
 
     def settings(self, given: Any) -> dict[str, Any]:
         """Give what rows must share to stand on one page."""

@@ -29,12 +29,8 @@ SIZES = (
 
 
 def llama_of(*sizes: int, **changes: int) -> nn.Module:
-    """Build a Llama, to train without a cache of keys and values, and with torch's attention.
-
-    Args:
-        sizes: see SIZES.
-        changes: sizes by name, in place of those.
-    """
+    """Build a Llama of SIZES, or others by name, to train without a cache of keys and values, and
+    with torch's attention."""
     import transformers
 
     shape: dict[str, Any] = {**dict(zip(SIZES, sizes, strict=True)), **changes}

@@ -35,10 +35,10 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
     """Name the first thing that is not the same, bit for bit; "" if all is."""
     if one.keys() != other.keys():
         return ", ".join(sorted(one.keys() ^ other.keys()))
-    same = (
-        value.dtype == other[n].dtype and torch.equal(value, other[n]) for n, value in one.items()
-    )
-    return next((name for name, equal in zip(one, same, strict=True) if not equal), "")
+    for name, value in one.items():
+        if value.dtype != other[name].dtype or not torch.equal(value, other[name]):
+            return name
+    return ""
 
 
 def trained(architecture: Architecture, model: nn.Module) -> dict[str, Tensor]:

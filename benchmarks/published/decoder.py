@@ -233,14 +233,8 @@ class _InPlace(torch.autograd.Function):
 
 
 class Decoder(nn.Module):
-    """A stage of layers, with the embedding and the loss.
-
-    Args:
-        shape: of the model.
-        style: see there.
-        layers: how many.
-        first: whether its inputs are tokens; else hidden states, as from the stage before.
-    """
+    """A stage of layers, with the loss; the first has the embedding, and takes tokens, the others
+    hidden states."""
 
     def __init__(
         self, shape: Mapping[str, Any], style: Style, layers: int, sequence: int, first: bool

@@ -138,11 +138,9 @@ class _Captured:
     """One depth of a rank's decoder, captured: of what only pricing depends on the GPU."""
 
     profiled: Any
-    parameter_bytes: int
-    block_bytes: int
-    """Of the blocks' whole parameters, on all ranks together."""
-    trained: int
     device: Device
+    sizes: Mapping[str, int]
+    """Bytes of this rank's parameters, of blocks' whole ones, and the number that are trained."""
     loss_s: float = 0.0
     """Of a loss that is no part of it."""
 
@@ -179,7 +177,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         device = device_of(row)
         if not style.apart:
             found = estimate_model(model, (given, targets), device, kernels=kernels)
-            return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device)
+            return _Captured(found, device, sizes)
         loss = Loss(lambda logits, right: model.loss(logits, right), (targets,))
         found = estimate_model(model, (given,), device, loss=loss, kernels=kernels)
         parts = 8 if style.loss == "chunks" else 1
@@ -187,7 +185,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         logits = [torch.zeros(each, dtype=dtype, requires_grad=True) for _ in range(parts)]
         alone = estimate_model(LossApart(model), (targets, *logits), device)
     loss_s = sum(operator.time_s for operator in alone.graph.operators)
-    return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device, loss_s)
+    return _Captured(found, device, sizes, loss_s)
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,8 +228,8 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     made = _made_gradients(graph, program)
     share, flat = -1.0 * _gradients_stay(row), 0.0
     if row.get("whole_gradients"):
-        share = one.block_bytes / made[-1]
-        flat = flat_bytes(row, one.parameter_bytes, one.block_bytes, layers)
+        share = one.sizes["blocks"] / made[-1]
+        flat = flat_bytes(row, one.sizes["bytes"], one.sizes["blocks"], layers)
     peak = flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
     resident = graph.resident_bytes
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
@@ -242,9 +240,9 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         reserved = reserved_by(graph, program, settings).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
-        "library": resident - one.parameter_bytes + library,
-        "parameters": one.parameter_bytes,
-        "trained": one.trained,
+        "library": resident - one.sizes["bytes"] + library,
+        "parameters": one.sizes["bytes"],
+        "trained": one.sizes["trained"],
         "fragments": max(0, reserved),
         "time": time.time_s + one.loss_s,
         **_times(graph, program),
@@ -298,9 +296,7 @@ class Row:
     """A published step and its estimate; 0 is what was not published.
 
     Attributes:
-        name: of the row.
-        memory: bytes, published and estimated.
-        step: seconds, published and estimated.
+        memory, step: bytes, and seconds, published and estimated.
         parts: what the estimated bytes are.
         times: what one micro-batch's seconds are; "exposed" is a part of the products'.
     """

@@ -81,7 +81,6 @@ def stage_parts(row: Mapping[str, Any], layer: float, rank: int) -> dict[str, fl
     memory no other stream takes (torch's _fsdp_collectives.py).
 
     Args:
-        row: a published row.
         layer: parameters of a layer on one rank of tensor parallelism.
         rank: of the pipeline, not the last.
     """
@@ -265,9 +264,7 @@ def streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: 
     activations are largest. Embedding and head are one group, whole from forward to backward.
 
     Args:
-        row: a published row.
-        layer: one rank's parameters of a layer.
-        shallow, layers: its parameters of a model of so many layers.
+        layer, shallow: one rank's parameters of a layer, and of a model of so many layers.
     """
     ranks, depth = shards(row), measurements().models[row["model"]]["layers"]
     tables = shallow - layers * layer
@@ -283,9 +280,6 @@ def flat_bytes(row: Mapping[str, Any], parameters: int, blocks: int, layers: int
     gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
 
     Args:
-        row: a published row.
-        parameters: bytes of one rank's.
-        blocks: bytes of the blocks' whole parameters.
-        layers: the number of blocks.
+        parameters, blocks: bytes of one rank's parameters, and of all `layers` blocks' whole ones.
     """
     return float(parameters * row.get("dp", 1) - blocks * (1 - 1 / layers))
