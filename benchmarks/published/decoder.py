@@ -96,6 +96,7 @@ class Norm(nn.Module):
             return self.fused(x)
         wide = x.float()
         scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
+        assert self.weight is not None
         return (scaled * self.weight.float()).to(x.dtype)
 
 
