@@ -24,12 +24,6 @@ CELL_S = 240
 """The longest that a cell may take: then it is ended."""
 
 
-def _begin(given: Any) -> None:
-    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; say --device cpu --size tiny for a dry run")
-    given.ends = time.monotonic() + 60 * given.minutes
-
-
 def _measured(given: Any, name: str) -> list[Row] | None:
     """Run a cell with expandable segments, with which CUDA's allocator counts exactly, unless the
     user has chosen other settings; None: it fails, or the time is up."""
@@ -53,6 +47,8 @@ def rows_of(given: Any, name: str) -> list[Row]:
 
 def _where(given: Any) -> str:
     cuda = torch.device(given.device).type == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; say --device cpu --size tiny for a dry run")
     what = torch.cuda.get_device_name(given.device) if cuda else "the CPU"
     return f"Python {platform.python_version()}, {what}, {given.size}"
 
@@ -66,7 +62,7 @@ BENCHMARK = Benchmark(
     summary=lambda _, given: _where(given),
     options={"device": "cuda", "size": OneOf(("paper", "tiny")), "rounds": 7, "minutes": 18.0},
     marks=lambda given: {"torch": torch.__version__, "where": _where(given)},
-    prepare=_begin,
+    prepare=lambda given: setattr(given, "ends", time.monotonic() + 60 * given.minutes),
     failures=lambda rows, _: [" | ".join(astuple(row)) for row in rows if row.verdict == "no"],
     rows_file="gpu-results.json",
 )

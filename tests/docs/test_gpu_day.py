@@ -11,10 +11,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import BENCHMARK
 from benchmarks.gpu.cells import CELLS
 from benchmarks.gpu.subject import Row
+from benchmarks.runner import run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -99,6 +101,20 @@ def test_the_table_of_the_day() -> None:
         assert any(name.startswith(kind) for name in kinds | set(CELLS)), kind
 
 
+def test_without_a_gpu_it_says_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device here; say --device cpu --size tiny"):
+        run("gpu", ["--resume", str(tmp_path / "results.json")])
+
+
+def test_when_the_time_is_up_cells_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--size", "tiny", "--minutes", "0", "--only", "calibration"]
+    assert run("gpu", [*words, "--resume", str(tmp_path / "results.json")]) == 1
+    assert "calibration: the time is up" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_dry_run(tmp_path: Path) -> None:
@@ -106,7 +122,7 @@ def test_the_dry_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--size", "tiny"]
     command += ["--rounds", "1", "--resume", str(tmp_path / "results.json")]
     for limit_s in (600, 60):
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-        assert run.returncode == 0, run.stderr
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+        assert ran.returncode == 0, ran.stderr
         assert json.loads((tmp_path / "results.json").read_text())["rows"].keys() == CELLS.keys()
-        assert "| no |" not in run.stdout
+        assert "| no |" not in ran.stdout
