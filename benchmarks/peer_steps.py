@@ -44,16 +44,28 @@ def per_block(contest: Contest) -> Step:
     return step
 
 
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Take away flags, functions and hooks that modules get meanwhile: a plan's guard sees them."""
+    before = [(vars(m), dict(vars(m)), m._forward_hooks.copy()) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for now, then, hooks in before:
+            now.clear()
+            now.update(then)
+            now["_forward_hooks"].clear()
+            now["_forward_hooks"].update(hooks)
+
+
 def hugging_face(contest: Contest) -> Step:
     """`gradient_checkpointing_enable`."""
     model: Any = contest.model
 
     def step() -> None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        try:
+        with _put_back(model):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
             contest.step()
-        finally:
-            model.gradient_checkpointing_disable()
 
     return step
 

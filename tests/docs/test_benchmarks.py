@@ -8,9 +8,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
+import memopt
+from benchmarks import shapes
 from benchmarks.__main__ import GPU, NAMES, main
 from benchmarks.monet_runs import Started
+from benchmarks.peer_steps import hugging_face
 from benchmarks.runner import BEGIN, END, parsed, replaced
 from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
@@ -86,3 +90,21 @@ def test_the_search_starts_from_plans_that_are_known() -> None:
     )
     assert found.time_s is not None
     assert found.time_s <= whole.time_s
+
+
+def test_plans_run_after_hugging_faces_checkpointing() -> None:
+    model = shapes.gpt2_of(
+        n_layer=1, n_embd=16, n_head=2, n_positions=128, vocab_size=16, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    contest = shapes.made(lambda: shapes._language("GPT-2", model, model.transformer.h, 16))
+    how = {"strategy": "store-all", "progress": False}
+    planned = memopt.plan(contest.module, contest.inputs, **how).apply(contest.module)
+    hugging_face(contest)()
+    checkpointed = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    contest.step(planned)
+    for one, grad in zip(model.parameters(), checkpointed, strict=True):
+        assert one.grad is not None
+        assert grad is not None
+        assert torch.equal(one.grad, grad)
