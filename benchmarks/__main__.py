@@ -40,11 +40,7 @@ def main(words: list[str]) -> int:
 
 def one(name: str, *words: str) -> int:
     """Run the benchmark of this name."""
-    if name in GPU:
-        from benchmarks.gpu.__main__ import main as gpu
-
-        return gpu(words)
-    if name not in NAMES:
+    if name not in (*NAMES, *GPU):
         print(f"{__doc__}\nThere are {', '.join((*NAMES, *GPU))}.", file=sys.stderr)
         return 0 if name in ("-h", "--help") else 2
     from benchmarks.runner import run

@@ -8,14 +8,15 @@ with and without its addresses, in turn.
 from __future__ import annotations
 
 import gc
-import hashlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import memopt
 from benchmarks.runner import Benchmark, Line, OneOf
@@ -41,40 +42,35 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.001)
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nest of dicts and lists, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):  # updates are made in another order than eager
-            yield from tensors(value[key])
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors(one)
-
-
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor]) -> str:
-    """Of every bit that training has left."""
-    found = hashlib.blake2b()
-    for tensor in tensors([model.state_dict(), optimizer.state_dict()["state"], losses]):
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
-def eager(family: Family, kind: str, size: Any, call: Call) -> str:
-    """Train three eager steps, and digest what they leave."""
-    model = family.build(size)
-    optimizer = optimizer_of(kind, model)
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], torch.Tensor]
+) -> tuple[list[torch.Tensor], int]:
+    """Train: the bytes of all that is left, losses among it, and the last step's peak."""
     losses = []
     for number in range(STEPS):
         torch.manual_seed(number)
+        with metered(CPU) as use:
+            losses.append(step())
+    # Updates are made in another order than eager's.
+    states = sorted(optimizer.state_dict()["state"].items())
+    left = tree_leaves([model.state_dict(), states, losses])
+    bits = [torch.as_tensor(one).contiguous().reshape(-1).view(torch.uint8) for one in left]
+    return bits, use.peak_bytes
+
+
+def eager(family: Family, kind: str, size: Any, call: Call) -> list[torch.Tensor]:
+    """Train three eager steps, and give what they leave."""
+    model = family.build(size)
+    optimizer = optimizer_of(kind, model)
+
+    def step() -> torch.Tensor:
         loss = family.loss(model(*call.args, **call.kwargs))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-        del loss
-    return digest(model, optimizer, losses)
+        return loss.detach()
+
+    return trained(model, optimizer, step)[0]
 
 
 def measured(given: Any, name: str, kind: str) -> list[Line]:
@@ -87,33 +83,22 @@ def measured(given: Any, name: str, kind: str) -> list[Line]:
     model = family.build(given.size)
     optimizer = optimizer_of(kind, model)
     plan, at_any_cost = placed_plan(family, model, optimizer, inputs)
-    use = plan.arena
-    assert use is not None
-    step = plan.train_step(model, family.loss, optimizer)
-    losses = []
-    peak_bytes = 0
-    for number in range(STEPS):
-        torch.manual_seed(number)
-        with metered(CPU) as meter:
-            losses.append(step(*call.args, **call.kwargs))
-        peak_bytes = meter.peak_bytes
-    equal = digest(model, optimizer, losses) == expected
     bare = Program(plan.program.instructions)
-    without = replace(plan, program=bare).train_step(model, family.loss, optimizer)
-    ways = {
-        "with": lambda: step(*call.args, **call.kwargs),
-        "without": lambda: without(*call.args, **call.kwargs),
+    steps = {
+        way: partial(one.train_step(model, family.loss, optimizer), *call.args, **call.kwargs)
+        for way, one in (("with", plan), ("without", replace(plan, program=bare)))
     }
-    times = interleaved(model, ways, given.rounds, CPU)
-    sizes = (use.arena_bytes, plan.peak_bytes - plan.resident_bytes, peak_bytes)
-    _, planned, _ = sizes
+    found, peak_bytes = trained(model, optimizer, steps["with"])
+    equal = len(found) == len(expected) and all(map(torch.equal, found, expected))
+    times = interleaved(model, steps, given.rounds, CPU)
+    planned = plan.peak_bytes - plan.resident_bytes
     liveness = replay(plan.graph, bare).peak_bytes - plan.resident_bytes
     line = (
-        f"{name}{'*' * at_any_cost} | {kind} | {use.coverage:.1%} | "
-        f"{' | '.join(map(mib, sizes))} | {peak_bytes / planned:.4f} | "
-        f"{mib(liveness)} | {planned / liveness - 1:.1%} | {'yes' if equal else 'NO'} | "
-        f"{statistics.median(times['with']):.3f} | {ratio(times, 'with', 'without'):.3f} | "
-        f"{outside(plan)}"
+        f"{name}{'*' * at_any_cost} | {kind} | {plan.arena.coverage:.1%} | "
+        f"{mib(plan.arena.arena_bytes)} | {mib(planned)} | {mib(peak_bytes)} | "
+        f"{peak_bytes / planned:.4f} | {mib(liveness)} | {planned / liveness - 1:.1%} | "
+        f"{'yes' if equal else 'NO'} | {statistics.median(times['with']):.3f} | "
+        f"{ratio(times, 'with', 'without'):.3f} | {outside(plan)}"
     )
     return [Line(line, "" if equal else f"{name}, {kind}: not eager's bits")]
 
@@ -133,7 +118,6 @@ def placed_plan(
 def outside(plan: Plan) -> str:
     """The kernels outside the arena, and their share of the bytes written."""
     use = plan.arena
-    assert use is not None
     total = use.covered_bytes + use.outside_bytes
     return ", ".join(
         f"{kernel.target.removeprefix('aten.').removesuffix('.default')} "

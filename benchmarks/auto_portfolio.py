@@ -23,7 +23,7 @@ from unittest import mock
 from benchmarks.graphs import step_graph
 from benchmarks.joint_tables import MODELS, budget_of, pace
 from benchmarks.runner import Benchmark
-from benchmarks.table import NONE, signed, table
+from benchmarks.table import joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
@@ -73,13 +73,12 @@ def cpu_clock(stretch: float = 1.0) -> Iterator[None]:
         yield
 
 
-def _planned(given: Any, device_name: str, model: str, share: float, limit_s: float) -> list[Row]:
-    """Plan one cell by every strategy."""
+def _planned(_: Any, device_name: str, model: str, share: float, limit_s: float) -> list[Row]:
     device = find_device(device_name)
     graph = step_graph(model, device)
     base, budget, rows = replay(graph, store_all(graph)), budget_of(graph, share), []
     impossible = memory_lower_bound(graph) > budget
-    for name in (*given.singles, AUTO, AT_ONCE):
+    for name in (*SINGLES, AUTO, AT_ONCE):
         strategy = Auto(at_once=True) if name == AT_ONCE else resolve(name)
         begin, wall = time.process_time(), time.perf_counter()
         overhead = gap = None
@@ -113,13 +112,9 @@ def _cells(rows: list[Row]) -> list[dict[str, Row]]:
     return list(found.values())
 
 
-def _singles(cells: list[dict[str, Row]]) -> list[str]:
-    return [name for name in SINGLES if any(name in cell for cell in cells)]
-
-
 def _beyond(cell: dict[str, Row]) -> float | None:
     """Give by how much auto's step is slower than the fastest single strategy's."""
-    found = (cell[name].overhead for name in _singles([cell]))
+    found = (cell[name].overhead for name in SINGLES)
     best = min((x for x in found if x is not None), default=None)
     own = cell[AUTO].overhead
     if best is None:
@@ -127,8 +122,7 @@ def _beyond(cell: dict[str, Row]) -> float | None:
     return float("inf") if own is None else (1 + own) / (1 + best) - 1
 
 
-def _summary(rows: list[Row], _given: Any) -> str:
-    cells = _cells(rows)
+def _summary(cells: list[dict[str, Row]]) -> str:
     beyond = [x for cell in cells if (x := _beyond(cell)) is not None]
     gaps = [x for cell in cells if (x := cell[AUTO].gap) is not None]
     first = [cell[AT_ONCE].cpu_s for cell in cells]
@@ -141,25 +135,20 @@ def _summary(rows: list[Row], _given: Any) -> str:
     )
 
 
-def _table(rows: list[Row], given: Any) -> str:
+def _table(rows: list[Row], _: Any) -> str:
     cells, lines = _cells(rows), []
-    names = (*_singles(cells), AT_ONCE)
+    names = (*SINGLES, AT_ONCE)
     for cell in cells:
         auto = cell[AUTO]
-        overheads = (cell[n].overhead if n in cell else None for n in names)
-        singles = " | ".join(signed(one, none=NONE) for one in overheads)
+        singles = " | ".join(signed(cell[name].overhead) for name in names)
         limit = f"{auto.limit_s:g}" if auto.limit_s else "default"
         lines.append(
             f"{auto.device} | {auto.model} | {auto.operators} | .{round(100 * auto.share):02d} | "
-            f"{limit} | {singles} | **{signed(auto.overhead, none=NONE)}** | {auto.chosen} | "
+            f"{limit} | {singles} | **{signed(auto.overhead)}** | {auto.chosen} | "
             f"{signed(auto.gap)} | {auto.cpu_s:.0f}"
         )
-    instance, own = (
-        "device | model | operators | share | limit, s",
-        "auto | chosen | gap | auto, CPU s",
-    )
-    head = f"{instance} | {' | '.join(names)} | {own}"
-    return _summary(rows, given) + "\n\n" + table(head, lines)
+    head = f"device | model | operators | share | limit, s | {' | '.join(names)}"
+    return joined(_summary(cells), table(f"{head} | auto | chosen | gap | auto, CPU s", lines))
 
 
 BENCHMARK = Benchmark(
@@ -173,14 +162,8 @@ BENCHMARK = Benchmark(
     },
     measure=_planned,
     blocks=_table,
-    options={
-        "limits": (5.0,),
-        "models": MODELS,
-        "devices": DEVICES,
-        "shares": SHARES,
-        "singles": SINGLES,
-    },
-    selects=("models", "devices", "shares", "limits", "singles"),
+    options={"limits": (5.0,), "models": MODELS, "devices": DEVICES, "shares": SHARES},
+    selects=("models", "devices", "shares", "limits"),
     # Machine code is made once, outside of any limit.
-    prepare=lambda given: [_compiled(name) for name in (*given.singles, AUTO)],
+    prepare=lambda _: [_compiled(name) for name in (*SINGLES, AUTO)],
 )

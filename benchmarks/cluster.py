@@ -11,7 +11,6 @@ resident size it reports. `--layers` makes the models shallower, to try the scri
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from benchmarks.published.decoder import Decoder, Style
 from benchmarks.published.gpus import DEVICES
 from benchmarks.published.meshes import published_step
 from benchmarks.runner import Benchmark, Line
+from benchmarks.steps import timed
 from benchmarks.table import gib
 from memopt.models.graph import TensorKind
 from memopt.programs.replay import replay
@@ -78,9 +78,7 @@ def _measured(given: Any, step: Step) -> list[Line]:
     ids = torch.zeros(step.batch, SEQUENCE, dtype=torch.int64, device="meta")
     how = {"mode": "estimate", "device": device, "optimizer": "adamw", "progress": False}
     within = {"strategy": "rotor", "budget": step.budget, "mesh": memopt.Mesh(data=step.ranks)}
-    began = time.perf_counter(), time.process_time()
-    plan = memopt.plan(build, (ids, ids), **within, **how)
-    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    plan, wall_s, cpu_s = timed(lambda: memopt.plan(build, (ids, ids), **within, **how))
     host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sizes = (t.size_bytes for t in plan.graph.tensors if t.kind is TensorKind.PARAMETER)
     moved_bytes = UPDATE_BYTES * sum(sizes) / 4
@@ -103,7 +101,6 @@ def _measured(given: Any, step: Step) -> list[Line]:
 BENCHMARK = Benchmark(
     cases={f"{step.model} {step.ranks} {step.gpu}": (step,) for step in STEPS},
     measure=_measured,
-    place="planned",
     head="model | GPUs | budget | peak | as it is | never moves | step | network | of it hidden | "
     "tokens/s per GPU | beside torchtitan's step | planning | processor | host memory",
     options={"layers": int},

@@ -11,15 +11,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn import functional
 
 VOCABULARY, WIDTH, TOKENS = 64, 32, 16
@@ -57,15 +50,13 @@ class Attention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix tokens."""
         rows, tokens = x.shape[:2]
         q, k, v = (
             one(x).view(rows, tokens, -1, 8).transpose(1, 2) for one in (self.q, self.k, self.v)
         )
         k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: Tensor = self.o(mixed.transpose(1, 2).reshape(rows, tokens, -1))
-        return found
+        return self.o(mixed.transpose(1, 2).reshape(rows, tokens, -1))
 
 
 class FeedForward(nn.Module):
@@ -77,11 +68,21 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(WIDTH, 64) if gated else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token."""
         hidden = self.up(x)
         gated = functional.gelu(hidden) if self.gate is None else functional.silu(self.gate(x))
-        found: Tensor = self.down(gated if self.gate is None else gated * hidden)
-        return found
+        return self.down(gated if self.gate is None else gated * hidden)
+
+
+def chosen(router: nn.Module, x: Tensor) -> Tensor:
+    """Weigh the expert that a router takes for each token; the others' weights are 0."""
+    shares = router(x).softmax(-1)
+    return functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
+
+
+def mixed(experts: nn.ModuleList, x: Tensor, weights: Tensor, first: int = 0) -> Tensor:
+    """Add up what experts make of tokens, `first` being the number of the first of them."""
+    parts = [expert(x) * weights[..., i : i + 1] for i, expert in enumerate(experts, first)]
+    return torch.stack(parts).sum(0)
 
 
 class Experts(nn.Module):
@@ -93,11 +94,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(FeedForward(True) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token."""
-        shares = self.router(x).softmax(-1)
-        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
-        parts = [expert(x) * chosen[..., i : i + 1] for i, expert in enumerate(self.experts)]
-        return torch.stack(parts).sum(0)
+        return mixed(self.experts, x, chosen(self.router, x))
 
 
 class Block(nn.Module):
@@ -105,15 +102,13 @@ class Block(nn.Module):
 
     def __init__(self, of: Subject) -> None:
         super().__init__()
-        self.first, self.second = of.norm(WIDTH), of.norm(WIDTH)  # type: ignore[call-arg]
+        self.first, self.second = of.norm(WIDTH), of.norm(WIDTH)
         self.attention = Attention(of.key_heads)
         self.feed = Experts(of.experts) if of.experts else FeedForward(of.gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add both."""
         x = x + self.attention(self.first(x))
-        found: Tensor = x + self.feed(self.second(x))
-        return found
+        return x + self.feed(self.second(x))
 
 
 class Embedded(nn.Module):
@@ -124,9 +119,7 @@ class Embedded(nn.Module):
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Add both."""
-        found: Tensor = self.tokens(tokens) + self.places.weight
-        return found
+        return self.tokens(tokens) + self.places.weight
 
 
 class Decoder(nn.Module):
@@ -137,24 +130,18 @@ class Decoder(nn.Module):
         torch.manual_seed(0)
         self.embedding = Embedded()
         self.blocks = nn.ModuleList(Block(of) for _ in range(2))
-        self.norm, self.head = of.norm(WIDTH), nn.Linear(WIDTH, VOCABULARY)  # type: ignore[call-arg]
+        self.norm, self.head = of.norm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(self.norm(x))
-        return found
+        return self.head(self.norm(x))
 
 
 class SpreadExperts(nn.Module):
-    """The experts of which this rank holds some: every rank's tokens come to them, and go back.
-
-    Args:
-        whole: all experts.
-        rank, ranks: this one, and how many hold as many experts each.
-    """
+    """The experts of which this rank holds some, each rank as many: every rank's tokens come to
+    them, and go back."""
 
     def __init__(self, whole: Experts, rank: int, ranks: int) -> None:
         super().__init__()
@@ -163,28 +150,21 @@ class SpreadExperts(nn.Module):
         self.experts = whole.experts[self.first : self.first + count]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token of this rank."""
-        shares = self.router(x).softmax(-1)
-        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]) * shares
-        sent, weights = self._exchanged(x), self._exchanged(chosen)
-        places = enumerate(self.experts, self.first)
-        parts = [expert(sent) * weights[..., i : i + 1] for i, expert in places]
-        return self._exchanged(torch.stack(parts).sum(0), back=True).sum(0)
+        sent, weights = self._exchanged(x), self._exchanged(chosen(self.router, x))
+        return self._exchanged(mixed(self.experts, sent, weights, self.first), back=True).sum(0)
 
     def _exchanged(self, value: Tensor, back: bool = False) -> Tensor:
         """Every rank's value; back: what every rank made of this one's."""
         given = value if back else value.expand(self.ranks, *value.shape)
-        found: Tensor = all_to_all_single_autograd(
+        return all_to_all_single_autograd(
             given.contiguous(), None, None, torch.distributed.group.WORLD
         )
-        return found
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any:
     """Cut a model's heads and hidden units over a mesh; with `sequence` its tokens between, too."""
-    column, row = ColwiseParallel(), RowwiseParallel()
-    if sequence:
-        row = RowwiseParallel(output_layouts=Shard(1))
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
     for block in model.blocks:
         plan: dict[str, Any] = {f"attention.{one}": column for one in "qkv"} | {"attention.o": row}
         feeds = [n for n, one in block.named_modules() if isinstance(one, FeedForward)]
@@ -193,15 +173,28 @@ def tensor_parallel(model: Any, mesh: DeviceMesh, sequence: bool = False) -> Any
             plan |= {f"{name}.gate": column} if block.get_submodule(name).gate is not None else {}
         if sequence:
             whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            plan |= {name: SequenceParallel() for name in ("first", "second")}
-            plan |= {name: PrepareModuleInput(**whole) for name in ("attention", *feeds)}
-        parallelize_module(block, mesh, plan)
+            plan |= {name: parallel.SequenceParallel() for name in ("first", "second")}
+            plan |= {name: parallel.PrepareModuleInput(**whole) for name in ("attention", *feeds)}
+        parallel.parallelize_module(block, mesh, plan)
     if sequence:
-        split = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        both: dict[str, Any] = {"embedding": split, "norm": SequenceParallel(), "head": head}
-        parallelize_module(model, mesh, both)
+        split = parallel.PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(1)
+        )
+        head = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        both: dict[str, Any] = {
+            "embedding": split,
+            "norm": parallel.SequenceParallel(),
+            "head": head,
+        }
+        parallel.parallelize_module(model, mesh, both)
     return model
+
+
+def blockwise(model: Any, mesh: DeviceMesh, wrap: Wrap = lambda block: block) -> Any:
+    """Spread each block's parameters over a mesh by FSDP2, then what is left."""
+    for block in model.blocks:
+        fully_shard(wrap(block), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,37 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from benchmarks.engine_models import (
-    MICRO_BATCHES,
-    STEPS,
-    SUBJECTS,
-    TOKENS,
-    VOCABULARY,
-    Decoder,
-    Ran,
-    SpreadExperts,
-    Wrap,
-    loss_of,
-    stepped,
-    tensor_parallel,
-)
-from benchmarks.engine_pipelines import SCHEDULES, pipelined
-from benchmarks.engine_trainers import TRAINERS
+from benchmarks import engine_models as small
+from benchmarks.engine_loops import SCHEDULES, TRAINERS, pipelined
+from benchmarks.engine_models import MICRO_BATCHES, STEPS, SUBJECTS, TOKENS, VOCABULARY, blockwise
 from benchmarks.runner import Benchmark
 from benchmarks.table import joined, table
 from memopt.pricing.memory import MemoryUse, metered
 from memopt.step.backend import backend_of
 from tests.distributed.cases import fsdp2_on_cpu, launched
-from tests.distributed.gloo import in_one_thread
+from tests.distributed.processes import results, run
 
 STRATEGY = "rotor"
 """Plans in a second, the same on every rank; the default searches for some ten."""
-
-
-def _blockwise(model: Any, mesh: DeviceMesh, wrap: Wrap) -> Any:
-    for block in model.blocks:
-        fully_shard(wrap(block), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def _line(ranks: int) -> DeviceMesh:
@@ -65,16 +45,16 @@ def _square(ranks: int, *names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (max(1, ranks // 2), 2), mesh_dim_names=names)
 
 
-def _fsdp_tp(model: Any, ranks: int, wrap: Wrap) -> Any:
+def _fsdp_tp(model: Any, ranks: int, wrap: small.Wrap) -> Any:
     mesh = _square(ranks, "data", "tensor")
-    model = tensor_parallel(model, mesh["tensor"])
-    return wrap(_blockwise(model, mesh["data"], lambda block: block))
+    model = small.tensor_parallel(model, mesh["tensor"])
+    return wrap(blockwise(model, mesh["data"]))
 
 
-def _expert_parallel(model: Any, ranks: int, wrap: Wrap) -> Any:
+def _expert_parallel(model: Any, ranks: int, wrap: small.Wrap) -> Any:
     """Spread the experts; what all ranks hold is averaged as by data parallelism."""
     for block in model.blocks:
-        block.feed = SpreadExperts(block.feed, torch.distributed.get_rank(), ranks)
+        block.feed = small.SpreadExperts(block.feed, torch.distributed.get_rank(), ranks)
     own = [name for name, _ in model.named_parameters() if ".experts." in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
     return _unrebuilt(wrap(model))
@@ -86,7 +66,7 @@ def _unrebuilt(model: Any) -> Any:
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
-def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
+def _accelerated(model: Any, ranks: int, wrap: small.Wrap, fsdp: bool = False) -> Any:
     """Prepare by accelerate, which is told to take FSDP2 on a CPU."""
     import accelerate
     from accelerate.state import AcceleratorState
@@ -101,8 +81,7 @@ def _accelerated(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     return wrap(accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0])
 
 
-def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
-    """Set up by Lightning's Fabric, whose strategies are the Trainer's."""
+def _by_fabric(model: Any, ranks: int, wrap: small.Wrap, fsdp: bool = False) -> Any:
     from tests.zoo import torchvision_shim  # noqa: F401 (before lightning)
 
     import lightning  # isort: skip
@@ -112,7 +91,7 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     strategy: Any = "ddp"
     if fsdp:
         strategy = ModelParallelStrategy(
-            lambda inner, mesh: _blockwise(inner, mesh["data_parallel"], lambda one: one),
+            lambda inner, mesh: blockwise(inner, mesh["data_parallel"]),
             data_parallel_size=ranks,
             tensor_parallel_size=1,
         )
@@ -121,24 +100,26 @@ def _by_fabric(model: Any, ranks: int, wrap: Wrap, fsdp: bool = False) -> Any:
     return wrap(fabric.setup_module(model)) if fsdp else fabric.setup_module(wrap(model))
 
 
-ENGINES: dict[str, Callable[[Any, int, Wrap], Any]] = {
+ENGINES: dict[str, Callable[[Any, int, small.Wrap], Any]] = {
     "DDP": lambda m, _, wrap: DistributedDataParallel(wrap(m)),
     "DDP, find_unused_parameters": lambda m, _, wrap: _unrebuilt(wrap(m)),
     "replicate, then wrap": lambda m, _, wrap: wrap(replicate(m)),
     "wrap, then replicate": lambda m, _, wrap: replicate(wrap(m)),
-    "FSDP2 by blocks, then wrap": lambda m, n, wrap: wrap(_blockwise(m, _line(n), lambda one: one)),
+    "FSDP2 by blocks, then wrap": lambda m, n, wrap: wrap(blockwise(m, _line(n))),
     "FSDP2 whole, then wrap": lambda m, n, wrap: wrap(fully_shard(m, mesh=_line(n))),
-    "wrap blocks, then FSDP2": lambda m, n, wrap: _blockwise(m, _line(n), wrap),
+    "wrap blocks, then FSDP2": lambda m, n, wrap: blockwise(m, _line(n), wrap),
     "memopt.shard": lambda m, n, wrap: wrap(memopt.shard(m, _line(n))),
     "memopt.shard, replicas": lambda m, n, wrap: wrap(
         memopt.shard(m, init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("r", "s")))
     ),
-    "tensor parallel": lambda m, n, wrap: wrap(tensor_parallel(m, _line(n))),
-    "tensor and sequence parallel": lambda m, n, wrap: wrap(tensor_parallel(m, _line(n), True)),
+    "tensor parallel": lambda m, n, wrap: wrap(small.tensor_parallel(m, _line(n))),
+    "tensor and sequence parallel": lambda m, n, wrap: wrap(
+        small.tensor_parallel(m, _line(n), True)
+    ),
     "FSDP2 x tensor parallel": _fsdp_tp,
     "expert parallel, DDP": _expert_parallel,
     "FSDP2 by blocks, replicas": lambda m, n, wrap: wrap(
-        _blockwise(m, _square(n, "replicas", "shards"), lambda one: one)
+        blockwise(m, _square(n, "replicas", "shards"))
     ),
     "accelerate, DDP": _accelerated,
     "accelerate, FSDP2": lambda m, n, wrap: _accelerated(m, n, wrap, True),
@@ -153,7 +134,7 @@ _WITHOUT_EXPERTS = ("tensor and sequence parallel",)
 _OF_EXPERTS = ("expert parallel, DDP",)
 
 
-def trained(model: Any, data: int) -> Ran:
+def trained(model: Any, data: int) -> small.Ran:
     """Train on data of a seed."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     torch.manual_seed(100 + data)
@@ -170,7 +151,7 @@ def trained(model: Any, data: int) -> Ran:
                 quiet = model.no_sync()
             tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
             with quiet, meter as use:
-                loss = loss_of(model(tokens), tokens)
+                loss = small.loss_of(model(tokens), tokens)
                 loss.backward()
             peak_bytes = max(peak_bytes, use.peak_bytes)
             found.append(loss.item())
@@ -178,7 +159,7 @@ def trained(model: Any, data: int) -> Ran:
         slopes = [one.grad for one in model.parameters() if one.grad is not None]
         norms = list(map(torch.linalg.vector_norm, slopes))
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
-        found.append(stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
+        found.append(small.stepped(optimizer, torch.linalg.vector_norm(torch.stack(whole))))
     own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     # Its whole parameters are resident for a plan, and fully_shard gathers them in the micro-batch.
     gathered = model.parameters() if hasattr(model, "unshard") else ()
@@ -209,7 +190,6 @@ class Cell:
         planned, calls: calls that ran under plans, and all.
         over_bytes: of the last micro-batch's peak above its budget, of a pipeline of the step's
             above those of a rank's stages; None: several plans share one.
-        ranks: of the group.
     """
 
     model: str
@@ -230,8 +210,8 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
         wrapped.append(memopt.wrap(module, "min", STRATEGY, progress=False))
         return module
 
-    def run(plan: Wrap) -> Ran:
-        model = Decoder(SUBJECTS[name])
+    def run(plan: small.Wrap) -> small.Ran:
+        model = small.Decoder(SUBJECTS[name])
         if engine in TRAINERS:
             how, fsdp = TRAINERS[engine]
             *found, calls = how(model, ranks, plan is wrap, fsdp)
@@ -243,7 +223,7 @@ def cell(rank: int, ranks: int, name: str, engine: str) -> Cell:
         schedule, each, folded = SCHEDULES[engine]
         stages = each * ranks
         own = (rank, stages - 1 - rank if folded else rank + ranks)[:each]
-        return pipelined(model, ranks, plan, schedule, own, stages)
+        return pipelined(model, plan, schedule, own, stages)
 
     made = Cell(name, engine, ranks=ranks)
     try:
@@ -275,21 +255,9 @@ def cells(rank: int, ranks: int, name: str, engines: list[str]) -> list[Cell]:
     return [cell(rank, ranks, name, engine) for engine in engines if engine not in left_out]
 
 
-def _rank(rank: int, ranks: int, folder: str, name: str) -> None:
-    torch.set_num_threads(1)
-    in_one_thread()
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks)
-    torch.save(cells(rank, ranks, name, list(ALL)), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 def _measured(_given: Any, name: str, ranks: int) -> list[Cell]:
     with tempfile.TemporaryDirectory() as folder:
-        how = (ranks, folder, name)
-        torch.multiprocessing.start_processes(_rank, how, nprocs=ranks, start_method="spawn")
-        paths = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
-        found = [torch.load(path, weights_only=False) for path in paths]
+        found = results(run(cells, ranks, Path(folder), name, list(ALL), timeout_s=1800))
     # The rank that differs, or the one with the highest peak.
     return [
         max(same, key=lambda one: (one.failed, one.over_bytes or 0))
@@ -303,7 +271,6 @@ def _blocks(rows: list[Cell], _given: Any) -> str:
 
 
 def _on(ranks: int, rows: list[Cell]) -> str:
-    """The table of some ranks."""
     names = list(dict.fromkeys(row.model for row in rows))
     by_place = {(row.engine, row.model): row for row in rows}
 

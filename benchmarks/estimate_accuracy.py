@@ -28,19 +28,19 @@ from unittest import mock
 
 import torch
 from scipy.stats import spearmanr
+from torch import nn
 
 from benchmarks.runner import Benchmark, OneOf
-from benchmarks.steps import CPU
+from benchmarks.steps import CPU, peak_of
 from benchmarks.table import joined, mib, table
 from memopt.api.planning import plan
 from memopt.models.device import Device
 from memopt.pricing import device_measure, device_probes
 from memopt.pricing.measure import environment
-from memopt.pricing.memory import metered
 from memopt.profiler import estimate_model
 from memopt.step.profiled import Profiled
 from memopt.step.signature import StandIns, signature
-from tests.zoo import FAMILIES, Family, call, get
+from tests.zoo import FAMILIES, call, get
 
 ROUNDS = 3
 ROUND_S = 0.03
@@ -112,34 +112,16 @@ def operator_times(profiled: Profiled) -> list[float]:
     return [times[signature(node).text] for node in profiled.lowering.nodes]
 
 
-def steps(model: torch.nn.Module, inputs: Any, family: Family) -> Callable[[], Any]:
-    """Make a training step without the optimizer."""
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        family.loss(call(model, inputs)).backward()
-
-    return step
-
-
-def measured_peak(model: torch.nn.Module, inputs: Any, family: Family, profiled: Profiled) -> int:
+def measured_peak(model: nn.Module, inputs: Any, profiled: Profiled) -> int:
     """Measure the peak of a step under a plan that stores everything, resident bytes included."""
     stored = plan(profiled, strategy="store-all", progress=False).apply(model)
 
     def step() -> None:
-        output = call(stored, inputs)
-        leaves = [t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t)]
-        wanted = [t for t in leaves if t.requires_grad]
+        leaves = torch.utils._pytree.tree_leaves(call(stored, inputs))
+        wanted = [t for t in leaves if torch.is_tensor(t) and t.requires_grad]
         torch.autograd.backward(wanted, [torch.ones_like(t) for t in wanted])
 
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = None
-        gc.collect()
-        with metered(CPU) as use:
-            step()
-    return profiled.graph.resident_bytes + use.peak_bytes
+    return profiled.graph.resident_bytes + peak_of(model, step, CPU)
 
 
 def _measured(given: Any, name: str) -> list[Row]:
@@ -152,11 +134,15 @@ def _measured(given: Any, name: str) -> list[Row]:
     estimated = [operator.time_s for operator in profiled.graph.operators]
     measured = operator_times(profiled)
     model = family.build(size)
-    step = steps(model, inputs, family)
+
+    def step() -> None:
+        model.zero_grad()
+        family.loss(call(model, inputs)).backward()
+
     step()
     step_s = min(timeit.repeat(step, repeat=3, number=1, timer=time.thread_time))
     peak = plan(profiled, strategy="store-all", progress=False).peak_bytes
-    real_peak = measured_peak(model, inputs, family, profiled)
+    real_peak = measured_peak(model, inputs, profiled)
     gc.collect()
     found_s, real_s = sum(estimated), sum(measured)
     correlation = float(spearmanr(estimated, measured).statistic)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from memopt.models.budget import Budget
 from memopt.models.device import Device
 from memopt.models.graph import Graph
@@ -15,14 +15,14 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.validate_and_replay import validate_and_replay
-from memopt.strategies import STRATEGIES
+from memopt.strategies import resolve
 from tests.strategies.monet.layered_graphs import layered_graph
 
 SIZES = (100, 250)
 SHARES = (0.9, 0.8)
 SEEDS = (5000, 5005)
 """Of the table; the search was developed on seeds below 1000."""
-NAMES = ("monet",)
+NAME = "monet"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Planned(NamedTuple):
     found: Solution
 
 
-def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) -> Planned:
+def row_of(label: str, graph: Graph, share: float, limit_s: float) -> Planned:
     """Plan a graph within a share of its peak; the plan is validated and replayed.
 
     Raises:
@@ -48,10 +48,8 @@ def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) ->
     """
     base = replay(graph, store_all(graph))
     budget = int(share * base.peak_bytes)
-    strategy = next(strategy for strategy in STRATEGIES if strategy.name == name)
-    cpu_s, clock_s = time.process_time(), time.monotonic()
-    found = strategy.solve(graph, budget, time_limit_s=limit_s)
-    spent = time.process_time() - cpu_s, time.monotonic() - clock_s
+    strategy = resolve(NAME)
+    found, wall_s, cpu_s = timed(lambda: strategy.solve(graph, budget, time_limit_s=limit_s))
     if found.program is not None:
         violation, figures = validate_and_replay(graph, found.program, Budget(budget), Device())
         if violation is not None or figures.time_s != found.time_s:
@@ -62,26 +60,25 @@ def row_of(label: str, graph: Graph, share: float, name: str, limit_s: float) ->
     if found.time_s is not None:
         gap = found.gap or 0.0
         result = f"{found.time_s / base.time_s - 1:.2%} | {least:.2%} | {gap:.2%}"
-    cells = f"{label} | {len(graph.operators)} | {edges} | {share:g} | {name} | {result}"
-    return Planned(Row(f"{cells} | {spent[0]:.1f} | {spent[1]:.1f}", gap), found)
+    cells = f"{label} | {len(graph.operators)} | {edges} | {share:g} | {NAME} | {result}"
+    return Planned(Row(f"{cells} | {cpu_s:.1f} | {wall_s:.1f}", gap), found)
 
 
-def _cases(given: Any) -> dict[str, tuple[Graph, str, float, str]]:
+def _cases(given: Any) -> dict[str, tuple[Graph, str, float]]:
     graphs = {
         f"{nodes} {seed}": layered_graph(nodes, seed)
         for nodes in SIZES
         for seed in range(*given.seeds)
     }
     return {
-        f"{label} {share} {name}": (graph, label, share, name)
+        f"{label} {share} {NAME}": (graph, label, share)
         for label, graph in graphs.items()
         for share in SHARES
-        for name in given.strategies
     }
 
 
-def _planned(given: Any, graph: Graph, label: str, share: float, name: str) -> list[Row]:
-    return [row_of(label.split()[-1], graph, share, name, given.limit).row]
+def _planned(given: Any, graph: Graph, label: str, share: float) -> list[Row]:
+    return [row_of(label.split()[-1], graph, share, given.limit).row]
 
 
 def _summary(rows: list[Row], _: Any) -> str:
@@ -100,10 +97,8 @@ BENCHMARK = Benchmark(
     head="seed | operators | edges | budget / peak | strategy | plan | bound | gap | CPU s | "
     "clock s",
     summary=_summary,
-    selects=("seeds", "strategies"),
-    options={"seeds": SEEDS, "limit": 55.0, "strategies": NAMES},
-    prepare=lambda given: [
-        row_of("", layered_graph(10, 0), 0.9, name, 10.0) for name in given.strategies
-    ],
+    selects=("seeds",),
+    options={"seeds": SEEDS, "limit": 55.0},
+    prepare=lambda _: row_of("", layered_graph(10, 0), 0.9, 10.0),
     failures=lambda rows, _: [f"{row.text}: no plan" for row in rows if row.gap is None],
 )

@@ -26,60 +26,43 @@ from memopt.step.inputs import to_call
 from memopt.step.loss import Loss
 from tests import zoo
 from tests.zoo.family import class_loss
-from tests.zoo.language import logits_loss, make_gpt2, make_xlm_r, tokens
+from tests.zoo.language import logits_loss, make_xlm_r, tokens
 
 FOLDER = Path("out/graphs")
-H100 = find_device("H100")
 BATCH = 32
 """Of `step_graph`."""
-LOSS, GPT2_80 = "+loss", "gpt2_80"
+LOSS = "+loss"
 V100, ROTOR_BATCH = find_device("V100-PCIe"), 8
 """Of `chain_of`: the GPU of Rotor's and Offloading's experiments, the largest batch of Rotor's."""
 A100 = find_device("A100")
 """Of `updated_graph`: the GPU of OLLA §5.1 (there with 40 GB)."""
 
 
-def step_graph(name: str, device: Device = H100, *, exact: bool = True) -> Graph:
-    """Capture a model's step with its implementations, BATCH examples.
-
-    Args:
-        name: of the zoo; "gpt2_80": a GPT-2 of eighty layers; "NAME+loss": its loss inside, so that
-            the logits are the plan's to free.
-        device: for which it is priced.
-        exact: without implementations that change rounding.
-    """
+def step_graph(name: str, device: Device) -> Graph:
+    """Capture a model's step with its exact implementations, BATCH examples, priced for a device.
+    "NAME+loss": with its loss inside, so that the logits are the plan's to free."""
 
     def make() -> Graph:
-        family = zoo.get("gpt2" if name == GPT2_80 else name.removesuffix(LOSS))
-        if name == GPT2_80:
-            family = replace(family, name=name, make=make_gpt2(0.1, {"n_layer": 80}))
+        family = zoo.get(name.removesuffix(LOSS))
         with torch.device("meta"):
             model = family.build("paper")
         if name.endswith(LOSS):
             model = WithLoss(model, family.loss)
         profiled = estimate_model(model, family.inputs("paper", batch=BATCH), device)
-        return with_implementations(profiled, exact_only=exact, device=device).graph
+        return with_implementations(profiled, exact_only=True, device=device).graph
 
-    path = FOLDER / f"{device.name}-{name}-b{BATCH}-{'exact' if exact else 'all'}.json"
-    return captured(path, Graph, make)
+    return captured(FOLDER / f"{device.name}-{name}-b{BATCH}-exact.json", Graph, make)
 
 
 def chain_of(name: str, pixels: int, batch: int = ROTOR_BATCH) -> Chain:
-    """Capture the chain of a model's step, estimated for the V100.
-
-    Args:
-        name: a family or variant of the zoo.
-        pixels: the images' height and width; 0: the family's own inputs.
-        batch: examples in a step.
-    """
+    """Capture the chain of a model's step of square images, estimated for the V100."""
 
     def make() -> Chain:
         family = family_of(name)
         with torch.device("meta"):
             model = family.build("paper")
-        images = (torch.zeros(batch, 3, pixels, pixels),)
-        inputs = images if pixels else family.inputs("paper", batch=batch)
-        graph = memopt.profile(model, inputs, device=V100, mode="estimate", progress=False)
+        images = torch.zeros(batch, 3, pixels, pixels)
+        graph = memopt.profile(model, images, device=V100, mode="estimate", progress=False)
         return linearize(graph).chain
 
     return captured(FOLDER / f"chain-{name}-{pixels}-b{batch}.json", Chain, make)

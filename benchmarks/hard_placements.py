@@ -8,12 +8,12 @@ without a capacity given. Seconds are CPU time of one thread, compiled code apar
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import percent
 from memopt.strategies.olla import place
 from tests.passes.oracles import overlap
@@ -37,9 +37,7 @@ class Row:
 
 def _placed(_: Any, seed: int) -> list[Row]:
     chosen, buffers = hard_placement(seed)
-    began = time.process_time()
-    found = place(buffers)
-    cpu_s = time.process_time() - began
+    found, _, cpu_s = timed(lambda: place(buffers))
     if found.bound != chosen.units * chosen.unit_bytes:
         raise AssertionError(f"seed {seed}: the bound is {found.bound}")
     tops = [found.offsets[b.id] + b.size for b in buffers]

@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.graphs import BATCH, step_graph
+from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark
 from benchmarks.table import NONE, joined, signed, table
 from memopt.api.planning import solve
@@ -48,7 +48,6 @@ ROWS = "docs/results/joint_rows.json"
 LEAST_S, MOST_STRETCH = 0.5, 20.0
 """Cells of less CPU time say nothing about the machine's other work; the most it may stretch."""
 DIGITS = 6
-COLUMNS = 3
 COLORS = {"rotor": "C0", "rotor-menus": "C2", "offload-graph": "C1", "dynprog": "C4", JOINT: "C3"}
 MOST_PLANNING_S = 60.0
 NOTHING = float("nan")
@@ -75,7 +74,6 @@ class Row:
 
     @property
     def cell(self) -> Cell:
-        """What strategies are compared in."""
         return self.device, self.model, self.share
 
 
@@ -92,7 +90,6 @@ def pace() -> Pace:
 
 
 def _planned(given: Any, device: Device, model: str, share: float, name: str) -> list[Row]:
-    """Plan one cell by one strategy, in the limit's seconds, stretched."""
     graph = step_graph(model, device)
     base, budget = replay(graph, store_all(graph)), budget_of(graph, share)
     impossible = memory_lower_bound(graph) > budget
@@ -119,7 +116,6 @@ class Pace:
     stretch: float = 1.0
 
     def __post_init__(self) -> None:
-        """Count for a moment."""
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         while time.process_time() < cpu_s + LEAST_S:
             pass
@@ -132,7 +128,6 @@ class Pace:
 
 
 def _table(rows: list[Row]) -> str:
-    """Make the table of one device."""
     lines = []
     for cell in dict.fromkeys(row.cell for row in rows):
         of = {row.strategy: row for row in rows if row.cell == cell}
@@ -232,40 +227,29 @@ def _blocks(rows: list[Row], _: Any) -> str:
 def _curves(rows: list[Row], _: Any) -> None:
     """Draw overhead against the share of the memory on an H100, a panel for each model; below the
     shaded line no plan can be."""
-    lines = -(-len(FIRST) // COLUMNS)
-    figure = Figure(figsize=(9.0, 2.9 * lines), layout="constrained")
-    grid = figure.subplots(lines, COLUMNS, squeeze=False)
-    for axes in grid.flat[len(FIRST) :]:
-        axes.set_axis_off()
-    for axes, model in zip(grid.flat, FIRST, strict=False):
-        _panel(axes, [r for r in rows if (r.model, r.device) == (model, DEVICES[0].name)])
-        axes.set_title(model, loc="left", fontsize="medium")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("step time over store-all's, %")
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.savefig("docs/strategies/joint-curves.png", dpi=110)
+    path, how = "docs/strategies/joint-curves.png", {"across": 3, "size": (3.0, 2.9), "dpi": 110}
+    with panels(path, len(FIRST), **how) as grid:
+        for axes, model in zip(grid, FIRST, strict=True):
+            _panel(axes, [r for r in rows if (r.model, r.device) == (model, DEVICES[0].name)])
+            axes.set_title(model, loc="left", fontsize="medium")
+            axes.set_ylabel("step time over store-all's, %" if axes in grid[::3] else "")
 
 
 def _panel(axes: Axes, rows: list[Row]) -> None:
     def points(name: str, what: str) -> tuple[list[float], list[float]]:
-        found = sorted(
-            (row.share, 100 * getattr(row, what))
-            for row in rows
-            if row.strategy == name and getattr(row, what) is not None
-        )
+        own = sorted((r.share, getattr(r, what)) for r in rows if r.strategy == name)
+        found = [(share, 100 * over) for share, over in own if over is not None]
         return [share for share, _ in found], [over for _, over in found]
 
-    for name in (*SINGLES, JOINT):
+    for name in STRATEGIES:
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": COLORS[name]}
         width = 2.0 if name == JOINT else 1.0
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": width}
-        axes.plot(*points(name, "overhead"), color=COLORS[name], label=name, **style)
+        axes.plot(*points(name, "overhead"), label=name, linewidth=width, **style)
     shares, bounds = points(JOINT, "bound")
     axes.plot(shares, bounds, color=GREY, linestyle=":", label="bound")
     axes.fill_between(shares, bounds, -10, color=GREY, alpha=0.25)
     axes.set_xticks(SHARES, [f".{round(100 * share):02d}" for share in SHARES])
-    axes.set_ylim(-10, 60)
-    axes.set_xlabel("share of the memory")
+    axes.set(ylim=(-10, 60), xlabel="share of the memory")
 
 
 BENCHMARK = Benchmark(

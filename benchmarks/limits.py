@@ -8,7 +8,6 @@ limit x 1.1 + 0.3 s.
 from __future__ import annotations
 
 import resource
-import time
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from benchmarks.auto_portfolio import cpu_clock
 from benchmarks.joint_tables import pace
 from benchmarks.runner import Benchmark
-from benchmarks.table import NONE
+from benchmarks.steps import timed
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.chain import Chain
@@ -48,7 +47,6 @@ class Row:
 
     @property
     def keeps(self) -> bool:
-        """Whether it ended in its time."""
         return self.cpu_s <= 1.1 * self.limit_s + 0.3
 
 
@@ -59,20 +57,15 @@ def instance(kind: str, size: int) -> Graph | Chain:
 
 
 def _measured(given: Any, kind: str, size: int, name: str) -> list[Row]:
-    model, strategy, outcome = instance(kind, size), resolve(name), NONE
+    model, strategy = instance(kind, size), resolve(name)
     budget = int(ROOM * store_all_peak(model))
-    for small in (
-        random_graph(Random(1), 6),
-        random_graph(Random(1), 60),
-        random_chain(Random(1), 60),
-    ):
-        # Machine code is made once, outside of any limit.
+    # Machine code is made once, outside of any limit.
+    for kind_of, many in ((random_graph, 6), (random_graph, 60), (random_chain, 60)):
+        small = kind_of(Random(1), many)
         _outcome(small, int(ROOM * store_all_peak(small)), strategy, 1.0)
     stretch = pace().stretch  # What measuring it takes is not the strategy's.
-    begin = time.process_time()
     with cpu_clock(stretch):
-        outcome = _outcome(model, budget, strategy, given.limit)
-    cpu_s = time.process_time() - begin
+        outcome, _, cpu_s = timed(lambda: _outcome(model, budget, strategy, given.limit))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     count = len(model.operators) if isinstance(model, Graph) else len(model)
     return [Row(kind, count, name, outcome, round(cpu_s, 2), given.limit, most)]
@@ -117,12 +110,7 @@ BENCHMARK = Benchmark(
         f"{row.cpu_s:.2f}{'' if row.keeps else ' (late)'} | {row.most_mib}"
     ),
     summary=_summary,
-    options={
-        "limit": 5.0,
-        "operators": GRAPH_SIZES,
-        "stages": CHAIN_SIZES,
-        "strategies": NAMES,
-    },
+    options={"limit": 5.0, "operators": GRAPH_SIZES, "stages": CHAIN_SIZES, "strategies": NAMES},
     selects=("operators", "stages", "strategies"),
     apart=True,
 )

@@ -34,7 +34,7 @@ from tests.zoo import torchvision_shim  # noqa: F401 (before transformers)
 
 WAYS = {"dynprog": "activations moved or recomputed", "rotor": "activations recomputed"}
 OPTIMIZERS = ("adamw", "adamw-8bit")
-RANK = 16
+RANK, CAPACITY = 16, H100.capacity_bytes
 
 
 def _variants(tokens: int) -> Variants:
@@ -55,11 +55,10 @@ def _adapters(tokens: int) -> list[Line]:
     figures = step.with_optimizer("adamw")
     held = step.graph.extra_resident_bytes + figures.state.bytes_total
     graph, lines = replace(step.graph, extra_resident_bytes=held), []
-    assert H100.capacity_bytes is not None
     for name, how in WAYS.items():
         said = f"LoRA r={RANK}, AdamW; {how}"
         try:
-            plan = solve(graph, H100.capacity_bytes, resolve(name), device=H100, place=True)
+            plan = solve(graph, CAPACITY, resolve(name), device=H100, place=True)
         except (MemoptError, ValueError) as error:
             lines.append(_none(said, tokens, str(error).partition(" (")[0]))
             continue
@@ -70,10 +69,9 @@ def _adapters(tokens: int) -> list[Line]:
 
 def _everything(tokens: int) -> list[Line]:
     variants, lines = _variants(tokens), []
-    assert H100.capacity_bytes is not None
     for name in OPTIMIZERS:
         graph = variants.movable(StepVariant(tiled=True), name)
-        plan = moved_plan(graph, H100.capacity_bytes, H100)
+        plan = moved_plan(graph, CAPACITY, H100)
         said = f"all parameters, {name}; state and parameters moved, activations recomputed"
         if isinstance(plan, PlanRecord):
             lines.append(_line(said, tokens, plan, plan.step_time_s, reserved_bytes(plan)))
@@ -87,8 +85,7 @@ def _none(said: str, tokens: int, why: str) -> Line:
 
 
 def _line(said: str, tokens: int, plan: PlanRecord, seconds: float, reserved: int) -> Line:
-    assert H100.capacity_bytes is not None
-    wrong = validate(plan.graph, plan.program, Budget(H100.capacity_bytes))
+    wrong = validate(plan.graph, plan.program, Budget(CAPACITY))
     return Line(
         f"{said} | {tokens:,} | {format_bytes(plan.peak_bytes)} | {format_bytes(reserved)} | "
         f"{format_bytes(plan.host_peak_bytes)} | **{seconds:.0f}** | {tokens / seconds:,.0f} | "
@@ -98,12 +95,9 @@ def _line(said: str, tokens: int, plan: PlanRecord, seconds: float, reserved: in
 
 
 BENCHMARK = Benchmark(
-    cases={
-        "LoRA 500,000": (_adapters, 500_000),
-        "all parameters 131,072": (_everything, 131_072),
-    },
+    cases={"LoRA 500,000": (_adapters, 500_000), "all parameters 131,072": (_everything, 131_072)},
     measure=lambda _given, way, tokens: way(tokens),
     head="what is trained | tokens | peak | reserved | host memory | step s | tokens/s | "
     "beside every operator once",
-    summary=lambda *_: f"{H100.name}, {format_bytes(H100.capacity_bytes or 0)}: {H100.source}.",
+    summary=lambda *_: f"{H100.name}, {format_bytes(CAPACITY)}: {H100.source}.",
 )

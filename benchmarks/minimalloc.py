@@ -8,11 +8,11 @@ if a best published peak is missed.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import Benchmark, Line, named
+from benchmarks.steps import timed
 from memopt.strategies.olla import Placement, place, read_buffers
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "minimalloc"
@@ -33,16 +33,14 @@ def _placed(given: Any, name: str) -> list[Line]:
     buffers, _ = read_buffers(DATA / f"{name}.1048576.csv")
     best, first = PUBLISHED[name][0], given.seeds[0]
 
-    def timed(capacity: int | None, seed: int) -> tuple[Placement, float]:
-        began = time.process_time()
-        found = place(buffers, capacity=capacity, seed=seed)
-        return found, time.process_time() - began
+    def placed(capacity: int | None, seed: int) -> tuple[Placement, float, float]:
+        return timed(lambda: place(buffers, capacity=capacity, seed=seed))
 
-    within, *_ = repeats = [timed(best, first) for _ in range(given.repeats)]
-    seconds = [min(took for _, took in repeats)]
-    seconds += [timed(best, seed)[1] for seed in given.seeds[1:]]
-    least, least_s = timed(None, first)
-    found, (limit, published_s) = within[0], PUBLISHED[name]
+    repeats = [placed(best, first) for _ in range(given.repeats)]
+    seconds = [min(cpu_s for _, _, cpu_s in repeats)]
+    seconds += [placed(best, seed)[2] for seed in given.seeds[1:]]
+    least, _, least_s = placed(None, first)
+    found, (limit, published_s) = repeats[0][0], PUBLISHED[name]
     line = (
         f"{name} | {found.bound} | {limit} | {found.peak} | {seconds[0]:.2f} | "
         f"{min(seconds):.2f}-{max(seconds):.2f} | {published_s:.3f} | {least.peak} | "

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.monet_algorithms import PlainConvolution, choices, convolutions, with_menu
-from benchmarks.monet_runs import CASES, P100, Case, Runs, Started, eager_peak_bytes
+from benchmarks.monet_runs import CASES, P100, Case, Runs, Started, eager_peak_bytes, over
+from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark, OneOf
 from benchmarks.table import GIB, MIB, joined, mib, signed, table
 from memopt.models.graph import Graph, Phase
@@ -103,13 +103,13 @@ def _planned(given: Any, case: Case) -> list[Row]:
                 paper = given.menu != "memopt"
                 programs[choice] = fastest_kernels(graph, program, budget) if paper else program
             time_s = None if program is None else replay(graph, programs[choice]).time_s
-            overheads.append(None if time_s is None else time_s / runs.base_s - 1)
+            overheads.append(over(time_s, runs.base_s))
         *alone, every = overheads
         least = min((one for one in alone if one is not None), default=None)
         best = least is None or (every is not None and every <= least + 1e-9)
         if given.menu == "paper":
             time_s = replay(graph, found[Choices.NONE]).time_s if Choices.NONE in found else None
-            overheads.insert(0, None if time_s is None else time_s / runs.base_s - 1)
+            overheads.insert(0, over(time_s, runs.base_s))
         cells = " | ".join(signed(one, none="none") for one in overheads)
         shown: dict[str, Program] = {}
         if (case.family, share) == DRAWN:
@@ -138,22 +138,20 @@ def pictures(rows: list[Row], given: Any) -> None:
     drawn = next((row.drawn for row in rows if row.drawn), None)
     if drawn is None:
         return
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    top, middle, bottom = figure.subplots(3, 1, sharex=True)
     own = drawn["PyTorch"]
-    for index, (name, found) in enumerate(drawn.items()):
-        style: dict[str, Any] = {"label": name, "color": f"C{index}", "linewidth": 0.9}
-        top.plot([size / GIB for size in found["memory"]], **style)
-        if name != "PyTorch":
+    with panels(given.out.with_suffix(".png"), 3, size=(8, 2.3), dpi=70) as axes:
+        for index, (name, found) in enumerate(drawn.items()):
             saved = [a - b for a, b in zip(own["kept"], found["kept"], strict=True)]
-            middle.plot([size / MIB for size in saved], **style)
-            bottom.plot([1e3 * time_s for time_s in found["again"]], **style)
-    labels = ("memory, GiB", "saved at the boundary, MiB", "run again before it, ms")
-    for axes, label in zip((top, middle, bottom), labels, strict=True):
-        axes.set_ylabel(label)
-    top.legend(fontsize="small")
-    bottom.set_xlabel("operator")
-    figure.savefig(given.out.with_suffix(".png"), dpi=70)
+            curves = {
+                "memory, GiB": [size / GIB for size in found["memory"]],
+                "saved at the boundary, MiB": [size / MIB for size in saved],
+                "run again before it, ms": [1e3 * time_s for time_s in found["again"]],
+            }
+            for one, (label, curve) in zip(axes, curves.items(), strict=True):
+                if name != "PyTorch" or one is axes[0]:
+                    one.plot(curve, label=name, color=f"C{index}", linewidth=0.9)
+                one.set_ylabel(label)
+        axes[-1].set_xlabel("operator")
 
 
 BENCHMARK = Benchmark(

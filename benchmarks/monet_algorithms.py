@@ -31,7 +31,6 @@ class PlainConvolution:
 
     @property
     def elements(self) -> tuple[int, int, int]:
-        """Give those of input, weight and result."""
         per_image = self.images * self.pixels
         weight = self.channels * self.results * self.window**2
         return per_image * self.channels, weight, per_image * self.results

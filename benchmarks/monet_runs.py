@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.graphs import FOLDER
+from benchmarks.steps import timed
 from benchmarks.table import Kept, captured, signed
 from memopt.api import planning
 from memopt.errors import MemoptError
@@ -37,6 +36,8 @@ from tests.zoo import get
 
 PLANS = Path("out/monet-plans")
 P100 = find_device("P100")
+OVERHEAD = 0.1
+"""Of the paper's Table 1."""
 TOLERANCE = 0.01
 """Bisection for a memory stops at this share of the baseline's peak."""
 
@@ -46,7 +47,6 @@ class Case:
     """One column of MONeT's Table 1.
 
     Attributes:
-        family: its name in the zoo.
         batch, pixels: of the images; MONeT's repository (README, results) has the batches.
         pytorch_gib, checkmate_gib, monet_gib: the paper's Table 1, at 10% overhead.
         cpu_batch, cpu_pixels: at which it really runs here.
@@ -63,7 +63,6 @@ class Case:
 
     @property
     def paper_share(self) -> float:
-        """MONeT's memory over PyTorch's."""
         return self.monet_gib / self.pytorch_gib
 
     def graph(self) -> Graph:
@@ -131,7 +130,6 @@ class Known(Strategy):
     needs: ClassVar[str] = "graph"
 
     def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
-        """Give it, whatever the budget."""
         timeline = replay(self.taken(cost_model, Graph), self.program)
         return Solution(
             Status.FEASIBLE,
@@ -166,21 +164,16 @@ class Record:
 
     @property
     def gap(self) -> float | None:
-        """Over the proved bound."""
-        if self.time_s is None or not self.bound_s:
-            return None
-        return self.time_s / self.bound_s - 1
+        return over(self.time_s, self.bound_s) if self.bound_s else None
+
+
+def over(time_s: float | None, base_s: float) -> float | None:
+    """Give a time's overhead; None where there is no time."""
+    return None if time_s is None else time_s / base_s - 1
 
 
 class Runs:
-    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was.
-
-    Args:
-        name: of the model.
-        graph: of its step, with implementations.
-        time_limit_s: of each plan.
-        device: for which they are.
-    """
+    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was."""
 
     def __init__(self, name: str, graph: Graph, time_limit_s: float, device: Device) -> None:
         self.name, self.graph, self.device = name, graph, device
@@ -199,9 +192,8 @@ class Runs:
         key = f"{strategy!r} {budget_bytes}"
         if key in self._kept.rows:
             return self._kept.rows[key][0]
-        begin = time.perf_counter()
-        record, program = self._solved(strategy, budget_bytes)
-        record = replace(record, planning_s=time.perf_counter() - begin)
+        (record, program), wall_s, _ = timed(lambda: self._solved(strategy, budget_bytes))
+        record = replace(record, planning_s=wall_s)
         if program is not None:
             PLANS.mkdir(parents=True, exist_ok=True)
             self._program_path(key).write_bytes(dumps(program))
@@ -237,29 +229,25 @@ class Runs:
         return Record(budget_bytes, str(plan.status), *figures, 0.0, chosen), plan.program
 
     def overhead(self, record: Record) -> str:
-        """Write a record's time over the baseline's."""
-        over = None if record.time_s is None else record.time_s / self.base_s - 1
-        return signed(over, none="none")
+        return signed(over(record.time_s, self.base_s), none="none")
 
     def started(
         self, budget_bytes: int, *smaller: Strategy, less: tuple[Strategy, int] | None = None
     ) -> Started:
         """Make MONeT with every implementation, from the plans of `smaller` within the budget, and
         from that of `less`, a strategy and its smaller budget."""
-        plans = [(strategy, budget_bytes) for strategy in smaller]
-        programs = [self.program(*plan) for plan in ([*plans, less] if less else plans)]
-        known = tuple(program for program in programs if program is not None)
-        return Started(exact_only=False, known=known)
+        plans = [*((strategy, budget_bytes) for strategy in smaller), *([less] if less else [])]
+        known = (self.program(*plan) for plan in plans)
+        return Started(exact_only=False, known=tuple(filter(None, known)))
 
-    def memory_at(self, strategy_at: Callable[[int], Strategy], overhead: float) -> Record | None:
+    def memory_at(self, strategy: Strategy, overhead: float) -> Record | None:
         """Find the record of least peak whose time is at most 1 + `overhead` of the baseline's, by
-        bisection over the budget, which takes time to fall as the budget grows. `strategy_at`
-        gives the strategy for a budget."""
+        bisection over the budget, which takes time to fall as the budget grows."""
         best: Record | None = None
         low, high = self.graph.resident_bytes, self.base_bytes
         while high - low > TOLERANCE * self.base_bytes:
             middle = (low + high) // 2
-            record = self.solve(strategy_at(middle), middle)
+            record = self.solve(strategy, middle)
             if record.time_s is not None and record.time_s <= (1 + overhead) * self.base_s:
                 best = min((record, best or record), key=lambda one: one.peak_bytes or 0)
                 high = middle

@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.monet_runs import CASES, P100, Case, Record, Runs, Started, eager_peak_bytes
+from benchmarks.monet_runs import (
+    CASES,
+    OVERHEAD,
+    P100,
+    Case,
+    Record,
+    Runs,
+    Started,
+    eager_peak_bytes,
+    over,
+)
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, joined, percent, signed, table
 from memopt.strategies.base import Strategy
@@ -18,7 +28,6 @@ from memopt.strategies.monet.rotor_menus import RotorMenus
 from memopt.strategies.monet.strategy import Choices, Monet
 from memopt.strategies.rotor import Rotor
 
-OVERHEAD = 0.1
 SHARES = (0.4, 0.5, 0.6, 0.7)
 STRATEGIES: dict[str, Strategy] = {
     "Rotor": Rotor(),
@@ -44,18 +53,15 @@ class Row:
     plans: dict[str, dict[str, Any]]
 
     def plan(self, name: str) -> Record | None:
-        """Give a way's plan; None: not asked for."""
         return Record(**self.plans[name]) if name in self.plans else None
 
     def within(self, name: str) -> Record | None:
-        """Give a way's plan if it takes at most 10% more time."""
         found = self.plan(name)
         most_s = (1 + OVERHEAD) * self.base_s
         return None if found is None or found.time_s is None or found.time_s > most_s else found
 
 
 def _planned(given: Any, case: Case) -> list[Row]:
-    """Plan in every way, the smallest budget first."""
     graph = case.graph()
     runs = Runs(case.family, graph, given.limit, P100)
     eager_bytes = eager_peak_bytes(graph)
@@ -98,8 +104,7 @@ def _budget_line(row: Row) -> list[str]:
     ours, theirs, alone = map(row.plan, (ALL, CHECKMATE, ALONE))
     cells = [row.family, f"{row.share:.2f}"]
     for name in row.plans:
-        time_s = row.plans[name]["time_s"]
-        cells.append(signed(None if time_s is None else time_s / row.base_s - 1, none="none"))
+        cells.append(signed(over(row.plans[name]["time_s"], row.base_s), none="none"))
     times = [None if one is None else one.time_s for one in (theirs, alone)]
     cells += [_ratio(time_s, ours) for time_s in (*times, None if alone is None else alone.bound_s)]
     cells.append("-" if ours is None or ours.gap is None else percent(ours.gap))
@@ -107,7 +112,6 @@ def _budget_line(row: Row) -> list[str]:
 
 
 def _verdicts(rows: list[Row]) -> str:
-    """Say whether MONeT is never slower than Checkmate-O."""
     lines = []
     for name in (EXACT, ALL):
         pairs = [

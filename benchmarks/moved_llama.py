@@ -12,7 +12,6 @@ float32 parameters, too.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.fx import Node
 
 from benchmarks.runner import Benchmark, Line
 from benchmarks.shapes import llama
+from benchmarks.steps import timed
 from memopt.api.ladder import ladder
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
@@ -61,28 +61,16 @@ def whole_step(profiled: Profiled, device: Device) -> Graph:
         if primal.kind != "parameter" or not isinstance(gradient, Node):
             continue
         tensor, made = lowering.storages[primal.node][0], lowering.storages[gradient][0]
-        assert tensor is not None
-        assert made is not None
         size, elements = graph.tensors[tensor].size_bytes, primal.node.meta["val"].numel()
         states[primal.name] = in_blocks(STATE_BYTES * elements, device.block_bytes)
         moved_bytes = 3 * size + 2 * states[primal.name]
-        operators.append(
-            Operator(
-                f"update.{primal.name}",
-                (made, tensor),
-                (),
-                moved_bytes / rate + device.launch_latency_s,
-                phase=Phase.UPDATE,
-                recomputable=False,
-            )
-        )
+        time_s = moved_bytes / rate + device.launch_latency_s
+        how = {"phase": Phase.UPDATE, "recomputable": False}
+        operators.append(Operator(f"update.{primal.name}", (made, tensor), (), time_s, **how))
         results.add(made)
         parameters.append(tensor)
-    step = replace(
-        graph,
-        operators=tuple(operators),
-        gradients=tuple(t for t in graph.gradients if t not in results),
-    )
+    gradients = tuple(t for t in graph.gradients if t not in results)
+    step = replace(graph, operators=tuple(operators), gradients=gradients)
     graph = movable_graph(step, tuple(sorted(parameters)), states, charged=False)
     return with_choices(graph, _on_host(graph, device))
 
@@ -90,7 +78,6 @@ def whole_step(profiled: Profiled, device: Device) -> Graph:
 def _on_host(graph: Graph, device: Device) -> dict[str, Implementation]:
     """Give the same updates by the host."""
     rate, found = device.host_update_bytes_per_s, {}
-    assert rate is not None
     for operator in graph.operators:
         if operator.phase is Phase.UPDATE:
             sizes = {t: graph.tensors[t].size_bytes for t in operator.reads}
@@ -110,15 +97,11 @@ def _model(given: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _sharded(given: Any, name: str, device: Device, ranks: int) -> list[Line]:
-    (model, inputs), began = _model(given, name), (time.perf_counter(), time.process_time())
-    step, how = StepOptions(loss_fn=lambda output: output.loss), {"only": "asked", "ranks": ranks}
-    found = ladder(
-        model, inputs, device=device, optimizer="adamw-fp32", step=step, progress=False, **how
-    )
-    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    model, inputs = _model(given, name)
+    how = {"only": "asked", "ranks": ranks, "device": device, "progress": False}
+    how |= {"optimizer": "adamw-fp32", "step": StepOptions(loss_fn=lambda output: output.loss)}
+    found, wall_s, cpu_s = timed(lambda: ladder(model, inputs, **how))
     rung = found.best_as_asked()
-    assert rung is not None
-    assert rung.plan is not None
     shares = ", ".join(f"{what} {share:.0%}" for what, share in rung.busy.items())
     graph = rung.plan.graph
     return [
@@ -145,10 +128,9 @@ def _planned(given: Any, name: str, device: Device, ranks: int = 1) -> list[Line
 def row(name: str, graph: Graph, device: Device, limit_s: float) -> Line:
     """Plan a step, and say what binds there."""
     budget = device.capacity_bytes
-    assert budget is not None
-    began = time.perf_counter(), time.process_time()
-    found = Joint(exact_only=False).solve(graph, budget, device=device, time_limit_s=limit_s)
-    wall_s, cpu_s = time.perf_counter() - began[0], time.process_time() - began[1]
+    how = {"device": device, "time_limit_s": limit_s}
+    joint = Joint(exact_only=False)
+    found, wall_s, cpu_s = timed(lambda: joint.solve(graph, budget, **how))
     tokens = BATCHES[name] * LENGTH
     if found.program is None:
         least = format_bytes(found.smallest_budget_bytes or 0)

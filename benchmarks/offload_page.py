@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from benchmarks.pictures import panels
 from benchmarks.table import GIB, joined, table
 
 MODELS = ("interruptible", "whole", "program")
@@ -32,9 +32,27 @@ STYLES = {
 }
 
 
-@dataclass
-class Row:
-    """One chain under one budget, see `offload_paper.Case`.
+@dataclass(frozen=True)
+class Case:
+    """One chain, by memopt's `own` stages or the paper's."""
+
+    family: str
+    depth: int
+    image: int
+    batch: int
+    own: bool = False
+
+    @property
+    def model(self) -> str:
+        return "inception_v3" if self.family == "inception" else f"{self.family}{self.depth}"
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.image}:b{self.batch}{':own' * self.own}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Case):
+    """One chain under one budget.
 
     Attributes:
         stages: of the chain, the loss included.
@@ -46,11 +64,6 @@ class Row:
             None: too many sets to try.
     """
 
-    family: str
-    depth: int
-    image: int
-    batch: int
-    own: bool
     stages: int
     share: float
     budget_bytes: int
@@ -60,7 +73,6 @@ class Row:
 
     @property
     def network(self) -> str:
-        """As the paper writes it."""
         names = {"resnet": "ResNet-", "densenet": "DenseNet-", "inception": "Inception-v"}
         return f"{names[self.family]}{self.depth}"
 
@@ -112,7 +124,6 @@ def blocks(rows: list[Row], given: Any) -> dict[str, str]:
 
 
 def _throughput(rows: Sequence[Row]) -> str:
-    """List images per second, every second budget."""
     shown: dict[tuple[object, ...], list[str]] = {}
     for row in rows:
         if round(10 * row.share) % 2:
@@ -249,27 +260,21 @@ def pictures(rows: list[Row], given: Any) -> None:
 
 
 def _figure(rows: Sequence[Row], path: Path, *, scaled: bool, throughput: bool) -> None:
-    """Draw ratio or images per second over budget, a panel for each chain."""
     keys = list(dict.fromkeys((r.network, r.image, r.batch) for r in rows))
     if scaled:
         keys.sort(key=lambda key: (key[1], key[2]))
     across = min(5, len(keys))
-    down = -(-len(keys) // across)
-    figure = Figure(figsize=(2.7 * across, 2.2 * down + 0.6), layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False).ravel()
-    for ax, key in zip(axes, keys, strict=False):
-        found = [r for r in rows if (r.network, r.image, r.batch) == key]
-        _panel(ax, found, scaled=scaled, throughput=throughput)
-        ax.set_title(f"{key[0]}, {key[1]}², batch {key[2]}", fontsize=8)
-        ax.tick_params(labelsize=7)
-    for ax in axes[len(keys) :]:
-        ax.set_axis_off()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=7, fontsize=8)
     budget = "0% the floor, 100% M_peak" if scaled else "GiB, resident included"
-    figure.supxlabel(f"budget: {budget}", fontsize=8)
-    figure.supylabel("images/s" if throughput else "time over the bound", fontsize=8)
-    figure.savefig(path, dpi=75)
+    how = {"across": across, "size": (2.7, 2.3), "dpi": 75, "legend": "outside upper center"}
+    with panels(path, len(keys), **how) as axes:
+        for ax, key in zip(axes, keys, strict=True):
+            found = [r for r in rows if (r.network, r.image, r.batch) == key]
+            _panel(ax, found, scaled=scaled, throughput=throughput)
+            ax.set_title(f"{key[0]}, {key[1]}², batch {key[2]}", fontsize=8)
+            ax.tick_params(labelsize=7)
+        axes[0].figure.supxlabel(f"budget: {budget}", fontsize=8)
+        what = "images/s" if throughput else "time over the bound"
+        axes[0].figure.supylabel(what, fontsize=8)
 
 
 def _panel(ax: Axes, rows: Sequence[Row], *, scaled: bool, throughput: bool) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
 import numpy as np
 
 from benchmarks.graphs import chain_of
-from benchmarks.offload_page import Row, blocks, pictures
+from benchmarks.offload_page import Case, Row, blocks, pictures
 from benchmarks.runner import Benchmark
 from memopt.models.chain import Chain
 from memopt.models.device import Device
@@ -39,31 +38,6 @@ MOST_MOVABLE = 12
 """Up to so many activations all sets are tried, too."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One chain, by memopt's `own` stages or the paper's."""
-
-    family: str
-    depth: int
-    image: int
-    batch: int
-    own: bool = False
-
-    @property
-    def model(self) -> str:
-        """The zoo's name."""
-        return "inception_v3" if self.family == "inception" else f"{self.family}{self.depth}"
-
-    def __str__(self) -> str:
-        stages = ":own" if self.own else ""
-        return f"{self.model}:{self.image}:b{self.batch}{stages}"
-
-    def chain(self) -> Chain:
-        """Capture the chain, its stages merged as the paper's are."""
-        chain = chain_of(self.model, self.image, self.batch)
-        return chain if self.own else paper_stages(chain)
-
-
 def paper_stages(chain: Chain) -> Chain:
     """Merge "each non-linear part in a virtual layer" (§6.1): a dense layer is one stage.
 
@@ -78,13 +52,11 @@ def paper_stages(chain: Chain) -> Chain:
 def cases() -> Iterator[Case]:
     """Give all of §6.1 with one batch size and the other and with memopt's stages."""
     networks = [(family, depth) for family, depths in FAMILIES.items() for depth in depths]
-    for number, (family, depth) in product(range(2), networks):
-        for image, batches in BATCHES.items():
-            yield Case(family, depth, image, batches[number])
-    for family, depth in networks:
-        if family == "densenet":
-            for image, batches in BATCHES.items():
-                yield Case(family, depth, image, batches[0], own=True)
+    for number, network, image in product(range(2), networks, BATCHES):
+        yield Case(*network, image, BATCHES[image][number])
+    for network, image in product(networks, BATCHES):
+        if network[0] == "densenet":
+            yield Case(*network, image, BATCHES[image][0], own=True)
 
 
 def strategies(case: Case, stages: int) -> dict[str, Strategy]:
@@ -104,7 +76,8 @@ def strategies(case: Case, stages: int) -> dict[str, Strategy]:
 
 def measured(given: Any, case: Case) -> list[Row]:
     """Plan a chain at equally spaced budgets."""
-    chain, last = case.chain(), given.points - 1
+    chain, last = chain_of(case.model, case.image, case.batch), given.points - 1
+    chain = chain if case.own else paper_stages(chain)
     return [solve(case, chain, index / last) for index in range(given.points)]
 
 
@@ -113,26 +86,18 @@ def solve(case: Case, chain: Chain, share: float) -> Row:
     problem = offload_problem(chain, None, V100)
     floor, peak = problem.floor_bytes, problem.peak_bytes
     budget = chain.resident_bytes + floor + round(share * (peak - floor))
-    row = Row(
-        **vars(case),
-        stages=len(chain),
-        share=share,
-        budget_bytes=budget,
-        bound_s=problem.compute_time_s,
-        times_s={},
-        best_whole_s=best_whole_s(offload_problem(chain, budget, V100)),
-    )
+    bound_s, times_s = problem.compute_time_s, {}
     for name, strategy in strategies(case, len(chain)).items():
         found = strategy.solve(chain, budget, device=V100)
         if found.status is Status.INFEASIBLE:
             continue
-        assert found.peak_bytes is not None
         assert found.peak_bytes <= budget
-        assert found.time_s is not None
         stats: dict[str, Any] = dict(found.stats)
-        row.bound_s = max(stats["proposition_3_s"], stats["fractional_optimum_s"])
-        row.times_s[name] = [stats["paper_time_s"], stats["paper_whole_time_s"], found.time_s]
-    return row
+        bound_s = max(stats["proposition_3_s"], stats["fractional_optimum_s"])
+        times_s[name] = [stats["paper_time_s"], stats["paper_whole_time_s"], found.time_s]
+    best = best_whole_s(offload_problem(chain, budget, V100))
+    figures = {"bound_s": bound_s, "times_s": times_s, "best_whole_s": best}
+    return Row(**vars(case), stages=len(chain), share=share, budget_bytes=budget, **figures)
 
 
 def best_whole_s(problem: OffloadProblem) -> float | None:

@@ -7,7 +7,6 @@ knows nothing of the search, so that the two are apart; CPU seconds of one threa
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
@@ -16,6 +15,7 @@ from typing import Any
 from benchmarks.graphs import updated_graph
 from benchmarks.olla_tables import NAMES, PAPER_NAMES, warm_up
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import joined, mib, percent, table
 from memopt.passes.cp_sat import CpSat
 from memopt.passes.order.ordering import Ordering, order_tasks
@@ -38,9 +38,6 @@ class Row:
     """One problem, solved by the search and by CP-SAT.
 
     Attributes:
-        kind: "order", "joint" or "random".
-        tasks: operators of the step, or tasks of the graph.
-        resident_bytes: beside which the peaks are shown.
         search, cold, warm: (peak, bound, CPU seconds) of the search, of CP-SAT alone, and of one
             after the other; empty: not measured.
         variables: of CP-SAT's programs; below 0: of one that was too large to make.
@@ -56,25 +53,21 @@ class Row:
     variables: int
 
 
-def _timed(tasks: Tasks, how: CpSat | None) -> tuple[Ordering, list[float]]:
-    began = time.process_time()
-    found = order_tasks(tasks, cp_sat=how)
-    return found, [found.peak, found.bound, time.process_time() - began]
+def _search(tasks: Tasks, how: CpSat | None) -> tuple[Ordering, list[float]]:
+    found, _, cpu_s = timed(lambda: order_tasks(tasks, cp_sat=how))
+    return found, [found.peak, found.bound, cpu_s]
 
 
-def _figure(stats: object, name: str) -> int:
-    assert isinstance(stats, dict)
-    value = stats.get(name, 0)
-    assert isinstance(value, int)
-    return value
+def _figure(stats: Any, name: str) -> int:
+    return int(stats.get(name, 0))
 
 
 def _ordered(given: Any, kind: str, name: str, tasks: Tasks) -> Row:
     how = CpSat(warm_start=False, effort=given.effort)
-    _, search = _timed(tasks, None)
-    found, cold = _timed(tasks, how)
+    _, search = _search(tasks, None)
+    found, cold = _search(tasks, how)
     size = _figure(found.stats, "variables") or -_figure(found.stats, "too_large")
-    warm = [] if search[0] == search[1] else _timed(tasks, replace(how, warm_start=True))[1]
+    warm = [] if search[0] == search[1] else _search(tasks, replace(how, warm_start=True))[1]
     return Row(kind, name, len(tasks), tasks.base, search, cold, warm or search, size)
 
 
@@ -93,24 +86,15 @@ def _random(given: Any, size: int) -> list[Row]:
 def _joint(given: Any, name: str, batch: int) -> list[Row]:
     graph = updated_graph(name, batch)
     found = []
-    for solver in (
-        Olla(arena_cost=None),
-        Olla(solver="cp-sat", joint=True, warm_start=False, effort=given.effort),
-    ):
-        began = time.process_time()
-        solution = solver.solve(graph, None)
+    together = Olla(solver="cp-sat", joint=True, warm_start=False, effort=given.effort)
+    for solver in (Olla(arena_cost=None), together):
+        solution, _, cpu_s = timed(lambda solver=solver: solver.solve(graph, None))
         assert solution.peak_bytes is not None
-        bound = _figure(solution.stats, "joint_bound_bytes") or _figure(
-            solution.stats, "order_bound_bytes"
-        )
-        found.append(([solution.peak_bytes, bound, time.process_time() - began], solution.stats))
-    (search, _), (cold, stats) = found
-    size, rows = len(graph.operators), _figure(stats, "joint_rows")
+        bounds = (_figure(solution.stats, f"{kind}_bound_bytes") for kind in ("joint", "order"))
+        found.append([solution.peak_bytes, next(filter(None, bounds)), cpu_s])
+    search, cold = found
+    size, rows = len(graph.operators), _figure(solution.stats, "joint_rows")
     return [Row("joint", f"{name} b{batch}", size, graph.resident_bytes, search, cold, [], rows)]
-
-
-def _measured(given: Any, kind: str, *what: Any) -> list[Row]:
-    return {"order": _step, "random": _random, "joint": _joint}[kind](given, *what)
 
 
 def _cells(row: Row, found: list[float]) -> Iterable[object]:
@@ -134,10 +118,7 @@ def _random_line(size: str, rows: list[Row]) -> Iterable[object]:
             percent(statistics.mean(peak / bound - 1 for peak, bound, _ in found), 2),
             f"{statistics.median(seconds):.2f}",
         ]
-    smaller = [
-        sum(r.cold[0] < r.search[0] for r in rows),
-        sum(r.search[0] < r.cold[0] for r in rows),
-    ]
+    smaller = sum(r.cold[0] < r.search[0] for r in rows), sum(r.search[0] < r.cold[0] for r in rows)
     return (size, *figures, *smaller)
 
 
@@ -183,14 +164,14 @@ BENCHMARK = Benchmark(
     row=Row,
     cases={
         **{
-            f"{name} b{batch}": ("order", name, batch)
+            f"{name} b{batch}": (_step, name, batch)
             for name in (*NAMES, *PAPER_NAMES)
             for batch in (1, 32)
         },
-        **{f"joint {name} b{batch}": ("joint", name, batch) for name in SMALL for batch in (1, 32)},
-        **{f"random {size}": ("random", size) for size in SIZES},
+        **{f"joint {name} b{batch}": (_joint, name, batch) for name in SMALL for batch in (1, 32)},
+        **{f"random {size}": (_random, size) for size in SIZES},
     },
-    measure=_measured,
+    measure=lambda given, way, *what: way(given, *what),
     blocks=_blocks,
     options={"effort": 5.0},
     prepare=warm_up,

@@ -8,13 +8,13 @@ within its peak, and each result is validated.
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.graphs import A100, updated_graph
-from benchmarks.olla_tables import NAMES, warm_up
+from benchmarks.olla_tables import NAMES, means, warm_up
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import joined, percent, table
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
@@ -63,8 +63,7 @@ class Row:
         ordered_gap: of the reordered plan's addresses.
         slower: what the steps' times grow by, to make room: of the plan's own, and the reordered.
         within: share of the bytes written to addresses that still are where all, with what lies
-            outside, must not need more than the peak: of the plan's own peak, and the reordered;
-            empty if not measured.
+            outside, must not need more than the peak: of the plan's own peak, and the reordered.
     """
 
     name: str
@@ -82,8 +81,7 @@ class Row:
     within: list[float]
 
 
-def _rows(given: Any, name: str, batch: int, strategy: Strategy) -> list[Row]:
-    """Place one strategy's plans of one step, those that differ."""
+def _rows(_: Any, name: str, batch: int, strategy: Strategy) -> list[Row]:
     graph = without_updates(updated_graph(name, batch))
     view = linearize(graph) if strategy.needs == "chain" else None
     target = graph if view is None else view.chain
@@ -101,20 +99,18 @@ def _rows(given: Any, name: str, batch: int, strategy: Strategy) -> list[Row]:
         if program is not None:
             found.setdefault(program, share)
     return [
-        _row((name, batch, strategy.name, share), graph, program, within=not given.no_within)
+        _row((name, batch, strategy.name, share), graph, program)
         for program, share in found.items()
     ]
 
 
-def _row(what: tuple[str, int, str, float], graph: Graph, program: Program, within: bool) -> Row:
+def _row(what: tuple[str, int, str, float], graph: Graph, program: Program) -> Row:
     def improve(one: Program, **how: bool) -> tuple[Program, dict[str, Any]]:
         made, stats = order_and_place(graph, one, Budget(), A100, **how)
         return made, dict(stats)
 
     before_bytes = replay(graph, program).peak_bytes
-    began = time.process_time()
-    placed, own = improve(program, order=False, place=True)
-    cpu_s = time.process_time() - began
+    (placed, own), _, cpu_s = timed(lambda: improve(program, order=False, place=True))
     ordered, ordering = improve(program, order=True, place=False)
     made, both = improve(ordered, order=False, place=True)
     return Row(
@@ -127,7 +123,7 @@ def _row(what: tuple[str, int, str, float], graph: Graph, program: Program, with
         order_saved=1 - replay(graph, ordered).peak_bytes / before_bytes,
         ordered_gap=both["arena_gap"],
         slower=[own["slower"], both["slower"]],
-        within=[_within(graph, program, placed), _within(graph, ordered, made)] if within else [],
+        within=[_within(graph, program, placed), _within(graph, ordered, made)],
     )
 
 
@@ -181,17 +177,10 @@ def _line(strategy: str, some: list[Row]) -> str:
         f"{strategy} | {len(some)} | {sum(r.again for r in some)} | {sum(r.moved for r in some)} | "
         f"{sum(r.gap == 0 for r in some)} | {sum(r.ordered_gap == 0 for r in some)} | "
         f"{percent(max(max(r.gap, r.ordered_gap) for r in some), 3)} | "
-        f"{percent(statistics.mean(saved))} | {percent(max(saved))} | {_mean_within(some, 0)} | "
-        f"{_mean_within(some, 1)} | {statistics.median(cpu_s):.2f} | {max(cpu_s):.2f}"
+        f"{percent(statistics.mean(saved))} | {percent(max(saved))} | "
+        f"{' | '.join(means(row.within for row in some))} | {statistics.median(cpu_s):.2f} | "
+        f"{max(cpu_s):.2f}"
     )
-
-
-def _mean_within(rows: list[Row], which: int) -> str:
-    measured = [row.within[which] for row in rows if row.within]
-    if not measured:
-        return ""
-    of = "" if len(measured) == len(rows) else f" of {len(measured)}"
-    return f"{percent(statistics.mean(measured))}{of}"
 
 
 BENCHMARK = Benchmark(
@@ -204,6 +193,5 @@ BENCHMARK = Benchmark(
     },
     measure=_rows,
     blocks=_blocks,
-    options={"no_within": False},
     prepare=warm_up,
 )

@@ -6,22 +6,15 @@ Small models, and with --gib those of published size whose peak is at most so ma
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import memopt
+from benchmarks import olla_tables
 from benchmarks.graphs import family_of, updated_graph
-from benchmarks.olla_tables import (
-    FAMILIES_SHARED,
-    NAMES,
-    PAPER_NAMES,
-    PAPER_REORDERED,
-    saved,
-    warm_up,
-)
+from benchmarks.olla_tables import NAMES, PAPER_NAMES, PAPER_REORDERED, means, of_paper, saved
 from benchmarks.runner import Benchmark
 from benchmarks.steps import CPU, peak_of
 from benchmarks.table import GIB, joined, mib, percent, table
@@ -82,24 +75,14 @@ def _measured(given: Any, name: str, batch: int, size: zoo.Size) -> list[Row]:
 
 
 def _means(rows: list[Row]) -> str:
-    """Give the mean shares of eager's measured peaks that are saved, by size and batch."""
     lines = []
     for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
-        for which, names in (("all", None), ("the paper's", FAMILIES_SHARED)):
-            some = [
-                row
-                for row in rows
-                if (row.size, row.batch) == (size, batch) and (names is None or row.name in names)
-            ]
-            if not some or (size == "tiny" and names is not None):
-                continue
-            means = [
-                percent(statistics.mean(column))
-                for column in zip(*(row.saved for row in some), strict=True)
-            ]
+        found = of_paper([row for row in rows if (row.size, row.batch) == (size, batch)])
+        for which, some in list(found.items())[: 1 if size == "tiny" else 2]:
+            shares = means(row.saved for row in some)
             known = size == "paper" and batch in PAPER_REORDERED
-            means.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
-            lines.append((f"{size}, batch {batch}", f"{which}, {len(some)}", *means))
+            shares.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
+            lines.append((f"{size}, batch {batch}", which, *shares))
     return table(
         "steps | models | saved, measured | at the bound | paper | of all, measured | at the bound",
         lines,
@@ -144,5 +127,5 @@ BENCHMARK = Benchmark(
     blocks=_blocks,
     selects=("gib",),
     options={"gib": 0.0},
-    prepare=warm_up,
+    prepare=olla_tables.warm_up,
 )

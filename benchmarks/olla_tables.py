@@ -8,8 +8,7 @@ figures are written. Steps that really run are `olla_steps`'.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.graphs import updated_graph
+from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import GIB, MIB, joined, mib, percent, table
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
@@ -99,18 +99,10 @@ def warm_up(_: Any) -> None:
 
 
 def _planned(_: Any, name: str, batch: int) -> list[Row]:
-    """Order and place one step."""
     graph = updated_graph(name, batch)
     own = with_in_place(graph, store_all(graph))
-    trace: list[list[float]] = []
-    began = time.process_time()
-    best, ordering = order_program(
-        graph,
-        own,
-        time_limit_s=TIME_LIMIT_S,
-        on_improvement=lambda *at: trace.append([*map(float, at)]),
-    )
-    order_s = time.process_time() - began
+    trace, how = _traced()
+    (best, ordering), _, order_s = timed(lambda: order_program(graph, own, **how))
     tasks = tasks_of(graph, own).tasks
     early_bytes = tasks.peak(eager(tasks, tasks.topological))
     if validate(graph, best) is not None or ordering.peak > early_bytes:
@@ -119,6 +111,13 @@ def _planned(_: Any, name: str, batch: int) -> list[Row]:
     what = (name, batch, len(graph.operators), graph.resident_bytes)
     placed = (_placed(graph, own), _placed(graph, best))
     return [Row(*what, *sizes, order_s, trace, *placed, *_allocator(graph, own))]
+
+
+def _traced() -> tuple[list[list[float]], dict[str, Any]]:
+    """Give a list, and how to search so that every improvement is noted there."""
+    trace: list[list[float]] = []
+    note = lambda *at: trace.append([*map(float, at)])  # noqa: E731
+    return trace, {"time_limit_s": TIME_LIMIT_S, "on_improvement": note}
 
 
 def _allocator(graph: Graph, program: Program) -> tuple[int, list[float | None]]:
@@ -141,30 +140,23 @@ def _replayed(events: Sequence[Event], share: int, used: torch.Tensor | None = N
     """Measure the CPU seconds of a step's requests, or (0) of as many for no bytes. With `used`,
     every page is written once, there instead if it is not empty."""
     held: dict[object, torch.Tensor] = {}
-    began = time.process_time()
-    for event in events:
-        if isinstance(event, Allocate):
-            held[event.id] = block = torch.empty(share * event.size_bytes, dtype=torch.uint8)
-            if used is not None:
-                (used[: event.size_bytes] if len(used) else block)[::PAGE] = 0
-        else:
-            del held[event.id]
-    return time.process_time() - began
+
+    def replayed() -> None:
+        for event in events:
+            if isinstance(event, Allocate):
+                held[event.id] = block = torch.empty(share * event.size_bytes, dtype=torch.uint8)
+                if used is not None:
+                    (used[: event.size_bytes] if len(used) else block)[::PAGE] = 0
+            else:
+                del held[event.id]
+
+    return timed(replayed)[2]
 
 
 def _placed(graph: Graph, program: Program) -> dict[str, Any]:
-    """Place a program: what it took, and how far it is from its bound."""
-    trace: list[list[float]] = []
-    began = time.process_time()
-    placed, placement = place_program(
-        graph,
-        program,
-        time_limit_s=TIME_LIMIT_S,
-        on_improvement=lambda *at: trace.append([*map(float, at)]),
-    )
-    cpu_s = time.process_time() - began
-    violation = validate(graph, placed)
-    if violation is not None:
+    trace, how = _traced()
+    (placed, placement), _, cpu_s = timed(lambda: place_program(graph, program, **how))
+    if (violation := validate(graph, placed)) is not None:
         raise AssertionError(f"the placement is invalid: {violation}")
     loose, tight = (reserved_by(graph, p) for p in (program, placed))
     return {
@@ -215,13 +207,23 @@ def _placement_line(row: Row) -> str:
     )
 
 
+def of_paper(rows: list[Any]) -> dict[str, list[Any]]:
+    """Give all rows, and those of the paper's models, by what they are and how many."""
+    shared = [row for row in rows if row.name in FAMILIES_SHARED]
+    found = (("all", rows), ("the paper's", shared))
+    return {f"{which}, {len(some)}": some for which, some in found if some}
+
+
+def means(lines: Iterable[Iterable[float]]) -> list[str]:
+    """Give the mean of every column of shares."""
+    return [percent(statistics.mean(column)) for column in zip(*lines, strict=True)]
+
+
 def _averages(rows: list[Row]) -> str:
-    """Set mean savings beside the paper's."""
     lines = []
     for batch in dict.fromkeys(row.batch for row in rows):
-        for which, names in (("all", None), ("the paper's", FAMILIES_SHARED)):
-            some = [r for r in rows if r.batch == batch and (names is None or r.name in names)]
-            figures = [
+        for which, some in of_paper([row for row in rows if row.batch == batch]).items():
+            found = means(
                 (
                     saved(r.framework_bytes, r.peak_bytes, r.resident_bytes),
                     saved(r.framework_bytes, r.peak_bytes),
@@ -230,15 +232,11 @@ def _averages(rows: list[Row]) -> str:
                     saved(r.own["reserved_bytes"], r.best["arena_reserved_bytes"]),
                 )
                 for r in some
-            ]
-            means = [percent(statistics.mean(column)) for column in zip(*figures, strict=True)]
-            papers = [
-                percent(known[batch]) if batch in known else ""
-                for known in (PAPER_REORDERED, PAPER_FRAGMENTATION, PAPER_WITH_ADDRESSES)
-            ]
-            if some:
-                cells = (*means[:3], papers[0], means[3], papers[1], means[4], papers[2])
-                lines.append((batch, f"{which}, {len(some)}", *cells))
+            )
+            papers = (PAPER_REORDERED, PAPER_FRAGMENTATION, PAPER_WITH_ADDRESSES)
+            known = [percent(one[batch]) if batch in one else "" for one in papers]
+            cells = (*found[:3], known[0], found[3], known[1], found[4], known[2])
+            lines.append((batch, which, *cells))
     return table(
         "batch | models | saved by order: without resident bytes | of all | bound, of all | paper "
         "| allocator's fragmentation | paper | saved by order and addresses, of all | paper",
@@ -247,7 +245,6 @@ def _averages(rows: list[Row]) -> str:
 
 
 def _runtime(rows: list[Row]) -> str:
-    """Set what addresses spare beside the time to plan them (figure 14)."""
     lines, minutes = [], []
     for row in rows:
         asked, written = row.allocator_s
@@ -299,11 +296,8 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     return {
         "order": joined(
             table(order, map(_order_line, first)),
-            *(
-                ["More models of the paper:", table(order, map(_order_line, others))]
-                if others
-                else []
-            ),
+            "More models of the paper:" if others else "",
+            table(order, map(_order_line, others)) if others else "",
             "\n".join(summary(first)) if first else "",
         ),
         "addresses": table(placement, map(_placement_line, rows)),
@@ -313,22 +307,23 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
 
 
 def curves(rows: list[Row], given: Any) -> None:
-    """Draw what the searches have found after so many seconds (the paper's figures 10 and 12)."""
+    """Draw what the searches have found after so many seconds (the paper's figures 10 and 12): the
+    share of the framework's peak, without resident bytes, that the best order so far saves, and
+    (extent - bound) / extent of the best addresses so far of the framework's order."""
     page: Path = given.out
-    saving_curves(rows, page.with_name(f"{page.stem}_order.png"))
-    fragmentation_curves(rows, page.with_name(f"{page.stem}_addresses.png"))
-
-
-def saving_curves(rows: list[Row], path: Path) -> None:
-    """Draw the share of the framework's peak (without resident bytes) saved by the best order so
-    far."""
-    figure, axes = _figure("saved by the order so far, %")
-    for row in sorted(rows, key=_share, reverse=True)[:SHOWN]:
-        start, moving = row.framework_bytes, row.framework_bytes - row.resident_bytes
-        points = [(t, 100 * (start - peak) / moving) for t, peak, _ in row.trace]
-        line = _steps(axes, row, [(START_S, 0.0), *points])
-        axes.axhline(100 * _share(row), color=line, linewidth=0.5, linestyle=":")
-    _finish(figure, axes, path)
+    with panels(page.with_name(f"{page.stem}_order.png"), legend="outside right center") as (axes,):
+        for row in sorted(rows, key=_share, reverse=True)[:SHOWN]:
+            start, moving = row.framework_bytes, row.framework_bytes - row.resident_bytes
+            points = [(t, 100 * (start - peak) / moving) for t, peak, _ in row.trace]
+            color = _curve(axes, row, [(START_S, 0.0), *points], "saved by the order so far, %")
+            axes.axhline(100 * _share(row), color=color, linewidth=0.5, linestyle=":")
+    path = page.with_name(f"{page.stem}_addresses.png")
+    with panels(path, legend="outside right center") as (axes,):
+        for row in sorted(rows, key=lambda r: -r.own["cpu_s"])[:SHOWN]:
+            points = [(t, 100 * (1 - bound / extent)) for t, extent, bound in row.own["trace"]]
+            _curve(axes, row, points, "fragmentation of the addresses so far, %")
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_ylim(bottom=0)
 
 
 def _share(row: Row) -> float:
@@ -336,37 +331,13 @@ def _share(row: Row) -> float:
     return (row.framework_bytes - row.bound_bytes) / (row.framework_bytes - row.resident_bytes)
 
 
-def fragmentation_curves(rows: list[Row], path: Path) -> None:
-    """Draw (extent - bound) / extent of the best addresses so far, of the framework's orders."""
-    figure, axes = _figure("fragmentation of the addresses so far, %")
-    for row in sorted(rows, key=lambda r: -r.own["cpu_s"])[:SHOWN]:
-        trace = row.own["trace"]
-        _steps(axes, row, [(t, 100 * (1 - bound / extent)) for t, extent, bound in trace])
-    axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(bottom=0)
-    _finish(figure, axes, path)
-
-
-def _figure(label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel("seconds")
-    axes.set_ylabel(label)
-    axes.set_xscale("log")
-    return figure, axes
-
-
-def _steps(axes: Axes, row: Row, points: list[tuple[float, float]]) -> Any:
+def _curve(axes: Axes, row: Row, points: list[tuple[float, float]], label: str) -> Any:
     """Draw a curve, every improvement marked; its colour."""
-    style: dict[str, Any] = {"where": "post", "marker": "o", "markersize": 3}
     x, y = [max(START_S, t) for t, _ in points], [value for _, value in points]
-    (line,) = axes.step(x, y, label=f"{row.name} b{row.batch}", **style)
+    name = f"{row.name} b{row.batch}"
+    (line,) = axes.step(x, y, where="post", marker="o", markersize=3, label=name)
+    axes.set(xlabel="seconds", ylabel=label, xscale="log")
     return line.get_color()
-
-
-def _finish(figure: Figure, axes: Axes, path: Path) -> None:
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=80)
 
 
 BENCHMARK = Benchmark(

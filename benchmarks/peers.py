@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import memopt
@@ -59,18 +58,14 @@ def best_plan(firsts: Sequence[Plan], peak_bytes: int) -> Plan | str:
     `firsts`: the store-all of each kind of kernels."""
     plans, reasons = [], []
     for first, strategy in itertools.product(firsts, STRATEGIES):
-        budget = first.resident_bytes + peak_bytes
+        how = {"budget": first.resident_bytes + peak_bytes, "progress": False}
         try:
-            plans.append(
-                memopt.plan(first.profiled, budget=budget, strategy=strategy, progress=False)
-            )
+            plans.append(memopt.plan(first.profiled, strategy=strategy, **how))
         except memopt.InfeasibleBudgetError as error:
             least = error.smallest_budget_bytes
             above = "?" if least is None else f"{(least - first.resident_bytes) / 2**20:.1f} MiB"
             reasons.append(f"{strategy} needs {above}")
-    if plans:
-        return min(plans, key=lambda plan: plan.step_time_s)
-    return "; ".join(reasons)
+    return _fastest(plans) if plans else "; ".join(reasons)
 
 
 @dataclass(frozen=True)
@@ -85,16 +80,10 @@ class Group:
 
 
 def contest_rows(given: Any, name: str) -> list[Row]:
-    """Measure one model's peers, then memopt at each of their peaks. After the limit's seconds no
-    further peer is begun."""
-    ends = time.monotonic() + given.limit
+    """Measure one model's peers, then memopt at each of their peaks."""
     contest, kernels = build(name), tuple(given.kernels)
-    firsts = [
-        memopt.plan(
-            contest.module, contest.inputs, strategy="store-all", kernels=one, progress=False
-        )
-        for one in kernels
-    ]
+    how = {"strategy": "store-all", "progress": False}
+    firsts = [memopt.plan(contest.module, contest.inputs, kernels=one, **how) for one in kernels]
     store_all = _fastest(firsts).apply(contest.module)
     base: dict[str, Step] = {"eager": contest.step, STORE_ALL: lambda: contest.step(store_all)}
     noise = rounding(contest)
@@ -106,9 +95,6 @@ def contest_rows(given: Any, name: str) -> list[Row]:
     own = 1.0
     # One after the other: compiled code is kept by function, so that two budgets would share it.
     for budget in sorted(given.compile, reverse=True):
-        if time.monotonic() > ends:
-            print(f"{contest.name}: the limit ends it before torch.compile {budget:g}")
-            break
         peer = COMPILED.format(budget=budget)
         step = compiled(contest, budget, own_random=given.own_random)
         group = measured(contest, firsts, base, {peer: step}, given.rounds, noise)
@@ -197,11 +183,16 @@ def _row(
 
 def _store_all_row(beside: Row, group: Group) -> Row:
     """Set memopt's own store-all, whatever its peak, in the place of a row's plan."""
-    times, peak, answers = group.times, group.peaks[STORE_ALL], group.answers[STORE_ALL]
-    over, against = ratio(times, STORE_ALL, "eager"), ratio(times, STORE_ALL, beside.peer)
-    ours = ("store-all", peak, over, answers, against)
-    row = (beside.model, beside.peer, beside.peak_bytes, beside.over_own, beside.answers)
-    return Row(*row, *ours, kernels="compiled")
+    return replace(
+        beside,
+        strategy="store-all",
+        our_peak_bytes=group.peaks[STORE_ALL],
+        our_over_eager=ratio(group.times, STORE_ALL, "eager"),
+        our_answers=group.answers[STORE_ALL],
+        ours_over_peer=ratio(group.times, STORE_ALL, beside.peer),
+        reason="",
+        kernels="compiled",
+    )
 
 
 def _named(row: Row) -> str:
@@ -249,7 +240,7 @@ BENCHMARK = Benchmark(
     cases=lambda given: {name: (name,) for name in CONTESTS if name in given.models},
     measure=contest_rows,
     blocks=_blocks,
-    selects=("models", "limit"),
+    selects=("models",),
     options={
         "models": ("resnet50", "vit", "unet", "gpt2", "bert", "llama"),
         "rounds": 7,
@@ -257,6 +248,5 @@ BENCHMARK = Benchmark(
         "segments": (2, 4, 8),
         "kernels": ATEN,
         "own_random": False,
-        "limit": float("inf"),
     },
 )

@@ -100,7 +100,6 @@ class Row:
 
     @property
     def time_ratio(self) -> float:
-        """Measured over predicted."""
         return self.measured_s / self.predicted_s
 
     @property
@@ -179,7 +178,6 @@ def _name(row: Row) -> str:
 
 
 def _times(rows: Sequence[Row]) -> str:
-    """Say the range of times, and where its ends come from."""
     ratios = [row.time_ratio for row in rows]
     least, most = (way(rows, key=lambda row: row.time_ratio) for way in (min, max))
     between = statistics.median(row.between_us for row in rows)

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import memopt
-from benchmarks.published import measurements, tokens
+from benchmarks.published import measurements, row_of, tokens
 from benchmarks.published.decoder import Decoder, Style
-from benchmarks.published.estimate import ALL_DEVICES, row_of
+from benchmarks.published.gpus import ALL_DEVICES
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, table
 from memopt.api.cluster import on_mesh
@@ -41,15 +41,12 @@ from memopt.strategies import resolve
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision of another planner.
+    """A decision of another planner: the published step that it led to, the one beside it that it
+    did not plan, and what it moved.
 
     Attributes:
-        row: the published step that it led to.
-        without: the published step beside it, which that planner did not plan.
-        moved: what it moved, as published.
         budget: of the planner; "": what the step of the row `fits` takes as it is, which ran; or,
             without such a row, the GPU's capacity.
-        fits: see budget.
     """
 
     row: str
@@ -71,18 +68,12 @@ WAYS = ("rotor", "rotor-menus", "offload-graph")
 
 @dataclass(frozen=True)
 class Row:
-    """memopt's decision.
+    """memopt's plan within the budget that both had, as estimated.
 
     Attributes:
-        name: of the published row.
-        budget_bytes: that both had.
-        needed_bytes: what the step takes as it is, by memopt's estimate.
-        what: of memopt's plan: "as it is", or the strategy, and the schedule if it names one.
-        step_s: of memopt's step, estimated, its update included.
-        peak_bytes: of memopt's plan.
-        moved_bytes: to the host, by that plan.
-        least_s: the least seconds of any plan of the step, in any memory, as estimated.
-        failed: what is not as it should be.
+        needed_bytes, least_s: what the step takes as it is, and the least of any plan.
+        what: "as it is", or the strategy, and the schedule if it names one.
+        step_s: its update included.
     """
 
     name: str
@@ -106,12 +97,11 @@ class Step:
 
     @property
     def peak_bytes(self) -> int:
-        """What it takes as it is."""
         return replay(self.graph, store_all(self.graph)).peak_bytes
 
     @property
     def least_s(self) -> float:
-        """The least seconds of any plan, in any memory."""
+        """The least seconds of any plan."""
         return time_lower_bound(self.graph) + self.update_s
 
 
@@ -171,17 +161,10 @@ def decided(_: Any, decision: Decision) -> list[Row]:
         return [Row(decision.row, budget, step.peak_bytes, "", 0.0, 0, 0, 0.0, "no plan")]
     what, plan = found
     out = [one.tensor for one in plan.program.instructions if isinstance(one, SwapOut)]
-    row = Row(
-        name=decision.row,
-        budget_bytes=budget,
-        needed_bytes=step.peak_bytes,
-        what=what,
-        step_s=plan.step_time_s + step.update_s,
-        peak_bytes=plan.peak_bytes,
-        moved_bytes=sum(plan.graph.tensors[tensor].size_bytes for tensor in out),
-        least_s=step.least_s,
-    )
-    return [row]
+    moved = sum(plan.graph.tensors[tensor].size_bytes for tensor in out)
+    time_s = plan.step_time_s + step.update_s
+    figures = (step.peak_bytes, what, time_s, plan.peak_bytes, moved, step.least_s)
+    return [Row(decision.row, budget, *figures)]
 
 
 def theirs_s(name: str) -> float:

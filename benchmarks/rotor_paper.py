@@ -10,15 +10,16 @@ page, a figure of throughput against peak is written.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from benchmarks.graphs import ROTOR_BATCH, chain_of, synthetic_chain
+from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import GIB, gib, joined, table
 from memopt.models.chain import Chain
 from memopt.reductions.chain_to_graph import chain_to_graph
@@ -90,14 +91,10 @@ def cases(given: Any) -> dict[str, tuple[str, int, int]]:
 def evaluate(given: Any, name: str, pixels: int, batch: int) -> list[Row]:
     """Plan one chain by all strategies."""
     chain = chain_of(name, pixels, batch)
-    started = time.process_time()
-    rotor = Rotor().plan_set(chain)
-    rotor_cpu_s = time.process_time() - started
+    rotor, _, rotor_cpu_s = timed(lambda: Rotor().plan_set(chain))
     optimal_cpu_s, optimal = None, RotorOptimal()
     if len(chain) <= optimal.most_stages:
-        started = time.process_time()
-        optimal.plan_set(chain)
-        optimal_cpu_s = time.process_time() - started
+        optimal_cpu_s = timed(lambda: optimal.plan_set(chain))[2]
     curves = (rotor.points, Revolve().plan_set(chain).points, Sequential("best").curve(chain))
     (store_all,) = _points(Sequential(1).curve(chain)[:1])
     case, cpu = f"{name}:{pixels}", (rotor_cpu_s, optimal_cpu_s)
@@ -183,39 +180,32 @@ def picture(rows: list[Row], given: Any) -> None:
     for row in sorted(rows, key=lambda r: -r.stages):
         chosen.setdefault(row.case.partition(":")[0], row)
     several = len({row.batch for row in rows}) > 1
-    panels = rows[:MOST_PANELS] if several else list(chosen.values())[:PICTURED]
-    across = 4 if several else 2
-    down = -(-len(panels) // across)
-    figure = Figure(figsize=(9, 3 * down), layout="constrained")
-    for index, row in enumerate(panels):
-        axes = figure.add_subplot(down, across, index + 1)
-        batch = row.batch
+    shown = rows[:MOST_PANELS] if several else list(chosen.values())[:PICTURED]
+    across, dpi = (4, 60) if several else (2, 80)
+    how = {"across": across, "size": (9 / across, 3), "dpi": dpi}
+    with panels(given.out.with_suffix(".png"), len(shown), **how) as grid:
+        for axes, row in zip(grid, shown, strict=True):
+            _panel(axes, row)
+            what = f"batch {row.batch}" if several else f"{row.stages} stages"
+            axes.set_title(f"{row.case}, {what}", fontsize="small")
 
-        def xy(points: Sequence[Point], batch: int = batch) -> tuple[list[float], list[float]]:
-            return [p / GIB for p, _ in points], [batch / t for _, t in points]
 
-        for points, style, label in ((row.rotor, "b-", "Rotor"), (row.revolve, "g-", "revolve")):
-            axes.step(*xy(points), style, where="post", label=label)
-        axes.plot(*xy(row.sequential), "x", color="purple", label="sequential")
-        if row.checkmate:
-            axes.plot(*xy(row.checkmate), "s", color="orange", label="Checkmate", markersize=4)
-        axes.plot(*xy([row.store_all]), "rs", label="store all")
-        title = f"{row.case}, batch {batch}" if several else f"{row.case}, {row.stages} stages"
-        axes.set_title(title, fontsize="small")
-        axes.set_xlabel("peak, GiB")
-        axes.set_ylabel("images/s")
-        axes.legend(fontsize="x-small" if several else "small")
-    figure.savefig(given.out.with_suffix(".png"), dpi=60 if several else 80)
+def _panel(axes: Axes, row: Row) -> None:
+    def xy(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+        return [p / GIB for p, _ in points], [row.batch / t for _, t in points]
+
+    axes.step(*xy(row.rotor), "b-", where="post", label="Rotor")
+    axes.step(*xy(row.revolve), "g-", where="post", label="revolve")
+    axes.plot(*xy(row.sequential), "x", color="purple", label="sequential")
+    if row.checkmate:
+        axes.plot(*xy(row.checkmate), "s", color="orange", label="Checkmate", markersize=4)
+    axes.plot(*xy([row.store_all]), "rs", label="store all")
+    axes.set(xlabel="peak, GiB", ylabel="images/s")
 
 
 def _compile_all(_: Any) -> None:
-    for strategy in (
-        Rotor(),
-        Rotor(exact_stages=0),
-        Revolve(),
-        RotorOptimal(),
-        RotorOptimal(exact_stages=0),
-    ):
+    tables = (Rotor(exact_stages=0), RotorOptimal(exact_stages=0))
+    for strategy in (Rotor(), Revolve(), RotorOptimal(), *tables):
         strategy.plan_set(synthetic_chain(5))
 
 

@@ -8,12 +8,12 @@ floor), floor being Rotor's smallest.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.graphs import synthetic_chain
 from benchmarks.runner import Benchmark
+from benchmarks.steps import timed
 from benchmarks.table import NONE, joined, table
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential
 from memopt.strategies.rotor.strategies import ChainStrategy, TableStrategy
@@ -53,12 +53,8 @@ class Row:
 def solved(given: Any, strategy: TableStrategy, layers: int, repeats: int) -> list[Row]:
     """Time a solve."""
     chain = synthetic_chain(layers)
-    walls, cpus = [], []
-    for _ in range(repeats):
-        wall, cpu = time.perf_counter(), time.process_time()
-        plans = strategy.plan_set(chain)
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
+    runs = [timed(lambda: strategy.plan_set(chain)) for _ in range(repeats)]
+    (plans, *_), (walls, cpus) = runs[0], list(zip(*runs, strict=True))[1:]
     mode = "exact" if plans.stats["mode"] == "exact" else str(plans.stats["slots"])
     times = [f"{min(walls):.3f}", f"{min(cpus):.3f}"]
     figures = [mode, *times, f"{plans.stats['cells']:,}", str(len(plans.points))]

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,7 +69,6 @@ class Benchmark:
         apart: whether every case has a process of its own.
         rows_file: where rows are kept if --resume is not given; None: out/NAME.json.
         pictures: rows and options → figures written beside the page, `out`.
-        place: the name of the block, where there is only one.
     """
 
     cases: Cases | Callable[[Any], Cases]
@@ -88,7 +87,6 @@ class Benchmark:
     apart: bool = False
     rows_file: str | None = None
     pictures: Callable[[list[Any], Any], object] | None = None
-    place: str = "results"
 
     def __post_init__(self) -> None:
         """Say how a benchmark is run where its own module is what Python runs."""
@@ -98,16 +96,14 @@ class Benchmark:
             raise SystemExit(f"it is run by python -m benchmarks {name}")
 
     def all_cases(self, given: Any) -> Cases:
-        """Give every case that there is with these options."""
         return self.cases(given) if callable(self.cases) else self.cases
 
     def made(self, rows: list[Any], given: Any) -> dict[str, str]:
-        """Make the page's blocks."""
         if self.blocks is not None:
             made = self.blocks(rows, given)
-            return made if isinstance(made, dict) else {self.place: made}
+            return made if isinstance(made, dict) else {"results": made}
         summary = self.summary(rows, given) if self.summary is not None else ""
-        return {self.place: joined(summary, table(self.head, map(self.line, rows)))}
+        return {"results": joined(summary, table(self.head, map(self.line, rows)))}
 
     def settings(self, given: Any) -> dict[str, Any]:
         """Give what rows must share to stand on one page."""
@@ -124,11 +120,8 @@ def named(names: Sequence[str]) -> Cases:
 
 def run(name: str, words: Sequence[str]) -> int:
     """Run a benchmark by its name; 1 if something is not as it should be, 130 if interrupted."""
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
-    parser = _parser(name, benchmark)
-    given = parser.parse_args(words)
+    benchmark, given, chosen = parsed(name, words)
     cases = benchmark.all_cases(given)
-    chosen = _chosen(parser, cases, given.only)
     torch.set_num_threads(given.threads)
     path = given.resume or Path(benchmark.rows_file or f"out/{name}.json")
     kept = Kept(path, benchmark.row, benchmark.settings(given), fresh=given.fresh)
@@ -149,21 +142,25 @@ def run(name: str, words: Sequence[str]) -> int:
     rows = kept.ordered(cases)
     if not rows:
         print("there are no rows yet", file=sys.stderr)
-        return 0
+        return int(bool(missing))
     for text in _write(benchmark, rows, given, command).values():
         print(f"{text}\n")
     failures = benchmark.failures(rows, given) if benchmark.failures is not None else []
     failures += [row.failed for row in rows if getattr(row, "failed", "")]
+    left = [case for case in chosen if case not in kept.rows]
+    failures += [f"not finished: {', '.join(left)}"] * bool(left and not given.report)
     for text in failures:
         print(text, file=sys.stderr)
     return int(bool(failures))
 
 
-def _parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
-    module = sys.modules[f"benchmarks.{name}"]
+def parsed(name: str, words: Sequence[str]) -> tuple[Benchmark, argparse.Namespace, list[str]]:
+    """Read a command: the benchmark, its options, and the cases that they choose."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    benchmark: Benchmark = module.BENCHMARK
     page = benchmark.page or f"docs/results/{name}.md"
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
+        f"python -m benchmarks {name}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -177,20 +174,26 @@ def _parser(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
     if benchmark.apart:
         add("--jobs", type=int, default=1, help="cases at once [1]")
     for option, default in benchmark.options.items():
-        flag = f"--{option.replace('_', '-')}"
+        how: dict[str, Any] = {"type": type(default), "default": default, "help": f"[{default}]"}
         if isinstance(default, type):
-            add(flag, type=default)
+            how = {"type": default}
         elif isinstance(default, bool):
-            add(flag, action="store_true")
+            how = {"action": "store_true"}
         elif isinstance(default, OneOf):
-            add(flag, choices=default.values, default=default.values[0])
+            how = {"choices": default.values, "default": default.values[0]}
         elif isinstance(default, tuple):
-            of = type(default[0]) if default else str
-            add(flag, type=of, nargs="*", default=default, help=f"[{' '.join(map(str, default))}]")
-        else:
-            kind = Path if isinstance(default, Path) else type(default)
-            add(flag, type=kind, default=default, help=f"[{default}]")
-    return parser
+            how |= {
+                "type": type(default[0]),
+                "nargs": "*",
+                "help": f"[{' '.join(map(str, default))}]",
+            }
+        add(_flag(option), **how)
+    given = parser.parse_args(words)
+    return benchmark, given, _chosen(parser, benchmark.all_cases(given), given.only)
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _chosen(parser: argparse.ArgumentParser, cases: Cases, only: Sequence[str] | None) -> list[str]:
@@ -212,7 +215,6 @@ def _chosen(parser: argparse.ArgumentParser, cases: Cases, only: Sequence[str] |
 def _measured(
     name: str, benchmark: Benchmark, given: Any, missing: Sequence[str]
 ) -> Iterator[tuple[str, Sequence[Any] | None]]:
-    """Yield each case's rows."""
     cases = benchmark.all_cases(given)
     if not benchmark.apart:
         for case in missing:
@@ -224,25 +226,35 @@ def _measured(
 
 
 def _one(name: str, given: Any, case: str) -> Sequence[Any] | None:
-    """Measure a case, in this process."""
     benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     torch.set_num_threads(given.threads)
     return benchmark.measure(given, *benchmark.all_cases(given)[case])
 
 
-def apart(function: Callable[..., Any], *given: Any, **environment: str) -> Any:
-    """Call a function in a process of its own, with more variables in its environment."""
+def apart(
+    function: Callable[..., Any], *given: Any, limit_s: float | None = None, **environment: str
+) -> Any:
+    """Call a function in a process of its own, with more variables in its environment.
+
+    Raises:
+        TimeoutError: it took longer than the limit, and was ended.
+    """
     more = mock.patch.dict(os.environ, environment) if environment else nullcontext()
     with more, ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *given).result()
+        future = pool.submit(function, *given)
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            for worker in active_children():
+                worker.kill()
+            raise
 
 
 def _command(name: str, benchmark: Benchmark, given: Any) -> str:
     """Write the command that makes the page: the options that are not the default ones."""
     words = ["python -m benchmarks", name]
     for option, default in (*benchmark.options.items(), ("threads", 1)):
-        value = getattr(given, option)
-        flag = f"--{option.replace('_', '-')}"
+        value, flag = getattr(given, option), _flag(option)
         if isinstance(default, OneOf):
             default = default.values[0]
         if isinstance(default, bool) and value:
@@ -256,7 +268,6 @@ def _command(name: str, benchmark: Benchmark, given: Any) -> str:
 
 
 def _write(benchmark: Benchmark, rows: list[Any], given: Any, command: str) -> dict[str, str]:
-    """Make the page's blocks, and write them if there is a file to write."""
     blocks = benchmark.made(rows, given)
     first = next(iter(blocks))
     about = f"`{command}`, torch {torch.__version__}, {time.strftime('%d %B %Y')}."

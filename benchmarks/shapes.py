@@ -17,8 +17,6 @@ from tests.zoo.handwritten import UNet
 
 VOCABULARY = 8192
 SHAPES: dict[str, tuple[int, ...]] = {
-    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
-    "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-3-70b": (8192, 28672, 80, 64, 8, 128256, 8192),
     "llama-3-405b": (16384, 53248, 126, 128, 8, 128256, 8192),
@@ -31,18 +29,13 @@ SIZES = (
 
 
 def llama_of(*sizes: int, **changes: int) -> nn.Module:
-    """Build a Llama, to train without a cache of keys and values, and with torch's attention.
-
-    Args:
-        sizes: see SIZES.
-        changes: sizes by name, in place of those.
-    """
+    """Build a Llama of SIZES, or others by name, to train without a cache of keys and values, and
+    with torch's attention."""
     import transformers
 
     shape: dict[str, Any] = {**dict(zip(SIZES, sizes, strict=True)), **changes}
     config = transformers.LlamaConfig(**shape, use_cache=False, attn_implementation="sdpa")
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+    return transformers.LlamaForCausalLM(config)
 
 
 def llama(name: str, *, layers: int | None = None, **changes: int) -> nn.Module:
@@ -68,7 +61,6 @@ class WithLoss(nn.Module):
         self.loss = loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Give the scalar loss of the model's output."""
         return self.loss(self.model(*args, **kwargs))
 
 
@@ -99,7 +91,6 @@ class Contest:
 def _images(
     name: str, model: nn.Module, blocks: list[nn.Module], size: int, batch: int = 8
 ) -> Contest:
-    """Make a contest of classes of images."""
     classes = torch.arange(batch)
     module = WithLoss(model, lambda logits: functional.cross_entropy(logits, classes))
     sequence = model if isinstance(model, nn.Sequential) else None

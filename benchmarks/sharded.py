@@ -10,7 +10,6 @@ largest rank's: the shards, and what the step allocates at most.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +32,7 @@ from benchmarks.shapes import gpt2_of
 from benchmarks.table import joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
 from memopt.pricing.memory import metered
-from tests.distributed.gloo import in_one_thread
+from tests.distributed.processes import results, run
 
 import torchvision  # isort: skip
 
@@ -53,14 +51,12 @@ class Subject:
 
 
 def _gpt2() -> Any:
-    """Build six layers of 256, without dropout, parameters not tied."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"n_layer": 6, "n_embd": 256, "n_head": 8, "vocab_size": VOCABULARY, "n_positions": 128}
     return gpt2_of(**sizes, **rates, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
 
 
 def _words() -> dict[str, torch.Tensor]:
-    """Draw eight rows of 128 words, which are the labels, too."""
     ids = torch.randint(0, VOCABULARY, (8, 128))
     return {"input_ids": ids, "labels": ids}
 
@@ -84,10 +80,10 @@ def fsdp(subject: Subject, mesh: DeviceMesh, checkpointed: bool) -> nn.Module:
     for blocks in subject.blocks(model):
         for name, block in blocks.named_children():
             if checkpointed:
-                setattr(blocks, name, checkpoint_wrapper(block))  # type: ignore[no-untyped-call]
+                setattr(blocks, name, checkpoint_wrapper(block))
             fully_shard(blocks.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def seeded(subject: Subject) -> Any:
@@ -98,8 +94,7 @@ def seeded(subject: Subject) -> Any:
 
 def planned(subject: Subject, mesh: DeviceMesh, budget: Any) -> nn.Module:
     """Put the model under memopt.shard and a plan."""
-    model: nn.Module = memopt.shard(seeded(subject), mesh)
-    return memopt.wrap(model, budget, progress=False)
+    return memopt.wrap(memopt.shard(seeded(subject), mesh), budget, progress=False)
 
 
 def slowest(value: float) -> float:
@@ -155,13 +150,9 @@ class Row:
     refused: str = ""
 
 
-def measure(rank: int, ranks: int, folder: str, name: str, rounds: int) -> None:
-    """Do one rank's part; rank 0 writes the rows."""
-    subject, store = SUBJECTS[name], f"file://{folder}/store"
-    torch.set_num_threads(1)
-    in_one_thread()
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
+def measure(rank: int, ranks: int, name: str, rounds: int) -> list[Row]:
+    """Do one rank's part: the rows."""
+    subject, mesh = SUBJECTS[name], init_device_mesh("cpu", (ranks,))
     steps: dict[str, Step] = {}
     peaks: dict[str, int] = {}
     refused: dict[str, str] = {}
@@ -180,30 +171,22 @@ def measure(rank: int, ranks: int, folder: str, name: str, rounds: int) -> None:
     within = peaks["FSDP2, blocks checkpointed"]
     add("plan within that peak", lambda: planned(subject, mesh, within))
     add("plan within half of FSDP2's", lambda: planned(subject, mesh, peaks["FSDP2"] // 2))
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(rounds + 1):
-        for way, step in steps.items():
-            seconds = step.seconds()
-            times[way] += [seconds] if number else []
-    if rank == 0:
-        rows = [
-            (f"{way} | {mib(peaks[way])} | {1e3 * statistics.median(found):.0f} | {over:.3f}", "")
-            for way, found in times.items()
-            if (over := ratio(times, way, "FSDP2"))
-        ]
-        rows += list(refused.items())
-        Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    for step in steps.values():
+        step.seconds()
+    in_turn = [{way: step.seconds() for way, step in steps.items()} for _ in range(rounds)]
+    times = {way: [one[way] for one in in_turn] for way in steps}
+    rows = [
+        Row(name, f"{way} | {mib(peaks[way])} | {1e3 * statistics.median(found):.0f} | {over:.3f}")
+        for way, found in times.items()
+        if (over := ratio(times, way, "FSDP2"))
+    ]
+    return rows + [Row(name, *pair) for pair in refused.items()]
 
 
 def _measured(given: Any, name: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        how = (given.ranks, folder, name, given.rounds)
-        torch.multiprocessing.start_processes(
-            measure, how, nprocs=given.ranks, start_method="spawn"
-        )
-        rows = json.loads(Path(folder, "rows.json").read_text(encoding="utf-8"))
-    return [Row(name, *row) for row in rows]
+        how = (Path(folder), name, given.rounds)
+        return results(run(measure, given.ranks, *how, timeout_s=1800))[0]
 
 
 def _blocks(rows: list[Row], given: Any) -> str:

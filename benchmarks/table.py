@@ -56,10 +56,9 @@ class Kept(Generic[RowT]):
             )
 
     def add(self, name: str, rows: Sequence[RowT]) -> None:
-        """Keep the finished rows of a case."""
         self.rows[name] = list(rows)
         lines = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps([asdict(one) for one in many])}"  # type: ignore[call-overload]
+            f"{json.dumps(name)}: {json.dumps([asdict(one) for one in many])}"
             for name, many in self.rows.items()
         )
         settings = json.dumps(self.settings)
@@ -68,7 +67,6 @@ class Kept(Generic[RowT]):
         write_atomically(self.path, text.encode())
 
     def ordered(self, names: Iterable[str]) -> list[RowT]:
-        """Give all kept rows, in the order of `names`."""
         return [row for name in names for row in self.rows.get(name, [])]
 
 
@@ -82,7 +80,7 @@ def captured(path: Path | None, kind: type[MadeT], make: Callable[[], MadeT]) ->
     made = make()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(dumps(made))  # type: ignore[arg-type]
+        path.write_bytes(dumps(made))
     return made
 
 

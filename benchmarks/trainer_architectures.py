@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.runner import Benchmark, named
+from benchmarks.steps import timed
 from benchmarks.table import joined, table
 from memopt.errors import MemoptError
 from tests.users.architectures import ARCHITECTURES, Architecture, timm
@@ -31,52 +31,38 @@ WORKING = 27
 """So many of the architectures have to work as they are."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a training was: of each step its losses, and what the model held then."""
-
-    losses: tuple[Tensor, ...]
-    tensors: tuple[tuple[str, Tensor], ...]
-
-    def differs(self, other: Trained) -> str:
-        """The first thing that is not the same, bit for bit; "" if all is."""
-        for index, (one, another) in enumerate(zip(self.losses, other.losses, strict=True)):
-            if not same(one, another):
-                return f"the loss of call {index}"
-        mine, others = dict(self.tensors), dict(other.tensors)
-        if mine.keys() != others.keys():
-            return ", ".join(sorted(mine.keys() ^ others.keys()))
-        return next((name for name in mine if not same(mine[name], others[name])), "")
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
+    """Name the first thing that is not the same, bit for bit; "" if all is."""
+    if one.keys() != other.keys():
+        return ", ".join(sorted(one.keys() ^ other.keys()))
+    for name, value in one.items():
+        if value.dtype != other[name].dtype or not torch.equal(value, other[name]):
+            return name
+    return ""
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Compare to the bit."""
-    return bool(one.dtype == other.dtype and torch.equal(one, other))
-
-
-def trained(architecture: Architecture, model: nn.Module) -> Trained:
-    """Train three steps, the last of two micro-batches."""
+def trained(architecture: Architecture, model: nn.Module) -> dict[str, Tensor]:
+    """Train three steps, the last of two micro-batches: losses, and what the model holds then."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses: list[Tensor] = []
-    tensors: list[tuple[str, Tensor]] = []
+    found: dict[str, Tensor] = {}
+    calls = 0
     for step, batches in enumerate(STEPS):
         optimizer.zero_grad()
         for _ in range(batches):
-            torch.manual_seed(len(losses))
+            torch.manual_seed(calls)
             loss = architecture.loss(model(**architecture.inputs()))
             (loss / batches).backward()
-            losses.append(loss.detach().clone())
-        tensors += [
-            (f"gradient of {name} in step {step}", p.grad.clone())
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        ]
-        tensors += [
-            (f"buffer {name} in step {step}", b.clone()) for name, b in model.named_buffers()
-        ]
+            found[f"the loss of call {calls}"] = loss.detach().clone()
+            calls += 1
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                found[f"gradient of {name} in step {step}"] = p.grad.clone()
+        for name, b in model.named_buffers():
+            found[f"buffer {name} in step {step}"] = b.clone()
         optimizer.step()
-    tensors += [(f"parameter {name}", p.detach().clone()) for name, p in model.named_parameters()]
-    return Trained(tuple(losses), tuple(tensors))
+    for name, p in model.named_parameters():
+        found[f"parameter {name}"] = p.detach().clone()
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,15 +101,12 @@ def outcome_of(architecture: Architecture) -> Row:
 
     plain = trained(architecture, without_cache(model()))
     wrapped: Any = memopt.wrap(model(), "min", progress=False)
-    began = time.perf_counter()
     try:
-        planned = trained(architecture, wrapped)
+        planned, seconds, _ = timed(lambda: trained(architecture, wrapped))
     except MemoptError as error:
         return Row(architecture.name, architecture.kind, "refused", sentence(error))
-    seconds = time.perf_counter() - began
     calls, plan = wrapped.calls, wrapped.memopt.plans[0]
-    differs = planned.differs(plain)
-    if differs:
+    if differs := difference(planned, plain):
         outcome = f"differs: {differs}"
     elif (calls.planned, calls.original, calls.replanned) != (sum(STEPS), 0, 0):
         outcome = f"not planned: {calls}"

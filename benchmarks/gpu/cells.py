@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.gpu.offload import limit_that_held, measure, reserved_bytes, total_peak_of
-from benchmarks.gpu.subject import Machine, Subject
+from benchmarks.gpu.subject import Machine, Row, Subject
 from benchmarks.steps import clear
 from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
@@ -37,18 +37,6 @@ CLOSE = 1e-3
 """Gradients on CUDA, whose kernels add in any order: largest difference over largest gradient, at
 least; ten times what eager's own second run differs by, where that is more."""
 PEAK_ERROR, TIME_ERROR = 0.01, 0.10
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure beside what it should be. verdict: "ok", "no", or what there is to read."""
-
-    cell: str
-    subject: str
-    what: str
-    expected: str
-    found: str
-    verdict: str
 
 
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
@@ -188,7 +176,6 @@ def graphs(machine: Machine, name: str, batch: int, strategy: str = "store-all")
 
 
 def _capturer(machine: Machine) -> bool | Capturer:
-    """Give what captures on the machine; in a dry run a stand-in."""
     if machine.device.type in ("cuda", "cpu"):
         return machine.is_cuda or FakeGraphs()
     from tests.device.recorded_graphs import RecordedGraphs  # where that device is loaded
@@ -246,15 +233,6 @@ def peers(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     yield from _times("peers", one, steps, machine, "eager")
 
 
-def offloading(machine: Machine, name: str) -> Iterator[Row]:
-    """Set offloaded plans beside `save_on_cpu` and streamed saved-tensor hooks (torchtune's)."""
-    for row in measure(name, machine.size, machine.device, (0.0, 0.5), machine.rounds):
-        predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.2f}"
-        over = "read" if row.of_peer is None else f"{row.of_peer:.2f} × that peer's"
-        what = f"{row.way}: step ms"
-        yield Row("offloading", name, what, predicted, f"{1e3 * row.step_s:.2f}", over)
-
-
 def _times(
     cell: str, one: Subject, steps: dict[str, Callable[[], None]], machine: Machine, base: str
 ) -> Iterator[Row]:
@@ -287,6 +265,6 @@ CELLS: dict[str, Cell] = {
     "joint resnet50": partial(joint, name="resnet50", batch=64),
     "peers gpt2": partial(peers, name="gpt2", batch=16),
     "compiled kernels mlp": partial(kernels, name="mlp", batch=256),
-    "offloading gpt2_medium": partial(offloading, name="gpt2_medium"),
+    "offloading gpt2_medium": partial(measure, name="gpt2_medium", batch=8),
 }
 """Most valuable first: what nobody has ever seen run decides, the comparisons come after it."""

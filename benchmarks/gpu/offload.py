@@ -10,52 +10,68 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import memopt
-from benchmarks.gpu.hooks import StreamedHooks
+from benchmarks.gpu.subject import Machine, Row, Subject, stepper
 from benchmarks.steps import Step, clear, peak_of
 from benchmarks.table import interleaved, ratio
-from memopt.pricing.memory import library_bytes
-from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
-from tests.zoo import Family, call, get
-from tests.zoo.family import TINY_BATCH
 
-BATCHES = {"resnet50": 64, "vit_b_16": 32, "gpt2_medium": 8}
-"""Examples in a step at the published size: enough work to hide what Python takes."""
 LIMITS = (1.0, 1.05, 1.1, 1.2)
+SHARES = (0.0, 0.5)
 AT_PEAK = "memopt at the peak of "
+SMALLEST_BYTES, UNDER_WAY = 1024, 5
+"""Of streamed tensors, and copies."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to train one model; None: not known. The prediction of the eager step is the sum of
-    its kernels: what it takes beyond is the framework's. of_peer: its time over that of the peer
-    whose peak it had for a budget."""
+class StreamedHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Streams every saved tensor but parameters, views of them, and the small ones to pinned
+    memory, as torchtune does: a stream of its own, a few copies under way, no plan, no budget."""
 
-    way: str
-    predicted_s: float | None
-    step_s: float
-    of_peer: float | None
+    def __init__(self, resident: set[int], device: torch.device) -> None:
+        self._resident = resident
+        self._device = device
+        self._runtime = backend_of(device).runtime
+        self._stream = self._runtime.Stream(device)
+        self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
+        super().__init__(self._pack, self._unpack)
 
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        stays = tensor.untyped_storage().data_ptr() in self._resident
+        if stays or tensor.nbytes < SMALLEST_BYTES or tensor.device.type != self._device.type:
+            return tensor
+        compute = self._runtime.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        with self._runtime.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        end = self._runtime.Event()
+        end.record(self._stream)
+        # The device tensor is held until its copy is over; then the compute stream may reuse it.
+        self._leaving.append((tensor, end))
+        while len(self._leaving) > UNDER_WAY:
+            _, over = self._leaving.popleft()
+            compute.wait_event(over)
+        return host, end
 
-def stepper(family: Family, module: nn.Module, inputs: Any, around: Callable[[], Any]) -> Any:
-    """Make one forward, loss and backward inside a context."""
-
-    def step() -> None:
-        with around():
-            family.loss(call(module, inputs)).backward()
-
-    return step
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        host, end = packed
+        compute = self._runtime.current_stream(self._device)
+        while self._leaving:
+            _, over = self._leaving.popleft()
+            compute.wait_event(over)
+        compute.wait_event(end)
+        return host.to(self._device, non_blocking=True)
 
 
 @contextlib.contextmanager
@@ -91,21 +107,6 @@ def limit_that_held(
     return None
 
 
-def effort(size: Any) -> MeasureOptions:
-    """Choose how hard kernels are measured: in a dry run a few times, for its lines alone."""
-    return MeasureOptions(cap_s=0.2, max_rounds=2) if size == "tiny" else MeasureOptions()
-
-
-def standing_bytes(device: torch.device) -> int:
-    """Measure what a device has allocated before a model comes, without workspaces; 0 on CPU."""
-    runtime = backend_of(device).runtime
-    if runtime is None:
-        return 0
-    gc.collect()
-    library_bytes(device)
-    return int(runtime.memory_allocated(device))
-
-
 def reserved_bytes(plan: memopt.Plan) -> int:
     """Give what the simulated allocator reserves for a plan within its budget."""
     assert plan.budget is not None
@@ -138,9 +139,9 @@ def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]
 
 
 def plans_for(
-    profiled: Profiled, link: memopt.Device, shares: tuple[float, ...], peaks: dict[str, int]
+    profiled: Profiled, link: memopt.Device, peaks: dict[str, int]
 ) -> dict[str, memopt.Plan]:
-    """Plan at shares between floor and baseline, and at each peer's peak that can be met."""
+    """Plan at SHARES between floor and baseline, and at each peer's peak that can be met."""
 
     def plan(budget: int | str) -> memopt.Plan:
         return memopt.plan(
@@ -149,7 +150,7 @@ def plans_for(
 
     floor, baseline = plan("min").peak_bytes, profiled.baseline.peak_bytes
     plans = {
-        f"memopt {share:g}": plan(floor + int(share * max(0, baseline - floor))) for share in shares
+        f"memopt {share:g}": plan(floor + int(share * max(0, baseline - floor))) for share in SHARES
     }
     for way, peak_bytes in peaks.items():
         if peak_bytes >= floor:
@@ -157,38 +158,27 @@ def plans_for(
     return plans
 
 
-def measure(
-    name: str, size: Any, device: torch.device, shares: tuple[float, ...], rounds: int
-) -> list[Row]:
-    """Measure all ways of one model."""
-    family = get(name)
-    before_bytes = standing_bytes(device)
-    model = family.build(size).to(device)
-    batch = BATCHES[name] if size == "paper" else TINY_BATCH
-    inputs = pytree.tree_map(
-        lambda x: x.to(device) if isinstance(x, torch.Tensor) else x,
-        family.inputs(size, batch=batch),
-    )
-    link = memopt.measure_device(device)
-    profiled = profile_model(model, inputs, loss=Loss(family.loss), options=effort(size))
-    resident_bytes = profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
-    steps = {
-        way: stepper(family, model, inputs, around) for way, around in peers(model, device).items()
-    }
+def measure(machine: Machine, name: str, batch: int) -> Iterator[Row]:
+    """Set plans beside all peers, in turn: at shares of the way up, and at each peer's peak."""
+    one, device = Subject.of(name, machine, batch), machine.device
+    resident_bytes = one.profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
+    ways = peers(one.model, device)
+    steps = {way: stepper(one.family, one.model, one.inputs, ways[way]) for way in ways}
     # On CPU the host copies of other ways are device memory, too: no peak to compare with.
     apart = [way for way in steps if not backend_of(device).on_host or way == "eager"]
     peaks = {
-        way: total_peak_of(model, steps[way], device, resident_bytes, before_bytes) for way in apart
+        way: total_peak_of(one.model, steps[way], device, resident_bytes, one.before_bytes)
+        for way in apart
     }
-    plans = plans_for(profiled, link, shares, peaks)
-    for way, plan in plans.items():
-        steps[way] = stepper(family, plan.apply(model), inputs, contextlib.nullcontext)
-    times = interleaved(model, steps, rounds, device)
+    plans = plans_for(one.profiled, memopt.measure_device(device), peaks)
+    steps |= {way: one.step(plan.apply(one.model)) for way, plan in plans.items()}
+    times = interleaved(one.model, steps, machine.rounds, device)
     predicted = {way: plan.step_time_s for way, plan in plans.items()}
-    predicted["eager"] = profiled.graph.compute_time_s
-    rows = []
-    for way in steps:
-        peer = way.removeprefix(AT_PEAK) if way.startswith(AT_PEAK) else None
-        of_peer = None if peer is None else ratio(times, way, peer)
-        rows.append(Row(way, predicted.get(way), statistics.median(times[way]), of_peer))
-    return rows
+    # Of its kernels: what the eager step takes beyond is the framework's.
+    predicted["eager"] = one.profiled.graph.compute_time_s
+    for way, found in times.items():
+        peer = way.removeprefix(AT_PEAK)
+        over = "read" if peer == way else f"{ratio(times, way, peer):.2f} × that peer's"
+        expected = f"{1e3 * predicted[way]:.2f}" if way in predicted else ""
+        spent = f"{1e3 * statistics.median(found):.2f}"
+        yield Row("offloading", name, f"{way}: step ms", expected, spent, over)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,15 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.gpu.offload import effort, standing_bytes, stepper
 from benchmarks.steps import clear
-from memopt.profiler import Loss, profile_model
+from memopt.pricing.memory import library_bytes
+from memopt.profiler import Loss, MeasureOptions, profile_model
+from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
-from tests.zoo import Family, get
+from tests.zoo import Family, call, get
 from tests.zoo.family import TINY_BATCH
 
 DRY = {"resnet50": "mlp", "vit_b_16": "mlp", "unet": "mlp"}
 """What stands for a family in a dry run: its lines, not its figures, are what is run there."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure beside what it should be. verdict: "ok", "no", or what there is to read."""
+
+    cell: str
+    subject: str
+    what: str
+    expected: str
+    found: str
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,6 @@ class Machine:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -41,9 +54,28 @@ class Machine:
         return None if self.is_cuda else 1.0
 
     def move(self, value: Any) -> Any:
-        """Put the tensors of a structure on the device."""
         to = partial(torch.Tensor.to, device=self.device)
         return pytree.tree_map(lambda x: to(x) if isinstance(x, Tensor) else x, value)
+
+
+def standing_bytes(device: torch.device) -> int:
+    """Measure what a device has allocated before a model comes, without workspaces; 0 on CPU."""
+    runtime = backend_of(device).runtime
+    if runtime is None:
+        return 0
+    gc.collect()
+    library_bytes(device)
+    return int(runtime.memory_allocated(device))
+
+
+def stepper(family: Family, module: nn.Module, inputs: Any, around: Callable[[], Any]) -> Any:
+    """Make one forward, loss and backward inside a context."""
+
+    def step() -> None:
+        with around():
+            family.loss(call(module, inputs)).backward()
+
+    return step
 
 
 @dataclass
@@ -67,15 +99,14 @@ class Subject:
                 module.p = 0.0
         batch = batch if machine.is_cuda else TINY_BATCH
         inputs = machine.move(family.inputs(machine.size, batch=batch))
-        profiled = profile_model(
-            model, inputs, loss=Loss(family.loss), options=effort(machine.size)
-        )
+        # In a dry run kernels are measured a few times, for its lines alone.
+        how = MeasureOptions(cap_s=0.2, max_rounds=2)
+        how = how if machine.size == "tiny" else MeasureOptions()
+        profiled = profile_model(model, inputs, loss=Loss(family.loss), options=how)
         return cls(family, model, inputs, before_bytes, profiled)
 
     def step(self, module: nn.Module) -> Callable[[], None]:
-        """Make one forward, loss and backward of a module around the model."""
-        found: Callable[[], None] = stepper(self.family, module, self.inputs, torch.enable_grad)
-        return found
+        return stepper(self.family, module, self.inputs, torch.enable_grad)
 
     def gradients(self, module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give the gradients of a step from a state, on the host."""

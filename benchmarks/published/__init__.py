@@ -109,7 +109,6 @@ class Measurements:
 
 
 def _problem(all_of: Measurements, row: Mapping[str, Any]) -> str:
-    """Say what is wrong with a row; "": nothing."""
     for field, value in row.items():
         wanted = FIELDS.get(field)
         if wanted is None:
@@ -154,8 +153,7 @@ def _unlike(row: Mapping[str, Any]) -> str:
 def tokens(row: Mapping[str, Any]) -> float:
     """Return the tokens of one step for each GPU."""
     ranks = math.prod(row.get(one, 1) for one in ("tp", "pp", "cp"))
-    found: float = row["sequence"] * row["batch"] * row.get("micro_batches", 1) / ranks
-    return found
+    return row["sequence"] * row["batch"] * row.get("micro_batches", 1) / ranks
 
 
 @cache
@@ -163,3 +161,13 @@ def measurements() -> Measurements:
     """Read and check `measurements.json`."""
     found = json.loads(PATH.read_text(encoding="utf-8"))
     return Measurements(found["sources"], found["models"], tuple(found["rows"]))
+
+
+@cache
+def _by_name() -> dict[str, Mapping[str, Any]]:
+    return {row["name"]: row for row in measurements().rows}
+
+
+def row_of(name: str) -> Mapping[str, Any]:
+    """Return the published row of that name."""
+    return _by_name()[name]

@@ -75,11 +75,9 @@ class Style:
     alone: bool = False
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the rows of all ranks."""
         return moved_rows(x, self.tensor, True) if self.spread else x
 
     def scattered(self, x: Tensor) -> Tensor:
-        """Return the rows of one rank."""
         return moved_rows(x, self.tensor, False) if self.spread else x
 
 
@@ -95,8 +93,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is not None:
-            normed: Tensor = self.fused(x)
-            return normed
+            return self.fused(x)
         wide = x.float()
         scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)
         assert self.weight is not None
@@ -139,7 +136,7 @@ class _Padded(torch.autograd.Function):
         return functional.pad(given, (0, width - given.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         (given,) = ctx.saved_tensors
         return torch.where(given == given, slope[..., : given.shape[-1]], 0), None
 
@@ -205,10 +202,8 @@ class Layer(nn.Module):
 
     def _fed(self, y: Tensor) -> Tensor:
         if self.gate is None:
-            fed: Tensor = self.down(functional.gelu(self.up(y)))
-        else:
-            fed = self.down(functional.silu(self.gate(y)) * self.up(y))
-        return fed
+            return self.down(functional.gelu(self.up(y)))
+        return self.down(functional.silu(self.gate(y)) * self.up(y))
 
     def _dropped(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.shape.get("dropout", 0.0))
@@ -233,20 +228,14 @@ class _InPlace(torch.autograd.Function):
         return -shares.gather(-1, targets.unsqueeze(-1)).mean()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         (shares,) = ctx.saved_tensors
         return shares.to(ctx.dtype) * slope.to(ctx.dtype), None
 
 
 class Decoder(nn.Module):
-    """A stage of layers, with the embedding and the loss.
-
-    Args:
-        shape: of the model.
-        style: see there.
-        layers: how many.
-        first: whether its inputs are tokens; else hidden states, as from the stage before.
-    """
+    """A stage of layers, with the loss; the first has the embedding, and takes tokens, the others
+    hidden states."""
 
     def __init__(
         self, shape: Mapping[str, Any], style: Style, layers: int, sequence: int, first: bool
@@ -293,19 +282,16 @@ class Decoder(nn.Module):
         return (loss, *(one.detach() for one in logits)) if self.style.held else loss
 
     def loss(self, logits: list[Tensor], targets: Tensor) -> Tensor:
-        """Return the loss of the logits of each part of a sequence."""
         rights = targets.chunk(len(logits), 1)
         losses = [self._loss(*pair) for pair in zip(logits, rights, strict=True)]
         return losses[0] if len(losses) == 1 else sum(losses, losses[0].new_zeros(()))
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.style.loss == "in place":
-            found: Tensor = _InPlace.apply(logits, targets.flatten())
-            return found
+            return _InPlace.apply(logits, targets.flatten())
         logits = logits if self.style.loss == "own" else logits.float()
         if self.style.loss == "parallel":
-            shared: Tensor = _Parallel.apply(logits, targets.flatten())
-            return shared
+            return _Parallel.apply(logits, targets.flatten())
         return functional.cross_entropy(logits, targets.flatten())
 
 
@@ -321,7 +307,7 @@ class _Parallel(torch.autograd.Function):
         return -logs.gather(-1, targets.unsqueeze(-1)).mean()
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
         logs, targets = ctx.saved_tensors
         hit = torch.zeros_like(logs).scatter_(-1, targets.unsqueeze(-1), -1.0)
         # The result reads `logs`: torch's frame holds them to its end.

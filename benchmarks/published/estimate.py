@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
 import memopt
-from benchmarks.published import measurements, meshes, tokens
+from benchmarks.published import measurements, meshes, row_of, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
-from benchmarks.published.reserved import DTYPES, expandable, flat_bytes, streams_bytes
+from benchmarks.published.meshes import DTYPES, expandable, flat_bytes, streams_bytes
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -41,17 +41,6 @@ from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
 from memopt.step.kernel import FusedKernel
 from memopt.step.loss import Loss
-
-
-@cache
-def _by_name() -> dict[str, Mapping[str, Any]]:
-    return {row["name"]: row for row in measurements().rows}
-
-
-def row_of(name: str) -> Mapping[str, Any]:
-    """Return the published row of that name."""
-    return _by_name()[name]
-
 
 _MEMORIES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 _UNKNOWN = {
@@ -149,11 +138,9 @@ class _Captured:
     """One depth of a rank's decoder, captured: of what only pricing depends on the GPU."""
 
     profiled: Any
-    parameter_bytes: int
-    block_bytes: int
-    """Of the blocks' whole parameters, on all ranks together."""
-    trained: int
     device: Device
+    sizes: Mapping[str, int]
+    """Bytes of this rank's parameters, of blocks' whole ones, and the number that are trained."""
     loss_s: float = 0.0
     """Of a loss that is no part of it."""
 
@@ -190,7 +177,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         device = device_of(row)
         if not style.apart:
             found = estimate_model(model, (given, targets), device, kernels=kernels)
-            return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device)
+            return _Captured(found, device, sizes)
         loss = Loss(lambda logits, right: model.loss(logits, right), (targets,))
         found = estimate_model(model, (given,), device, loss=loss, kernels=kernels)
         parts = 8 if style.loss == "chunks" else 1
@@ -198,11 +185,10 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         logits = [torch.zeros(each, dtype=dtype, requires_grad=True) for _ in range(parts)]
         alone = estimate_model(LossApart(model), (targets, *logits), device)
     loss_s = sum(operator.time_s for operator in alone.graph.operators)
-    return _Captured(found, *(sizes[k] for k in ("bytes", "blocks", "trained")), device, loss_s)
+    return _Captured(found, device, sizes, loss_s)
 
 
 def _shape_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's shape, with the vocabulary as Megatron pads it."""
     shape = dict(measurements().models[row["model"]])
     if row["source"] == "megatron":
         unit = 128 * row.get("tp", 1)
@@ -242,8 +228,8 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
     made = _made_gradients(graph, program)
     share, flat = -1.0 * _gradients_stay(row), 0.0
     if row.get("whole_gradients"):
-        share = one.block_bytes / made[-1]
-        flat = flat_bytes(row, one.parameter_bytes, one.block_bytes, layers)
+        share = one.sizes["blocks"] / made[-1]
+        flat = flat_bytes(row, one.sizes["bytes"], one.sizes["blocks"], layers)
     peak = flat + max(a + share * b for a, b in zip(time.step_bytes, made, strict=True))
     resident = graph.resident_bytes
     library = 2 * row.get("workspace_bytes", 0) or cublas_workspace_bytes(device.name)
@@ -254,9 +240,9 @@ def _depth(row: Mapping[str, Any], layers: int) -> dict[str, float]:
         reserved = reserved_by(graph, program, settings).reserved_peak_bytes - time.peak_bytes
     return {
         "activations": peak - resident,
-        "library": resident - one.parameter_bytes + library,
-        "parameters": one.parameter_bytes,
-        "trained": one.trained,
+        "library": resident - one.sizes["bytes"] + library,
+        "parameters": one.sizes["bytes"],
+        "trained": one.sizes["trained"],
         "fragments": max(0, reserved),
         "time": time.time_s + one.loss_s,
         **_times(graph, program),
@@ -278,7 +264,6 @@ def _exposed_s(row: Mapping[str, Any], one: _Captured, program: Program, device:
 
 
 def _times(graph: Graph, program: Program) -> dict[str, float]:
-    """Return the seconds of a program by what computes, and the network's."""
     found = dict.fromkeys(TIMES, 0.0)
     for _, run in program.computes:
         operator = graph.operators[run.op]
@@ -311,9 +296,7 @@ class Row:
     """A published step and its estimate; 0 is what was not published.
 
     Attributes:
-        name: of the row.
-        memory: bytes, published and estimated.
-        step: seconds, published and estimated.
+        memory, step: bytes, and seconds, published and estimated.
         parts: what the estimated bytes are.
         times: what one micro-batch's seconds are; "exposed" is a part of the products'.
     """

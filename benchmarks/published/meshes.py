@@ -1,5 +1,5 @@
 """torchtitan's steps: pipelines, tensor and context parallelism and float8 as a row was run,
-and what runs again in them.
+what runs again in them, and what FSDP and torch's allocator hold beside a step's own tensors.
 
 Read in torchtitan's sources at the commit that its report names (9dec370): FSDP spreads over data
 and context; rows of a sequence are spread over the ranks of tensor parallelism between products
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from benchmarks.published import measurements
 from benchmarks.published.gpus import device_of
@@ -28,6 +30,9 @@ from memopt.programs.replay import replay
 from memopt.reductions.block_checkpoints import forward_of_blocks, largest_sent_bytes, run_again
 from memopt.step.kernel import FusedKernel
 from memopt.step.signature import describe_value, signature
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of a row, by name."""
 
 
 def titan(row: Mapping[str, Any]) -> bool:
@@ -76,7 +81,6 @@ def stage_parts(row: Mapping[str, Any], layer: float, rank: int) -> dict[str, fl
     memory no other stream takes (torch's _fsdp_collectives.py).
 
     Args:
-        row: a published row.
         layer: parameters of a layer on one rank of tensor parallelism.
         rank: of the pipeline, not the last.
     """
@@ -244,3 +248,38 @@ def _kept(graph: Graph, members: Iterable[int], recompute: str, last: bool) -> s
         if saved or (last and gathers):
             kept.add(index)
     return kept
+
+
+def expandable(row: Mapping[str, Any]) -> bool:
+    """Whether the allocator has segments that grow, as torchtitan asks in its run_train.sh. They
+    have holes that larger tensors do not fit in, but as many however deep the model is."""
+    return titan(row)
+
+
+def streams_bytes(row: Mapping[str, Any], layer: float, shallow: float, layers: int) -> float:
+    """Return what FSDP2 holds beside a step's own tensors, by torch's _fsdp_collectives.py.
+
+    It gathers on one stream and reduces on another, whose cached blocks no other stream takes: the
+    tables' and two layers' gathered weights, and all gradients, which are gone when the next step's
+    activations are largest. Embedding and head are one group, whole from forward to backward.
+
+    Args:
+        layer, shallow: one rank's parameters of a layer, and of a model of so many layers.
+    """
+    ranks, depth = shards(row), measurements().models[row["model"]]["layers"]
+    tables = shallow - layers * layer
+    gathered = ranks * (2 * tables + 2 * gathered_itemsize(row) * layer)
+    reduced = DTYPES[row["gradients"]].itemsize * (tables + depth * layer)
+    return gathered + ranks * tables + reduced
+
+
+def flat_bytes(row: Mapping[str, Any], parameters: int, blocks: int, layers: int) -> float:
+    """Return what FSDP1 holds beside a block's work and all blocks' gradients.
+
+    Its root stays gathered from the forward on (`_post_forward_reshard`); a flat parameter's
+    gradient is a concatenation with zeros for what is frozen (torch's `split_with_sizes_backward`).
+
+    Args:
+        parameters, blocks: bytes of one rank's parameters, and of all `layers` blocks' whole ones.
+    """
+    return float(parameters * row.get("dp", 1) - blocks * (1 - 1 / layers))

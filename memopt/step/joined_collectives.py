@@ -106,10 +106,12 @@ def join_collectives(
 
 
 def _gathers(module: GraphModule, bucket_of: _Found) -> _Found:
+    """Find the gathers whose results are read: a module that asks whether it has a parameter
+    gathers it for that, too."""
     found: _Found = {}
     for node in module.graph.find_nodes(op="call_function", target=_GATHER):
         *_, source = _chain(node)
-        if source in bucket_of:
+        if source in bucket_of and any(user.users for user in node.users):
             found[node] = bucket_of[source]
     return found
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
+from benchmarks.engine_loops import TRAINERS
 from benchmarks.engine_models import SUBJECTS, Decoder
-from benchmarks.engine_trainers import TRAINERS
 from benchmarks.engines import ENGINES, Cell, cells, trained
 from memopt.errors import CaptureError, InfeasibleBudgetError
 from memopt.models.charges import Charges

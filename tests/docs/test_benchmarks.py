@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
+import memopt
+from benchmarks import shapes
 from benchmarks.__main__ import GPU, NAMES, main
 from benchmarks.monet_runs import Started
-from benchmarks.runner import BEGIN, END, replaced
+from benchmarks.peer_steps import hugging_face
+from benchmarks.runner import BEGIN, END, parsed, replaced
 from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -23,9 +28,9 @@ tests/faults/test_table.py compares with the code, and the bounds of tests/kerne
 
 
 def scripts() -> set[str]:
-    """Modules of the folder that declare a benchmark, and packages that can be run."""
-    files = {p.stem for p in FOLDER.glob("*.py") if "\nBENCHMARK = " in p.read_text()}
-    return files | {p.parent.name for p in FOLDER.glob("*/__main__.py")}
+    """Modules and packages of the folder that declare a benchmark."""
+    found = [p for p in FOLDER.rglob("*.py") if "\nBENCHMARK = " in p.read_text()]
+    return {p.parent.name if p.stem == "__init__" else p.stem for p in found}
 
 
 def test_every_benchmark_is_listed_once() -> None:
@@ -39,6 +44,18 @@ def test_pages_name_scripts_that_exist() -> None:
     named = set(re.findall(r"python -m benchmarks[. ]([a-z]\w*)", text))
     assert len(named) > 15
     assert named <= scripts()
+
+
+def test_commands_of_pages_are_understood() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    commands = {
+        " ".join(one.split()) for one in re.findall(r"`python -m benchmarks ([^`]+)`", text)
+    }
+    assert len(commands) > 45
+    for command in commands:
+        name, *words = shlex.split(command)
+        assert parsed(name, [word for word in words if word != "..."]), command
 
 
 def test_every_page_that_a_benchmark_writes_has_its_marks() -> None:
@@ -73,3 +90,21 @@ def test_the_search_starts_from_plans_that_are_known() -> None:
     )
     assert found.time_s is not None
     assert found.time_s <= whole.time_s
+
+
+def test_plans_run_after_hugging_faces_checkpointing() -> None:
+    model = shapes.gpt2_of(
+        n_layer=1, n_embd=16, n_head=2, n_positions=128, vocab_size=16, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    contest = shapes.made(lambda: shapes._language("GPT-2", model, model.transformer.h, 16))
+    how = {"strategy": "store-all", "progress": False}
+    planned = memopt.plan(contest.module, contest.inputs, **how).apply(contest.module)
+    hugging_face(contest)()
+    checkpointed = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    contest.step(planned)
+    for one, grad in zip(model.parameters(), checkpointed, strict=True):
+        assert one.grad is not None
+        assert grad is not None
+        assert torch.equal(one.grad, grad)

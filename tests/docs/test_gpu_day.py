@@ -7,12 +7,16 @@ import ast
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu.__main__ import table
-from benchmarks.gpu.cells import CELLS, Row
+from benchmarks.gpu import BENCHMARK
+from benchmarks.gpu.cells import CELLS
+from benchmarks.gpu.subject import Row
+from benchmarks.runner import run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -88,11 +92,27 @@ def test_every_gpu_test_is_found_and_has_a_twin_in_the_fast_suite() -> None:
 
 def test_the_table_of_the_day() -> None:
     rows = [Row("families", "mlp", "peak MiB", "1.0", "1.0", "ok")]
-    assert table(rows).splitlines()[-1] == "| families | mlp | peak MiB | 1.0 | 1.0 | ok |"
+    made = BENCHMARK.made(rows, Namespace(device="cpu", size="tiny"))["results"].splitlines()
+    assert made[0].endswith("the CPU, tiny")
+    assert made[-1] == "| families | mlp | peak MiB | 1.0 | 1.0 | ok |"
     kinds = {name.rpartition(" ")[0] or name for name in CELLS}
     wanted = ("families", "snapshots", "calibration", "CUDA graphs", "joint", "peers")
     for kind in (*wanted, "compiled kernels", "offloading"):
         assert any(name.startswith(kind) for name in kinds | set(CELLS)), kind
+
+
+def test_without_a_gpu_it_says_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device here; say --device cpu --size tiny"):
+        run("gpu", ["--resume", str(tmp_path / "results.json")])
+
+
+def test_when_the_time_is_up_cells_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--size", "tiny", "--minutes", "0", "--only", "calibration"]
+    assert run("gpu", [*words, "--resume", str(tmp_path / "results.json")]) == 1
+    assert "calibration: the time is up" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -100,8 +120,9 @@ def test_the_table_of_the_day() -> None:
 def test_the_dry_run(tmp_path: Path) -> None:
     """Every cell on the CPU, within ten minutes, and again from its results at once."""
     command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--size", "tiny"]
-    command += ["--rounds", "1", "--results", str(tmp_path / "results.json")]
+    command += ["--rounds", "1", "--resume", str(tmp_path / "results.json")]
     for limit_s in (600, 60):
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-        assert f"{len(CELLS)} of {len(CELLS)} cells; not finished: none" in run.stdout, run.stdout
-        assert "| no |" not in run.stdout
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+        assert ran.returncode == 0, ran.stderr
+        assert json.loads((tmp_path / "results.json").read_text())["rows"].keys() == CELLS.keys()
+        assert "| no |" not in ran.stdout

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import published
 from benchmarks import published_steps as steps
-from benchmarks.published import Measurements, estimate, measurements, meshes, reserved
+from benchmarks.published import Measurements, estimate, measurements, meshes
 from benchmarks.published.decoder import Decoder, Style
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.graph import Operator
@@ -54,9 +55,9 @@ def use(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, Any]) -> None:
     source = {"title": "t", "url": "https://x", "date": "2026-01-01", "licence": "MIT"}
     names = ("megatron", "torchtitan", "y")
     found = Measurements(dict.fromkeys(names, source), {"m": SHAPE}, rows)
-    for module in (estimate, meshes, reserved, steps):
+    for module in (published, estimate, meshes, steps):
         monkeypatch.setattr(module, "measurements", lambda: found)
-    for kept in (estimate._by_name, estimate._captured):
+    for kept in (published._by_name, estimate._captured):
         kept.cache_clear()
     estimate._NAMES.clear()
 
@@ -184,7 +185,7 @@ def test_streams_hold_gathered_weights_and_gradients(monkeypatch: pytest.MonkeyP
     # 4 layers of 10 on each of 2 ranks, tables of 6: gathered in bfloat16, gradients in float32.
     gathered, tables, gradients = 2 * 2 * (6 + 2 * 10), 2 * 6, 4 * (6 + 4 * 10)
     row = {**ROW, "sharding": "parameters"}
-    assert reserved.streams_bytes(row, 10, 36, 3) == gathered + tables + gradients
+    assert meshes.streams_bytes(row, 10, 36, 3) == gathered + tables + gradients
     use(monkeypatch)
 
 

@@ -75,6 +75,37 @@ def test_a_plan_of_one_rank() -> None:
     assert not dist.is_initialized()
 
 
+class Scaled(nn.Module):
+    """Asks whether it has a parameter, as many modules do, or not."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.asks and self.scale is None:
+            return x
+        found: Tensor = self.last(x * self.scale)
+        return found
+
+
+def test_a_parameter_that_is_asked_for_is_gathered_once() -> None:
+    def sent(asks: bool) -> list[tuple[str, int]]:
+        how = {"strategy": "store-all", "device": "H100", "mode": "estimate", "progress": False}
+
+        def build(mesh: DeviceMesh) -> nn.Module:
+            return memopt.shard(nn.Sequential(Scaled(asks), Scaled(asks)), mesh)
+
+        plan = memopt.plan(build, torch.zeros(4, 8), mesh=MESH, **how)  # type: ignore[arg-type]
+        return [(one.target, len(one.writes)) for one in plan.graph.operators if one.collective]
+
+    assert [many for _, many in sent(False)] == [3, 3, 1, 1]
+    assert sent(True) == sent(False)
+
+
 def test_tokens_per_second_include_the_update() -> None:
     plan = planned(MESH, optimizer="adamw")
     trained = sum(plan.graph.tensors[one].size_bytes for one in plan.graph.gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,17 @@ def test_layers_and_masks_drawn_in_python() -> None:
 
 
 def test_a_difference_is_named() -> None:
-    one = table.Trained((torch.zeros(()),), (("buffer b in step 0", torch.zeros(2)),))
-    assert one.differs(one) == ""
-    assert one.differs(replace(one, losses=(torch.ones(()),))) == "the loss of call 0"
-    other = (("buffer b in step 0", torch.tensor([0.0, 1e-45])),)
-    assert one.differs(replace(one, tensors=other)) == "buffer b in step 0"
-    assert one.differs(replace(one, tensors=())) == "buffer b in step 0"
+    one = {"the loss of call 0": torch.zeros(()), "buffer b in step 0": torch.zeros(2)}
+    assert table.difference(one, dict(one)) == ""
+    assert (
+        table.difference(one, one | {"the loss of call 0": torch.ones(())}) == "the loss of call 0"
+    )
+    other = one | {"buffer b in step 0": torch.tensor([0.0, 1e-45])}
+    assert table.difference(one, other) == "buffer b in step 0"
+    other = one | {"buffer b in step 0": torch.zeros(2, dtype=torch.float64)}
+    assert table.difference(one, other) == "buffer b in step 0"
+    del other["buffer b in step 0"]
+    assert table.difference(one, other) == "buffer b in step 0"
 
 
 def test_names_are_one_each() -> None:

@@ -11,13 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import memopt
-from benchmarks.gpu.offload import (
-    limited,
-    reserved_bytes,
-    standing_bytes,
-    stepper,
-    total_peak_of,
-)
+from benchmarks.gpu.offload import limited, reserved_bytes, total_peak_of
+from benchmarks.gpu.subject import standing_bytes, stepper
 from memopt.profiler import Loss, profile_model
 from memopt.report.lanes import Lane
 from memopt.step.backend import backend_of
