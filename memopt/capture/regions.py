@@ -27,6 +27,7 @@ from memopt.torch_private.dynamo import export_root
 _MODULES = 4
 """Blocks of fewer modules are no work to trace."""
 _KINDS = 4
+"""The most kinds of blocks of a class that are looked back for: stacks alternate between few."""
 
 
 def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:

@@ -60,24 +60,23 @@ def zero_charges(model: nn.Module) -> Charges:
     held = memory_of(one for one in _tensors_in(optimizer, own) if one.device == device)
     own_bytes = sum(one.nbytes for one in own if one.untyped_storage().data_ptr() in held)
     item_bytes = max(one.itemsize for one in own)
-    bucket_bytes, parts, overlaps = _buckets(optimizer)
-    bucket_bytes *= item_bytes
     return Charges(
         state_bytes=max(0, size_of(held) - own_bytes),
-        bucket_bytes=max(bucket_bytes, parts * item_bytes) + (bucket_bytes if overlaps else 0),
+        bucket_bytes=_bucket_elements(optimizer) * item_bytes,
     )
 
 
-def _buckets(optimizer: Any) -> tuple[int, int, bool]:
-    """Return the elements of a bucket in which ZeRO reduces gradients, those of the partitions, and
-    whether two buckets are in use at once; warn of a version that does not say."""
+def _bucket_elements(optimizer: Any) -> int:
+    """Return the elements of the buckets in which ZeRO reduces gradients, or of its partitions
+    where these are larger; warn of a version that does not say."""
     if not type(optimizer).__module__.startswith(_ZERO):
-        return 0, 0, False
+        return 0
     unknown = tuple(name for name in _BUCKETS if name not in vars(optimizer))
     if unknown:
         _warn_of_buckets(unknown)
     size, parts, overlaps = [vars(optimizer).get(name) for name in _BUCKETS]
-    return int(size or 0), sum(int(one) for one in parts or ()), bool(overlaps)
+    bucket = int(size or 0)
+    return max(bucket, sum(int(one) for one in parts or ())) + (bucket if overlaps else 0)
 
 
 @functools.cache

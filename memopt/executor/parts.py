@@ -52,7 +52,6 @@ _WHOLE = (
     "mesh) in place of fully_shard plans the whole model"
 )
 
-
 _OPENED = (
     "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
 )
@@ -136,6 +135,11 @@ class PartPlanning(SelfPlanning):
     def called(self) -> bool:
         """Whether it was called in training."""
         return bool(self._kinds or self._untrained or self.refused)
+
+    @property
+    def ready(self) -> tuple[PlanRecord, ...]:
+        """Its plans that are ready to run; of one that was opened, none."""
+        return () if self.refused else tuple(self.plans)
 
     def run_again(self, why: str) -> None:
         """Count a call that ran again in place of its backward. One whose plan has no backward for
@@ -229,8 +233,7 @@ class Parts:
     @property
     def plans(self) -> tuple[PlanRecord, ...]:
         """The parts' plans that are ready to run."""
-        parts = [part for part in self._found.values() if not part.refused]
-        return tuple(plan for part in parts for plan in part.plans)
+        return tuple(plan for part in self._found.values() for plan in part.ready)
 
     def count_in(self, calls: Calls) -> None:
         """Count the parts' calls in `calls` from now on."""
@@ -307,12 +310,10 @@ class Parts:
         """Write a line for each part: its plan, or why it has none; then what runs as it is."""
         lines, others = [], []
         for name, part in self._found.items():
-            for plan in () if part.refused else part.plans:
+            for plan in part.ready:
                 how = f"{plan.strategy.name}, peak {format_bytes(plan.peak_bytes)}"
                 lines.append(f"planned: {name}: {how}")
-            if name in self._left:
-                continue
-            if not part.refused and not part.plans:
+            if name not in self._left and not part.refused and not part.plans:
                 why = "nothing to train" if part.called else "not called in training"
                 others.append(f"not planned: {name}: {why}")
         others += [f"not planned: {name}: {why}" for name, why in self._left.items()]

@@ -40,6 +40,7 @@ Other = Callable[[Arguments], Any]
 _DRAWN = 2**18 + 3
 """A prime: rows of a tensor are not equal."""
 _APART = 104_729
+"""How far apart arguments begin in them."""
 
 _known = Answers()
 
