@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from memopt.models.record import ModelRecord
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.pricing.baseline import measure_baseline
 from memopt.pricing.measure import MeasureOptions, measure
-from memopt.pricing.memory import metered
+from memopt.pricing.updates import update_costs
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.profiler.session import (
     checkpoint_notes,
@@ -29,19 +27,16 @@ from memopt.profiler.session import (
     with_resident,
 )
 from memopt.profiler.step_capture import capture_step, with_updates
-from memopt.step.backend import backend_of, timed
+from memopt.step.backend import backend_of
 from memopt.step.inputs import Call, device_of
 from memopt.step.loss import Loss
 from memopt.step.optimizer_state import OptimizerState, optimizer_state
 from memopt.step.profiled import Baseline, ProfiledStep
 from memopt.step.record import record_of
-from memopt.step.shards import local_part
-from memopt.step.step_optimizer import HostState, check_splittable, group_of, update_one
+from memopt.step.step_optimizer import check_splittable
 from memopt.step.step_parts import StepParts
 from memopt.user_code.aside import aside
 from memopt.user_code.restored_state import state_restored
-
-_ROUNDS = 3
 
 
 @aside
@@ -106,7 +101,7 @@ def _profiled(
             part = part_of(report, 0.2, 0.7)
             priced = measure(parts.lowering, device, options, part, parts.captured)
         report(0.7, "measuring updates")
-        costs = update_costs(parts, optimizer, device, offload_optimizer)
+        costs = update_costs(parts, optimizer, device, offload_optimizer, options)
         _, lowering = with_updates(parts, replace(parts.lowering, graph=priced), costs)
         graph = with_resident(lowering.graph, stays_bytes + backend.step_scalars_bytes)
         report(0.8, "measuring the unplanned step")
@@ -159,48 +154,3 @@ def _notes(parts: StepParts, state: OptimizerState, hosted: bool) -> tuple[str, 
     # Planning reads the whole graph, in which the last micro-batch changes the buffers.
     once = checkpoint_notes(parts.once) if parts.rules.micro_batches > 1 else ()
     return (*(where if hosted and state.bytes_total else ()), *once, *parts.fused.notes)
-
-
-def update_costs(
-    parts: StepParts, optimizer: torch.optim.Optimizer, device: torch.device, hosted: bool
-) -> dict[str, tuple[float, int]]:
-    """Return seconds and workspace bytes of each update, measured once per shape and group."""
-    parameters = dict(parts.module.named_parameters())
-    known: dict[tuple[Any, ...], tuple[float, int]] = {}
-    costs = {}
-    for site in parts.sites:
-        parameter = parameters[site.name]
-        group = group_of(optimizer, parameter)
-        gradient = site.gradient.meta["val"]
-        strides = (local_part(parameter).stride(), tuple(gradient.stride()))
-        key = (id(group), tuple(parameter.shape), parameter.dtype, strides)
-        if key not in known:
-            options = {k: v for k, v in group.items() if k != "params"}
-            known[key] = _update_cost(
-                type(optimizer), options, parameter, strides[1], device, hosted
-            )
-        costs[site.name] = known[key]
-    return costs
-
-
-def _update_cost(
-    kind: type[torch.optim.Optimizer],
-    options: dict[str, Any],
-    like: torch.Tensor,
-    gradient_stride: tuple[int, ...],
-    device: torch.device,
-    hosted: bool,
-) -> tuple[float, int]:
-    """Measure the update of a stand-in parameter with its state present, on the host if hosted."""
-    stand_in = torch.nn.Parameter(torch.zeros_like(like))
-    shape = local_part(like).shape
-    gradient = torch.empty_strided(shape, gradient_stride, dtype=like.dtype, device=device)
-    gradient.zero_()
-    optimizer = kind([stand_in])  # type: ignore[call-arg]  # all in PER_PARAMETER have a default lr
-    optimizer.param_groups[0].update(options)
-    update = HostState(optimizer).update if hosted else partial(update_one, optimizer)
-    update(stand_in, gradient)
-    with metered(device) as use:
-        update(stand_in, gradient)
-    times = [timed(partial(update, stand_in, gradient), device) for _ in range(_ROUNDS)]
-    return statistics.median(times), max(0, use.peak_bytes - max(0, use.end_bytes))

@@ -17,7 +17,7 @@ from memopt.models.graph import Graph, Phase
 from memopt.models.same_graph import graph_difference, with_figures, without_implementations
 from memopt.pricing.cache import ProfileCache
 from memopt.pricing.measure import MeasureOptions, costs_of
-from memopt.profiler.step_session import update_costs
+from memopt.pricing.updates import update_costs
 from memopt.stages.base import Recapture
 from memopt.step.backend import backend_of, estimated_backend
 from memopt.step.build import Lowering
@@ -95,7 +95,8 @@ def _with_optimizer_state(step: Recapture) -> tuple[Recapture, dict[str, int]]:
     )
     update_bytes: dict[str, int] = {}
     if plan.budget is not None:
-        costs = update_costs(parts, optimizer, step.device, hosted=hosted_bytes > 0)
+        options = MeasureOptions(cache=ProfileCache())
+        costs = update_costs(parts, optimizer, step.device, hosted_bytes > 0, options)
         known = [site for site in parts.sites if site.name in costs]
         update_bytes = {update_name(site): costs[site.name][1] for site in known}
     return replace(step, found=found), update_bytes

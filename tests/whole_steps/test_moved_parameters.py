@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.executor.swap import ThreadSwap
-from memopt.pricing import measure
+from memopt.pricing import measure, updates
 from memopt.pricing.memory import metered
-from memopt.profiler import step_session
 from memopt.step.backend import backend_of
 from tests.whole_steps.test_failing_steps import Fault, FaultAt
 from tests.whole_steps.test_train_step import assert_same
@@ -75,7 +74,7 @@ class Made:
         x, y = batch(0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure, "_times", lambda missing, *_: [KERNEL_S] * len(missing))
-            patch.setattr(step_session, "timed", lambda *_: UPDATE_S)
+            patch.setattr(updates, "timed", lambda *_: UPDATE_S)
             self.plan = memopt.plan(
                 model,
                 x,
