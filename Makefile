@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 FUZZ_DIR ?= out/fuzz
 
-HARDLY_IMPORTED := /tests?/|/transformers/models/|/diffusers/pipelines/
+HARDLY_IMPORTED := site-packages/.*/tests?/|/transformers/models/|/diffusers/pipelines/|site-packages/(debugpy|fontTools|mypyc?|pip|playwright|setuptools|sqlalchemy)/
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps torchvision timm
 	@echo "compiling what was installed"
 	@# Not what hardly anything imports. Templates among the files are no Python, and fail.
-	@$(BIN)/python -m compileall -qq -j $(WORKERS) -x '$(HARDLY_IMPORTED)' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j $(WORKERS) -x '$(HARDLY_IMPORTED)' $(VENV)/lib memopt tests examples || true
 	@touch $@
 
 demo: $(STAMP)
