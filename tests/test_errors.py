@@ -135,10 +135,16 @@ def test_nothing_requires_a_gradient(loss_fn: Any) -> None:
         plan(two_layers().requires_grad_(False), loss_fn=loss_fn)
 
 
-def test_sparse_gradients() -> None:
-    model = nn.Embedding(10, 6, sparse=True)
-    with pytest.raises(memopt.CaptureError, match=r"sparse tensor.*sparse=False"):
-        plan(model, torch.tensor([1, 2]))
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("padding", [None, 0])
+def test_sparse_gradients(kind: Any, padding: int | None) -> None:
+    model = nn.Sequential(kind(10, 6, padding_idx=padding, sparse=True))
+    inputs = torch.tensor([[1, 2]])
+    with pytest.raises(memopt.CaptureError, match=r"sparse tensor.*sparse=False") as caught:
+        plan(model, inputs)
+    assert caught.value.modules == ("0",)
+    model[0].sparse = False
+    plan(model, inputs)
 
 
 def test_failing_capture_leaves_the_model_as_it_was() -> None:

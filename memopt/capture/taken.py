@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.nn import functional
 
-from memopt.capture.uncaptured import line_of
+from memopt.capture.uncaptured import line_of, refused_in
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call, named_tensors
 from memopt.step.objects import attributes, opened
@@ -84,7 +85,8 @@ def check_taken(model: nn.Module, call: Call) -> None:
 
 
 def check_dense(traced: GraphModule, sources: dict[int, str]) -> None:
-    """Refuse sparse and nested tensors that the forward makes, or reads from elsewhere.
+    """Refuse sparse and nested tensors that the forward makes, or reads from elsewhere, and
+    embeddings whose gradients are sparse.
 
     Args:
         traced: dynamo's graph.
@@ -100,6 +102,26 @@ def check_dense(traced: GraphModule, sources: dict[int, str]) -> None:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise CaptureError(_not_dense(f"what the forward makes{line_of(node)}", value))
+        if _has_sparse_gradient(node):
+            raise refused_in(
+                node,
+                f"the gradient of an embedding{line_of(node)} is a sparse tensor, which memopt "
+                "cannot plan; make it with sparse=False (nn.Embedding(..., sparse=False))",
+            )
+
+
+_SPARSE_AT: dict[object, int] = {functional.embedding: 6, functional.embedding_bag: 7}
+"""Positions of the argument `sparse`."""
+
+
+def _has_sparse_gradient(node: Node) -> bool:
+    """Return whether a node of dynamo's graph looks up a trained matrix with sparse=True."""
+    at = _SPARSE_AT.get(node.target)
+    if at is None or not (node.args[at] if len(node.args) > at else node.kwargs.get("sparse")):
+        return False
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    value = weight.meta.get("example_value") if isinstance(weight, Node) else None
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def check_objects_kept(model: nn.Module, call: Call) -> None:

@@ -96,10 +96,14 @@ def not_derived(traced: GraphModule, call: Call, error: Exception) -> CaptureErr
     """Make the error for what AOTAutograd refused in dynamo's graph, which says what to do about
     it, and in which modules."""
     node, text = _refused_at(traced, call, error)
+    return CaptureError(text) if node is None else refused_in(node, text)
+
+
+def refused_in(node: Node, text: str) -> CaptureError:
+    """Make the error for a node of dynamo's graph; its modules are those that the node is in."""
     refused = CaptureError(text)
-    if node is not None:
-        stack = node.meta.get("nn_module_stack", {}).values()
-        refused.modules = tuple(filter(None, (module_path(path) for path, _ in stack)))
+    stack = node.meta.get("nn_module_stack", {}).values()
+    refused.modules = tuple(filter(None, (module_path(path) for path, _ in stack)))
     return refused
 
 
