@@ -112,16 +112,14 @@ class PartPlanning(SelfPlanning):
     """A sub-module that plans its own calls, as a part of a model.
 
     Attributes:
-        refused: why it cannot be captured; "": it can, as far as is known.
-        looked_into: whether its sub-modules are tried, too."""
+        refused: why it cannot be captured; "": it can, as far as is known."""
 
     _in_parts = True
 
     def __init__(
         self, name: str, module: nn.Module, parts: Parts, most_plans: int, on_mismatch: str
     ) -> None:
-        self.name, self.parts, self.refused, self.looked_into = name, parts, "", False
-        self._opens = ""
+        self.name, self.parts, self.refused, self._opens = name, parts, "", ""
         self.planner = parts.planner
         self._kinds: set[Any] = set()
         super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
@@ -210,7 +208,7 @@ class Parts:
         self._found: dict[str, PartPlanning] = {}
         self._open: dict[str, str] = {}
         self._left: dict[str, str] = {}
-        self._tried = 0
+        self._tried, self._offered = 0, list(self._found.items())
         self.named = names is not None
         for name in names or ():
             self._add(name, whole.model.get_submodule(name))
@@ -263,15 +261,17 @@ class Parts:
             _LOG.info("%s is planned in parts: %s", name, error)
 
     def look_further(self) -> None:
-        """Try the sub-modules of parts that were not called: other code may call these."""
-        for name, part in list(self._found.items()):
-            if not part.called and not part.looked_into and not self.named:
-                part.looked_into = True
+        """Try the sub-modules of parts that the last step did not call: other code may call these.
+        Those inside of a planned part are its own, whose plan would not know what changes them."""
+        runs = tuple(f"{n}." for n, part in self._found.items() if part.called and not part.refused)
+        for name, part in () if self.named else self._offered:
+            if not part.called and not name.startswith(runs):
                 self._add_below(name, part.model)
 
     def ran(self) -> None:
         """Warn once if a step found no part to plan and nothing more to try."""
         tried, self._tried = self._tried, len(self._open) + len(self._found)
+        self._offered = list(self._found.items())
         model = self._whole.model
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if trains and tried == self._tried and not self.calls.planned:

@@ -299,6 +299,18 @@ def test_a_part_that_runs_again_in_its_backward_is_opened() -> None:
     assert "planned: blocks.0.fork: " not in report
 
 
+def test_what_a_planned_part_holds_is_not_tried() -> None:
+    """A level of it was, in each step, and the part was planned again for what that left there."""
+    model = Spoken()
+    model.inner = nn.Sequential(nn.Sequential(layers(8)))
+    in_parts(model)
+    for _ in range(3):
+        model.zero_grad()
+        mean_square(model).backward()
+    assert memopt.running(model).calls == Calls(planned=3)
+    assert "not called" not in memopt.running(model).report()  # type: ignore[union-attr]
+
+
 def test_blocks_get_no_keys_that_a_training_step_does_not_need() -> None:
     """No part could be planned: blocks that get a cache cannot be captured."""
     model, plain = in_parts(KeepsKeys()), KeepsKeys()
