@@ -91,7 +91,9 @@ def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Param
         "model(...) runs, not its other methods, nor sub-modules that the loop calls by "
         "themselves. Nothing is planned, and the budget is not kept: wrap the modules that the "
         "loop calls, or let it call the model (torch.compile(model) in place of model.compile(), "
-        "which takes its calls elsewhere)",
+        "which takes its calls elsewhere). A function that torch.compile compiled with a plain "
+        "model goes on without a plan: call torch.compiler.reset() once the model is wrapped, and "
+        "give that function no plain model of the same class",
     )
     return True
 

@@ -170,6 +170,20 @@ def test_a_model_that_is_trained_by_other_means_than_its_call_is_warned_of(
     assert model.inner.calls.planned == 3
 
 
+def test_the_remedy_for_a_function_compiled_with_a_plain_model_works() -> None:
+    """Dynamo's code does not ask for hooks, by which a wrapped model is seen."""
+    plain, model, x = nn.Linear(4, 2), nn.Linear(4, 2), torch.ones(3, 4)
+    run = torch.compile(lambda model, x: model(x).square(), backend="eager")
+    run(plain, x)
+    memopt.wrap(model, budget="min", progress=False)
+    with pytest.warns(UserWarning, match=r"trained and was not called.*torch\.compiler\.reset"):
+        trained(model, lambda x: run(model, x))
+    torch.compiler.reset()
+    for number in range(1, 4):
+        run(model, x).sum().backward()
+        assert model.calls.planned == number  # type: ignore[comparison-overlap]
+
+
 def test_the_remedy_for_a_model_that_is_compiled_in_place_works() -> None:
     model = Detaching()
     model.detaching = False
