@@ -23,6 +23,8 @@ _PARTS = (
     "hand the model its parts as tensors of their own (indices and values with clone(), summed by "
     "index_add) or plan the sub-modules that take dense tensors"
 )
+_SPARSE_AT: dict[object, int] = {functional.embedding: 6, functional.embedding_bag: 7}
+"""Positions of the argument `sparse`."""
 
 
 def check_leaves(call: Call) -> None:
@@ -108,10 +110,6 @@ def check_dense(traced: GraphModule, sources: dict[int, str]) -> None:
                 f"the gradient of an embedding{line_of(node)} is a sparse tensor, which memopt "
                 "cannot plan; make it with sparse=False (nn.Embedding(..., sparse=False))",
             )
-
-
-_SPARSE_AT: dict[object, int] = {functional.embedding: 6, functional.embedding_bag: 7}
-"""Positions of the argument `sparse`."""
 
 
 def _has_sparse_gradient(node: Node) -> bool:

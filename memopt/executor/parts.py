@@ -208,7 +208,7 @@ class Parts:
         self._found: dict[str, PartPlanning] = {}
         self._open: dict[str, str] = {}
         self._left: dict[str, str] = {}
-        self._tried, self._offered = 0, list(self._found.items())
+        self._tried, self._offered = 0, list[tuple[str, PartPlanning]]()
         self.named = names is not None
         for name in names or ():
             self._add(name, whole.model.get_submodule(name))

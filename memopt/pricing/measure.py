@@ -73,6 +73,21 @@ class MeasureOptions:
     cache: ProfileCache | None = None
     renew: bool = False
 
+    def costs(
+        self,
+        keys: Collection[str],
+        measured: Callable[[list[str]], dict[str, Cost]],
+        keep: bool = True,
+    ) -> dict[str, Cost]:
+        """Return the cost of each key: what the cache knows, the others measured and, if `keep`,
+        kept."""
+        known = self.cache.load(list(keys)) if self.cache and not self.renew else {}
+        missing = [key for key in keys if key not in known]
+        fresh = measured(missing) if missing else {}
+        if self.cache and keep and fresh:
+            self.cache.store(fresh)
+        return {**known, **fresh}
+
 
 def environment(device: torch.device) -> str:
     """Return what runs kernels: device, threads, torch version."""
@@ -127,21 +142,18 @@ def costs_of(
 ) -> list[Cost]:
     """Return the measured cost of each kernel call; see `measure`. If not `timed`, each call that
     is not in the cache runs just twice, for its workspace and result sizes."""
-    distinct = {s.text: s for s in signatures if not is_collective(s.target)}
     place = priced_for(device)
-    keys = {text: f"{place}|{text}" for text in distinct}
-    readable = None if options.renew else options.cache
-    known = readable.load(list(keys.values())) if readable else {}
-    missing = [s for text, s in distinct.items() if keys[text] not in known]
-    if missing:
+    calls = {f"{place}|{s.text}": s for s in signatures if not is_collective(s.target)}
+
+    def measured(keys: list[str]) -> dict[str, Cost]:
+        missing = [calls[key] for key in keys]
         with random_state_kept([device]), torch.no_grad(), autocast_off():
             fresh = _measure(missing, device, options, progress, captured, timed)
-        fresh_by_key = {keys[s.text]: cost for s, cost in zip(missing, fresh, strict=True)}
-        if options.cache and timed:
-            options.cache.store(fresh_by_key)
-        known = {**known, **fresh_by_key}
+        return dict(zip(keys, fresh, strict=True))
+
+    known = options.costs(calls, measured, keep=timed)
     network = network_costs(signatures, device)
-    return [network.get(s.text) or known[keys[s.text]] for s in signatures]
+    return [network.get(s.text) or known[f"{place}|{s.text}"] for s in signatures]
 
 
 def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:

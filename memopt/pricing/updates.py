@@ -52,12 +52,7 @@ def update_costs(
         call = _text(type(optimizer), group, parameter, stride, hosted)
         key = keys[site.name] = f"{place}|{call}"
         calls[key] = partial(_measured, type(optimizer), group, parameter, stride, device, hosted)
-    readable = None if options.renew else options.cache
-    known = readable.load(list(calls)) if readable else {}
-    fresh = {key: measure() for key, measure in calls.items() if key not in known}
-    if options.cache and fresh:
-        options.cache.store(fresh)
-    costs = {**known, **fresh}
+    costs = options.costs(calls, lambda missing: {key: calls[key]() for key in missing})
     return {name: (costs[key].time_s, costs[key].workspace_bytes) for name, key in keys.items()}
 
 
