@@ -25,7 +25,7 @@ from memopt.step.inputs import Call
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Of 3,000 draws 7 round apart in bfloat16, where terms cancel; five times ATen's is the worse."""
+    """Of 3,000 draws 7 round apart in bfloat16, where terms cancel; ATen's is the worse in five."""
     torch.manual_seed(0)
 
 
