@@ -18,6 +18,8 @@ STAMP := $(VENV)/.installed
 # is installed is compiled at the end, on every core, so that no process does it when it imports (one
 # that may not write bytecode, as in many containers, would do it each time, for 5 seconds).
 PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
+# pip works on one core: two at once install the halves of what is pinned, one of them with torch.
+PINS := grep -v '^torch==' constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -27,16 +29,21 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX))"
-	@# Another index need not have the pinned versions of what torch needs: those come next.
-	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
+	@echo "installing torch$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what constraints.txt pins"
+	@# Another index need not have the pinned versions of what torch needs: those are in the halves.
+	@# What is pinned and not to be had on this system is left to the next line, if it is needed.
+	@{ $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch; \
+	   $(PIP) --no-deps $$($(PINS) | sed -n 'n;p'); } & half=$$!; \
+	 $(PIP) --no-deps $$($(PINS) | sed -n 'p;n'); wait $$half || true
 	@echo "installing memopt with its development tools"
-	@$(PIP) -e '.[dev]'
-	@echo "installing torchvision and timm without what they depend on"
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation -e '.[dev]' torch
+	@# torchvision pins another build of torch; of timm only the models are needed.
 	@$(PIP) --no-deps torchvision timm
 	@echo "compiling what was installed"
 	@# Not what hardly anything imports. Templates among the files are no Python, and fail.
-	@$(BIN)/python -m compileall -qq -j $(WORKERS) -x '$(HARDLY_IMPORTED)' $(VENV)/lib memopt tests examples || true
+	@find $(VENV)/lib memopt tests examples -name '*.py' | grep -vE '$(HARDLY_IMPORTED)' | tr '\n' '\0' \
+	 | xargs -0 -P $(WORKERS) -n 300 $(BIN)/python -m compileall -qq || true
 	@touch $@
 
 demo: $(STAMP)
