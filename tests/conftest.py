@@ -9,9 +9,11 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# One profile cache for the run, shared by its workers, which inherit the variable.
+# One profile cache for the run, shared by its workers, which inherit the variable; in memory where
+# there is room for it, since thousands of commits would each wait for a disk.
 if "MEMOPT_CACHE_DIR" not in os.environ:
-    _profile_cache = tempfile.TemporaryDirectory(prefix="memopt-tests-")
+    _memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    _profile_cache = tempfile.TemporaryDirectory(prefix="memopt-tests-", dir=_memory)
     os.environ["MEMOPT_CACHE_DIR"] = _profile_cache.name
 
 # And one of compiled kernels, which takes a compiler seconds for each.

@@ -21,6 +21,17 @@ _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
 _SAID: tuple[tuple[str, str], ...] = (
     (
+        r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete",
+        "it reads a size or a factor out of a tensor (.item(), int(x), or a tensor given as one), "
+        "which no graph can hold: pass it as a Python number, which is part of the plan, or make "
+        "the part around it one operator (memopt.opaque), or plan the sub-modules around it",
+    ),
+    (
+        r"in as_autograd_function\b",
+        "it calls memopt.opaque itself: call that once, outside of the forward "
+        "(function = memopt.opaque(function)), and its result in the forward",
+    ),
+    (
         r"as_proxy\(\)[^\0]*UserDefinedObjectVariable\(Generator\)",
         "it draws from a torch.Generator, whose state no graph holds: draw without generator= "
         "(torch.manual_seed seeds torch's own), or pass what is drawn as an input",
@@ -80,7 +91,7 @@ _SAID: tuple[tuple[str, str], ...] = (
         "leave that out, since a plan starts collectives early by itself",
     ),
     (
-        r"set_ on a graph input",
+        r"set_ on a graph input|mutate tensors with frozen storage",
         "it assigns .data of a parameter, a buffer or an input, which gives it other memory: "
         "update the values in place instead (with torch.no_grad(): weight.copy_(...))",
     ),

@@ -24,13 +24,14 @@ from memopt.step.nodes import module_path
 from memopt.step.side_effects import why_not_set
 from memopt.step.unheard import unheard
 from memopt.torch_private import pytree
+from memopt.torch_private.access import FILES_OF_TORCH
 from memopt.torch_private.aot import FakeTensorMode
 from memopt.torch_private.expressions import ROOT, draws_in_numpy
 from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
 from memopt.user_code.restored_state import forward_restored, state_restored
 
 # Files of torch, memopt and Python, whose lines a user cannot change.
-_NOT_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_NOT_USERS = (FILES_OF_TORCH, os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
 _PYTHON = os.path.dirname(os.__file__)
 
 
@@ -69,7 +70,8 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     said = said_remedy(text)
     if said is None:
         explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
-        more = f" ({explained[1]}{'`' * (explained[1].count('`') % 2)})" if explained else ""
+        more = explained[1] if explained else ""
+        more = more and f" ({more}{'`' * (more.count('`') % 2)})"
         said = (
             f"{first}{more}. Write that part with tensor operators, make it one operator "
             "(memopt.opaque), take it out of the forward, or plan the sub-modules around it"

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-import torch
-
-from memopt.torch_private.access import private, replace
+from memopt.torch_private.access import FILES_OF_TORCH, private, replace
 
 _CONVERT = "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__"
-_TORCH = os.path.dirname(torch.__file__)
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NOTHING_TO_PLAN = ("No ops traced", "no content in function call")
 _WITHOUT_TRACING = ("dispatch mode", "Dynamo tracing is disabled")
 _DISABLED = (
@@ -114,9 +111,9 @@ def _skipped(
             if reason.startswith(_DISABLED) and _WRAPPED not in reason:
                 return found(f"a part of {code.co_name}", _explained(reason))
         return None
-    if path.startswith(_TORCH):
+    if path.startswith(FILES_OF_TORCH):
         computes = f"{os.sep}functional.py" in path or code.co_name == "forward"
-        inside = path.startswith(os.path.join(_TORCH, "nn"))
+        inside = path.startswith(os.path.join(FILES_OF_TORCH, "nn"))
         return found(code.co_name, "it is called as it is", True) if computes and inside else None
     if compilation is not None and compilation.fail_reason:
         if compilation.fail_reason.startswith(_NOTHING_TO_PLAN):

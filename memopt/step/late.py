@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import os
 import re
 import types
 from collections.abc import Iterable, Iterator
@@ -19,17 +18,17 @@ import torch
 from torch import nn
 
 from memopt.step.reader import Dependency
+from memopt.torch_private.access import FILES_OF_TORCH
 from memopt.torch_private.modules import modules_of
 
 _SETS_HOOKS = "register_hook"
 _COMPUTES_NAMES = ("getattr", "attrgetter", "vars", "__dict__")
-_TORCH = os.path.dirname(torch.__file__)
 _PLAIN = (bool, int, float, complex, str, tuple, type(None))
 
 
 def late_names(model: nn.Module, traced: Iterable[types.CodeType]) -> frozenset[str] | None:
     """Return the names that the traced backwards may read; None: any."""
-    code = [one for one in traced if not one.co_filename.startswith(_TORCH)]
+    code = [one for one in traced if not one.co_filename.startswith(FILES_OF_TORCH)]
     modules = {name for module in model.modules() for name in modules_of(module)}
     if any(_SETS_HOOKS in one.co_names for one in code):
         return None

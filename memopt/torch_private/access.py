@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import operator
+import os
 import types
 import warnings
 from collections import Counter
@@ -13,9 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from memopt.errors import CaptureError
 from memopt.torch_private.rows import TABLE
 from memopt.torch_private.table import KNOWN, SUPPORTED, Row
+
+FILES_OF_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+"""What paths of torch's own files begin with; those of torchvision or torch_geometric do not."""
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs to {purpose}; memopt supports torch "

@@ -14,10 +14,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from memopt.models.warned import warn
-from memopt.torch_private.access import patched, private
+from memopt.torch_private.access import FILES_OF_TORCH, patched, private
 from memopt.torch_private.dynamo import constant, constant_in_traces, functions_ignored
 
 _CALL = "torch._dynamo.variables.misc.IgnoredFunctionVariable.call_function"
@@ -83,10 +81,9 @@ def _shows(logger: logging.Logger, name: str) -> bool:
 
 def _place(tx: Any) -> str:
     """Return where in the user's code Dynamo is."""
-    home = os.path.dirname(torch.__file__)
     while tx is not None:
         frame = tx.frame_summary()
-        if not frame.filename.startswith((home, os.path.dirname(logging.__file__))):
+        if not frame.filename.startswith((FILES_OF_TORCH, os.path.dirname(logging.__file__))):
             return f" at {frame.filename}:{frame.lineno} ({frame.line})"
         tx = tx.parent
     return ""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Beta, Distribution, Normal, kl_divergence
 
+import memopt
 from memopt.capture.capture import capture
 from memopt.capture.remedies import known_remedy
 from memopt.capture.uncaptured import first_line
@@ -41,8 +42,15 @@ def copied(m: Net, x: Tensor) -> Tensor:
     return m.linear(x) * out
 
 
+def enlarged(x: Tensor, **how: Any) -> Tensor:
+    return x + nn.functional.interpolate(x[None, None], **how)[0, 0, :2, :3]
+
+
 def causal(x: Tensor) -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(x.shape[0])
+
+
+CAUSAL = memopt.opaque(causal)
 
 
 class Attributes(dict[str, Any]):
@@ -72,6 +80,17 @@ class Net(nn.Module):
         with torch.no_grad():
             self.slow.weight.data = self.slow.weight.data * 0.9 + self.linear.weight.data * 0.1
         return x - self.slow(x)
+
+    def assign_its_own(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.plain.data = self.plain.data
+            self.plain.mul_(0.9)
+        return x * self.plain
+
+    def multiply(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.plain.mul_(0.9)
+        return x * self.plain
 
     def to_dtype_of(self, x: Tensor) -> Tensor:
         self.buffer = self.buffer.to(x.dtype)
@@ -125,6 +144,7 @@ NUMPY = r"it draws or seeds random numbers in numpy, .*torch\.rand"
 VALUES = r"without data-dependent Python control flow .*torch\.where"
 SHAPES = r"a shape depends on the values of a tensor at .*torch\.where"
 NUMBERS = r"reads a number out of a numpy array or a tensor, .*Python numbers .*register_buffer"
+SIZES = r"reads a size or a factor out of a tensor .*a Python number"
 PRINTS = "it prints, logs or warns, .*in the training loop"
 
 ROWS: dict[str, Row] = {
@@ -174,6 +194,22 @@ ROWS: dict[str, Row] = {
         (lambda m, x: (m.linear(x), 1.0),),
     ),
     ".data =": Row(Net.assign, r"it assigns \.data of .*weight\.copy_", (Net.move,)),
+    "own .data": Row(Net.assign_its_own, r"it assigns \.data of .*weight\.copy_", (Net.multiply,)),
+    "factor": Row(
+        lambda m, x: enlarged(x, scale_factor=float(m.plain[0])),
+        SIZES,
+        (lambda m, x: enlarged(x, scale_factor=1.0),),
+    ),
+    "sizes": Row(
+        lambda m, x: enlarged(x, size=tuple(m.tables.int() * 3)),
+        SIZES,
+        (lambda m, x: enlarged(x, size=(3, 3)),),
+    ),
+    "opaque": Row(
+        lambda m, x: memopt.opaque(causal)(x) @ x,
+        r"calls memopt\.opaque itself: .*outside of the forward",
+        (lambda m, x: CAUSAL(x) @ x,),
+    ),
     "out=": Row(
         into_another_order,
         r"writes to a tensor with gaps or in another order \(out=\)",

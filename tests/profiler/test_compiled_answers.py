@@ -61,6 +61,24 @@ class Skips(nn.Module):
         return (result if mask is None else (result * mask).sum(0) * 3).sin()
 
 
+class Fails(Scan):
+    """Raises an error when it is compiled, within a `finally` as transformers has it, and looks at
+    values when it is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            if asks():
+                raise TypeError("no mask")
+            return x.sum() if bool((x > 1e9).any()) else super().forward(x)
+        finally:
+            x.size()
+
+
+def test_a_model_that_fails_when_compiled_is_refused_for_what_it_does_in_eager() -> None:
+    with pytest.raises(CaptureError, match=r"\(return x\.sum\(\) if bool.*data-dependent"):
+        memopt.plan(Fails(), (torch.rand(4, 64),), budget="1GiB", progress=False)
+
+
 def gradients(model: nn.Module, x: Tensor) -> tuple[Any, ...]:
     """The result and the gradients of a step."""
     torch.manual_seed(1)

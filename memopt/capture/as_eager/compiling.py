@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from memopt.step.dependencies import Dependencies, digest
 from memopt.step.inputs import Call
 from memopt.step.trial import equal_bytes
 from memopt.torch_private import pytree
+from memopt.torch_private.access import FILES_OF_TORCH
 from memopt.torch_private.dynamo import asks_whether_compiled, constant, handlers_replaced
 from memopt.user_code.restored_state import forward_restored
 
@@ -36,7 +38,9 @@ _FRAMES = 3
 """Innermost frames that identify a place which asks, since several ask by the same helpers."""
 _MOST_PLACES = 8
 """After so many places that cannot be captured as in eager, the compiled trace is taken."""
-_OF_TRACERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_RAISED = "Observed exception"
+"""In the message where the model's own code raises an error that the trace does not catch."""
+_OF_TRACERS = (FILES_OF_TORCH, os.path.join(Path(__file__).parents[2], ""))
 """Code of torch and memopt, which is written to be traced."""
 _KNOWN_ALIKE = (
     ("transformers/masking_utils.py", ""),  # see `memopt.capture.as_eager.masks`
@@ -93,21 +97,25 @@ def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) ->
         The result of `trace`.
 
     Raises:
-        CaptureError: the model cannot be traced either way; the error is the compiled trace's.
+        CaptureError: the model cannot be traced either way; the error is the compiled trace's, but
+            where the model's own code raises one there, which it does not in eager.
     """
     answers = _Answers(None)
     try:
         with _answering(answers):
             compiled = trace()
-    except CaptureError:
+    except CaptureError as error:
         if answers.asked:
-            uncompiled = _uncompiled(trace)
+            refused: list[CaptureError] = []
+            uncompiled = _uncompiled(trace, refused)
             if uncompiled is not None:
                 return uncompiled
+            if refused and _RAISED in str(error):
+                raise refused[0] from error
         raise
     if not answers.asked:
         return compiled
-    uncompiled = _uncompiled(trace)
+    uncompiled = _uncompiled(trace, [])
     if uncompiled is None or _digest(model, uncompiled) == _digest(model, compiled):
         return compiled
     if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]):
@@ -120,8 +128,9 @@ def _digest(model: nn.Module, trace: Trace) -> str:
     return digest(traced, model, dependencies)
 
 
-def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
-    """Trace a model that is told that it is not compiled; None if it cannot be traced so."""
+def _uncompiled(trace: Callable[[], Trace], refused: list[CaptureError]) -> Trace | None:
+    """Trace a model that is told that it is not compiled; None if it cannot be traced so. What
+    refuses it is added."""
     compiled: set[Place] = set()
     while len(compiled) <= _MOST_PLACES:
         answers = _Answers(compiled)
@@ -129,6 +138,7 @@ def _uncompiled(trace: Callable[[], Trace]) -> Trace | None:
             with _answering(answers):
                 return trace()
         except CaptureError as error:
+            refused.append(error)
             place = answers.last_as_eager
             if place is None:
                 return None
