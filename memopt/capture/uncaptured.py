@@ -68,7 +68,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     first, text = first_line(error) or type(error).__name__, str(error)
     said = said_remedy(text)
     if said is None:
-        explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
+        explained = re.search(r"Explanation: (.*?)(\.`? [A-Z]|\.?$)", text, re.MULTILINE)
         more = f" ({explained[1]}{'`' * (explained[1].count('`') % 2)})" if explained else ""
         said = (
             f"{first}{more}. Write that part with tensor operators, make it one operator "

@@ -229,6 +229,11 @@ ROWS: dict[str, Row] = {
         r"assigns an nn\.Buffer .*register_buffer",
         (Net.to_dtype_of_plain,),
     ),
+    "TorchScript's isinstance": Row(
+        lambda m, x: x * 2 if torch.jit.isinstance(x, Tensor) else x,
+        "it calls torch.jit.isinstance, .*Python's isinstance",
+        (lambda m, x: x * 2 if isinstance(x, Tensor) else x,),
+    ),
     "item": Row(
         lambda m, x: x * x.sum().item(),
         "reads a number out of a tensor at .*tensor operators",
