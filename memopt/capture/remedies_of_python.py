@@ -141,7 +141,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
     (
         r"GetAttrVariable\(TensorVariable\(\), persistent\)",
         "it assigns an nn.Buffer to a module, which torch.compile puts into no graph: register it "
-        "as a plain tensor (register_buffer(name, tensor))",
+        "as a plain tensor (register_buffer(name, tensor)), or, where only the first call or a "
+        "longer one does so, call the model once before planning, with its longest input",
     ),
     (
         r"making fake tensor call[^\0]*?: got \w+\((?P<what>.*)\)",
@@ -154,6 +155,11 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "it calls {what}(), which is neither Python code nor an operator of torch's, so that no "
         "graph holds it: take it out of the forward, or, where it computes tensors, make an "
         "operator of it (torch.library.custom_op)",
+    ),
+    (
+        r"marked that the function `isinstance` in file `[^`]*\bjit\b",
+        "it calls torch.jit.isinstance, which torch.compile puts into no graph: write it with "
+        "Python's isinstance",
     ),
     (
         r"marked that the function `(?P<what>[\w.]+)`",

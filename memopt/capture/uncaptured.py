@@ -69,7 +69,7 @@ def why_not_captured(model: nn.Module, call: Call, error: Exception) -> str:
     first, text = first_line(error) or type(error).__name__, str(error)
     said = said_remedy(text)
     if said is None:
-        explained = re.search(r"Explanation: (.*?)\.?(`? [A-Z]|$)", text, re.MULTILINE)
+        explained = re.search(r"Explanation: (.*?)(\.`? [A-Z]|\.?$)", text, re.MULTILINE)
         more = explained[1] if explained else ""
         more = more and f" ({more}{'`' * (more.count('`') % 2)})"
         said = (

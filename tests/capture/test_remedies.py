@@ -81,17 +81,6 @@ class Net(nn.Module):
             self.slow.weight.data = self.slow.weight.data * 0.9 + self.linear.weight.data * 0.1
         return x - self.slow(x)
 
-    def assign_its_own(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.plain.data = self.plain.data
-            self.plain.mul_(0.9)
-        return x * self.plain
-
-    def multiply(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.plain.mul_(0.9)
-        return x * self.plain
-
     def to_dtype_of(self, x: Tensor) -> Tensor:
         self.buffer = self.buffer.to(x.dtype)
         return x + self.buffer
@@ -194,7 +183,6 @@ ROWS: dict[str, Row] = {
         (lambda m, x: (m.linear(x), 1.0),),
     ),
     ".data =": Row(Net.assign, r"it assigns \.data of .*weight\.copy_", (Net.move,)),
-    "own .data": Row(Net.assign_its_own, r"it assigns \.data of .*weight\.copy_", (Net.multiply,)),
     "factor": Row(
         lambda m, x: enlarged(x, scale_factor=float(m.plain[0])),
         SIZES,
@@ -264,6 +252,11 @@ ROWS: dict[str, Row] = {
         Net.to_dtype_of,
         r"assigns an nn\.Buffer .*register_buffer",
         (Net.to_dtype_of_plain,),
+    ),
+    "TorchScript's isinstance": Row(
+        lambda m, x: x * 2 if torch.jit.isinstance(x, Tensor) else x,
+        "it calls torch.jit.isinstance, .*Python's isinstance",
+        (lambda m, x: x * 2 if isinstance(x, Tensor) else x,),
     ),
     "item": Row(
         lambda m, x: x * x.sum().item(),
