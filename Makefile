@@ -22,6 +22,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile -c constraints.txt
 PINS := grep -v '^torch==' constraints.txt
 # Each of the test workers is one thread of torch.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+FAST := "not slow and not gpu and not browser"
 
 .PHONY: demo test test-torch test-all test-gpu test-browser test-trl fuzz mutation coverage bench bench-gpu lint format docs notebooks install constraints clean
 
@@ -49,8 +50,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
+# pytest rewrites assertions to explain those that fail, which takes each worker 18 seconds: only
+# tests that failed run again that way.
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu and not browser" $(PYTEST_ARGS)
+	$(PYTEST) --assert=plain -m $(FAST) $(PYTEST_ARGS) \
+	 || { $(PYTEST) --last-failed --last-failed-no-failures none -m $(FAST) $(PYTEST_ARGS); exit 1; }
 
 # The fast suite, or a part of it (SUITE=tests/torch_private), with another torch (2.11.0, 2.13.0,
 # 2.14.1, 2.15.0) in an environment of its own.
@@ -61,7 +65,7 @@ TORCH_VENV := .venv-torch-$(TORCH)
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m memopt doctor
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
-		-m "not slow and not gpu and not browser" $(SUITE) $(PYTEST_ARGS)
+		-m $(FAST) $(SUITE) $(PYTEST_ARGS)
 
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
