@@ -132,4 +132,4 @@ def test_a_default_device_changes_nothing(
             **more,
         ).train_step(model, loss, optimizer)(x, targets=(y,))
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
