@@ -182,6 +182,19 @@ def test_whole_steps_run_compiled_kernels() -> None:
         torch.testing.assert_close(dict(model.named_parameters())[name].detach(), after)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_an_expanded_gradient_arrives_at_a_kernel() -> None:
+    """The kernel was run on tensors without data, to see how its results lie: a crash."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Sigmoid()), torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    plan = memopt.plan(model, x, strategy="store-all", kernels="compiled", progress=False)
+    assert fused(plan)
+    plan.apply(model)(x).sum().backward()
+    torch.testing.assert_close([one.grad for one in model.parameters()], expected)
+
+
 def test_placed_plans_leave_compiled_results_to_the_allocator() -> None:
     model, first = store_all()
     plan = memopt.plan(first.profiled, strategy="rotor", budget="min", place=True, progress=False)
