@@ -24,14 +24,14 @@ from memopt.step.nodes import module_path
 from memopt.step.side_effects import why_not_set
 from memopt.step.unheard import unheard
 from memopt.torch_private import pytree
-from memopt.torch_private.access import FILES_OF_TORCH
+from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH
 from memopt.torch_private.aot import FakeTensorMode
 from memopt.torch_private.expressions import ROOT, draws_in_numpy
 from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
 from memopt.user_code.restored_state import forward_restored, state_restored
 
 # Files of torch, memopt and Python, whose lines a user cannot change.
-_NOT_USERS = (FILES_OF_TORCH, os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
+_NOT_USERS = (FILES_OF_TORCH, FILES_OF_MEMOPT)
 _PYTHON = os.path.dirname(os.__file__)
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from memopt.torch_private.access import FILES_OF_TORCH, private, replace
+from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH, private, replace
 
 _CONVERT = "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__"
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NOTHING_TO_PLAN = ("No ops traced", "no content in function call")
 _WITHOUT_TRACING = ("dispatch mode", "Dynamo tracing is disabled")
 _DISABLED = (
@@ -56,7 +55,7 @@ class SkippedFrame:
     @property
     def message(self) -> str:
         """Return the message for the user."""
-        known = _REMEDIES.items() if _OWN not in self.reason else ()
+        known = _REMEDIES.items() if FILES_OF_MEMOPT not in self.reason else ()
         remedy = next((text for word, text in known if word in self.reason), _ANY)
         return (
             f'torch.compile(backend="memopt") does not plan {self.name} ({self.path}:{self.line}), '
@@ -102,7 +101,7 @@ def _skipped(
 ) -> SkippedFrame | None:
     """Return the part of a function that Dynamo did not compile, if it could need a plan."""
     path = code.co_filename
-    if path.startswith(_OWN):
+    if path.startswith(FILES_OF_MEMOPT):
         return None
     found = functools.partial(SkippedFrame, path, code.co_firstlineno)
     if made.guarded_code is not None:

@@ -22,6 +22,8 @@ from memopt.torch_private.table import KNOWN, SUPPORTED, Row
 
 FILES_OF_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 """What paths of torch's own files begin with; those of torchvision or torch_geometric do not."""
+FILES_OF_MEMOPT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+"""What paths of memopt's own files begin with."""
 
 _MOVED = (
     "this torch ({version}) has no {name}, which memopt needs to {purpose}; memopt supports torch "

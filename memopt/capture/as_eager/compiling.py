@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from memopt.step.dependencies import Dependencies, digest
 from memopt.step.inputs import Call
 from memopt.step.trial import equal_bytes
 from memopt.torch_private import pytree
-from memopt.torch_private.access import FILES_OF_TORCH
+from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH
 from memopt.torch_private.dynamo import asks_whether_compiled, constant, handlers_replaced
 from memopt.user_code.restored_state import forward_restored
 
@@ -40,7 +38,7 @@ _MOST_PLACES = 8
 """After so many places that cannot be captured as in eager, the compiled trace is taken."""
 _RAISED = "Observed exception"
 """In the message where the model's own code raises an error that the trace does not catch."""
-_OF_TRACERS = (FILES_OF_TORCH, os.path.join(Path(__file__).parents[2], ""))
+_OF_TRACERS = (FILES_OF_TORCH, FILES_OF_MEMOPT)
 """Code of torch and memopt, which is written to be traced."""
 _KNOWN_ALIKE = (
     ("transformers/masking_utils.py", ""),  # see `memopt.capture.as_eager.masks`
@@ -106,17 +104,18 @@ def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) ->
             compiled = trace()
     except CaptureError as error:
         if answers.asked:
-            refused: list[CaptureError] = []
-            uncompiled = _uncompiled(trace, refused)
-            if uncompiled is not None:
+            uncompiled = _uncompiled(trace)
+            if not isinstance(uncompiled, CaptureError):
                 return uncompiled
-            if refused and _RAISED in str(error):
-                raise refused[0] from error
+            if _RAISED in str(error):
+                raise uncompiled from error
         raise
     if not answers.asked:
         return compiled
-    uncompiled = _uncompiled(trace, [])
-    if uncompiled is None or _digest(model, uncompiled) == _digest(model, compiled):
+    uncompiled = _uncompiled(trace)
+    if isinstance(uncompiled, CaptureError):
+        return compiled
+    if _digest(model, uncompiled) == _digest(model, compiled):
         return compiled
     if _only_compiled_is_right(model, call, compiled[0], uncompiled[0]):
         return compiled
@@ -128,23 +127,25 @@ def _digest(model: nn.Module, trace: Trace) -> str:
     return digest(traced, model, dependencies)
 
 
-def _uncompiled(trace: Callable[[], Trace], refused: list[CaptureError]) -> Trace | None:
-    """Trace a model that is told that it is not compiled; None if it cannot be traced so. What
-    refuses it is added."""
+def _uncompiled(trace: Callable[[], Trace]) -> Trace | CaptureError:
+    """Trace a model that is told that it is not compiled. If it cannot be traced so, return what
+    refused it first, before any place was told otherwise."""
     compiled: set[Place] = set()
+    refused: list[CaptureError] = []
     while len(compiled) <= _MOST_PLACES:
         answers = _Answers(compiled)
         try:
             with _answering(answers):
                 return trace()
         except CaptureError as error:
-            refused.append(error)
+            # Its traceback would hold this frame, which holds it.
+            refused.append(error.with_traceback(None))
             place = answers.last_as_eager
             if place is None:
-                return None
+                break
             _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1][:2], error)
             compiled.add(place)
-    return None
+    return refused[0]
 
 
 def _only_compiled_is_right(model: nn.Module, call: Call, compiled: Any, uncompiled: Any) -> bool:
