@@ -357,9 +357,13 @@ class PlanMaker:
 
     def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any]) -> None:
         """Begin the backward of a planned call; warn of what is there that exceeds its budget."""
-        made = ran()
-        if self._around.arrived(kind, tangents) and made is not None:
-            self.met(kind, made)
+
+        def met() -> None:
+            if (made := ran()) is not None:
+                self.met(kind, made)
+
+        if self._around.arrived(kind, tangents, met):
+            met()
 
     def _arrived_dropping(
         self, kind: Any, ran: weakref.ref[Made], least: int | None, tangents: list[Any]

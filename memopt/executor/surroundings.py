@@ -43,7 +43,7 @@ from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
 from memopt.step.shards import flat_bytes, held_gradients
 from memopt.torch_private import pytree
-from memopt.torch_private.modes import backward_number, keeps_graph
+from memopt.torch_private.modes import backward_number, keeps_graph, when_backward_is_over
 from memopt.torch_private.modules import data_parallel_around
 
 METERED = 4
@@ -258,10 +258,12 @@ class Surroundings:
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
 
-    def arrived(self, kind: Any, tangents: list[Any]) -> bool:
+    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None]) -> bool:
         """Note that the backward of a planned call begins with the gradients of its outputs; return
-        whether more is there beside it than has been met."""
+        whether more is there beside it than has been met. `met` is called if the loop turns out to
+        hold these gradients."""
         self._meter_until(tangents)
+        when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))
         one, model = self._met.setdefault(kind, _Met()), self.model()
         was = one.outputs_bytes, one.gradient_bytes
         one.outputs_bytes = max(size_of(still_held(self._last)), one.outputs_bytes)
@@ -275,6 +277,12 @@ class Surroundings:
         calls = Charges(kept_graphs=kept, halved_calls=again, output_calls=again)
         more = self._largest(kind, calls)
         return more or (one.outputs_bytes, one.gradient_bytes) != was
+
+    def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
+        """Charge the gradients of outputs that the loop holds: torch drops its own."""
+        held_bytes = size_of(still_held(tangents))
+        if held_bytes > LARGEST_NUMBER_BYTES and self._largest(kind, Charges(given_gradients=1)):
+            met()
 
     def _meter_until(self, tangents: list[Any]) -> None:
         metered = self._metered

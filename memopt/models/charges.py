@@ -34,6 +34,8 @@ class Charges:
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
         update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
             once the backward has run.
+        given_gradients: 1 if the loop holds, until a backward is over, the gradients of the outputs
+            that it gives to it.
     """
 
     boundary_bytes: int = 0
@@ -47,6 +49,7 @@ class Charges:
     output_calls: int = 0
     kept_graphs: int = 0
     update_bytes: int = 0
+    given_gradients: int = 0
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
@@ -80,6 +83,7 @@ class Charges:
             self.output_calls,
             self.kept_graphs,
             self.update_bytes,
+            max(0, self.given_gradients - charged.given_gradients),
         )
 
     def beside(self) -> Charges:
@@ -112,6 +116,8 @@ class Charges:
             found.append(f"{self.output_calls} more call(s) with buffers for their outputs")
         if self.kept_graphs:
             found.append("a graph that its backward keeps (retain_graph=True)")
+        if self.given_gradients:
+            found.append("the gradients of the outputs, which the loop holds during the backward")
         return found
 
 

@@ -79,10 +79,12 @@ def _differences(planned: Graph, found: Graph) -> Iterator[str]:
     if len(planned.operators) != len(found.operators):
         count = f"{len(planned.operators)} operators and the model {len(found.operators)}"
         yield f"the plan has {count}"
-    for what in ("outputs", "gradients", "tangents", "tangents_held", "written_back"):
+    for what in ("outputs", "gradients", "tangents", "written_back"):
         if getattr(planned, what) != getattr(found, what):
             values = f"{getattr(planned, what)}, the model's {getattr(found, what)}"
             yield f"the plan's {what.replace('_', ' ')} are {values}"
+    if found.tangents_held and not planned.tangents_held:
+        yield "the plan drops gradients of outputs that this torch holds during the backward"
     if planned.extra_resident_bytes < found.extra_resident_bytes:
         more = f"{planned.extra_resident_bytes}, of the model {found.extra_resident_bytes}"
         yield f"resident bytes outside of the plan's graph are {more}"
@@ -163,6 +165,7 @@ def with_figures(
         operators=tuple(operators),
         boundary_bytes=planned.boundary_bytes,
         extra_resident_bytes=planned.extra_resident_bytes,
+        tangents_held=planned.tangents_held,
     )
 
 

@@ -6,8 +6,8 @@ import sys
 import types
 import warnings
 
-_OWN = ("memopt", "torch", "contextlib", "")
-"""Modules whose lines are not the user's; generated code has no name."""
+_OWN = ("memopt", "torch", "contextlib", "weakref", "")
+"""Modules whose lines are not the user's (weakref ends a backward); generated code has no name."""
 
 
 def warn(text: str) -> None:

@@ -13,9 +13,10 @@ from memopt.programs.replay import Timeline, replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
-    """Charge the loop's resident bytes, and those of its loss, to the graph."""
+    """Charge the loop's resident bytes, those of its loss, and output gradients that it holds."""
     return replace(
         graph,
+        tangents_held=graph.tangents_held or bool(charges.given_gradients),
         boundary_bytes=graph.boundary_bytes + charges.boundary_bytes,
         extra_resident_bytes=graph.extra_resident_bytes + charges.resident_bytes,
     )
@@ -46,20 +47,24 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
     """Return the timeline of a program. If its graph is kept, the backward frees nothing of what
-    the forward has saved, and copies what it would overwrite, or the whole arena."""
+    the forward has saved, and copies what it would overwrite, or the whole arena. Nor does it free
+    gradients of outputs that the loop holds."""
     timeline = replay(graph, program)
     boundary, steps = program.boundary, timeline.step_bytes
-    if boundary is None or not charges.kept_graphs:
+    if boundary is None or not (charges.kept_graphs or charges.given_gradients):
         return timeline
+    given = frozenset(graph.tangents) if charges.given_gradients else frozenset()
+    given_bytes = sum(graph.tensors[one].size_bytes for one in given)
     if timeline.placed_peak_bytes is not None:
-        peak_bytes = timeline.placed_peak_bytes + (timeline.arena_bytes or 0)
-        return replace(timeline, placed_peak_bytes=peak_bytes)
-    saved = [x for x in lifetimes(graph, program).device if x.is_live_at(boundary)]
-    saved = [x for x in saved if x.tensor not in graph.resident]
-    saved_bytes = sum(graph.tensors[x.tensor].size_bytes for x in saved)
-    freed = [x for x in saved if not x.overwritten]
+        more_bytes = charges.kept_graphs * (timeline.arena_bytes or 0) + given_bytes
+        return replace(timeline, placed_peak_bytes=timeline.placed_peak_bytes + more_bytes)
+    live = [x for x in lifetimes(graph, program).device if x.tensor not in graph.resident]
+    saved = [x for x in live if charges.kept_graphs and x.is_live_at(boundary)]
+    held = [*saved, *(x for x in live if x.tensor in given)]
+    held_bytes = sum(graph.tensors[x.tensor].size_bytes for x in held)
+    freed = [x for x in held if not x.overwritten]
     there_bytes = bytes_during(graph, freed, len(program))
-    later = [a + saved_bytes - b for a, b in zip(steps, there_bytes, strict=True)][boundary + 1 :]
+    later = [a + held_bytes - b for a, b in zip(steps, there_bytes, strict=True)][boundary + 1 :]
     found = (*steps[: boundary + 1], *later)
     return replace(timeline, step_bytes=found, peak_bytes=max(found))
 

@@ -1,5 +1,6 @@
 """What is there when a planned backward begins, and what its forward did not know of, is charged
-from the next step on: a graph that is kept, gradients, outputs and inputs of other calls."""
+from the next step on: a graph that is kept, gradients, outputs and inputs of other calls; or is
+still there when it is over: gradients that it was given."""
 
 from __future__ import annotations
 
@@ -61,12 +62,16 @@ class Loop:
         output.sum().backward()
         self.held = [output]
 
+    def given_gradient(self) -> None:
+        output = self.model(batch())
+        output.backward(torch.full_like(output, 0.1))
+
     def step(self, name: str) -> None:
         getattr(self, name)()
         self.model.zero_grad()
 
 
-LOOPS = ("kept_graph", "calls_in_turn", "calls_in_one_backward", "held_output")
+LOOPS = ("kept_graph", "calls_in_turn", "calls_in_one_backward", "held_output", "given_gradient")
 
 
 def peak_bytes(loop: Loop, name: str) -> int:
@@ -141,6 +146,7 @@ TOLD = {
     "kept_graph": "a graph that its backward keeps (retain_graph=True)",
     "calls_in_turn": "1 more call(s) that await their backward",
     "held_output": "of what the loop keeps (of its loss, outputs, gradients)",
+    "given_gradient": "the gradients of the outputs, which the loop holds during the backward",
 }
 
 
