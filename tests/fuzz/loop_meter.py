@@ -112,8 +112,9 @@ class LoopMeter:
         model = self._loop.model
         found = [*model.parameters(), *model.buffers(), *self._loop.held]
         found += [one.grad for one in model.parameters()]
-        for state in self._loop.optimizer.state.values():
-            found += state.values()
+        own = set(model.parameters())  # the state of one that was replaced is the loop's
+        for parameter, state in self._loop.optimizer.state.items():
+            found += state.values() if parameter in own else ()
         return found + pytree.tree_leaves(given)
 
     @staticmethod
