@@ -215,8 +215,8 @@ def fastest_within(
         used: plan → the bytes that it uses.
         refusal: bytes that the last plan tried uses → the error, if none fits.
     """
-    asked, plan = _lowered(solve_for, limit, used, refusal)
-    best, too_much = plan, limit
+    asked, too_much, plan = _lowered(solve_for, limit, used, refusal)
+    best = plan
     for _ in range(RAISED if asked < limit else 0):
         middle = (asked + too_much) // 2
         try:
@@ -236,9 +236,10 @@ def _lowered(
     limit: int,
     used: Callable[[PlanRecord], int],
     refusal: Callable[[int], InfeasibleBudgetError],
-) -> tuple[int, PlanRecord]:
-    """Return a budget on allocated bytes whose plan fits, and the plan."""
-    asked, tried, used_bytes = limit, limit, 0
+) -> tuple[int, int, PlanRecord]:
+    """Return a budget on allocated bytes whose plan fits, the last one before whose plan did not,
+    and the plan. Where a lower one brings nothing the next is lowered by twice as much."""
+    asked, tried, used_bytes, times = limit, limit, 0, 1
     for _ in range(LOWERED):
         try:
             plan = solve_for(asked)
@@ -251,11 +252,12 @@ def _lowered(
             # The budget was lowered too far at once: the smallest plan may still fit.
             asked = least
             continue
-        used_bytes = used(plan)
+        before_bytes, used_bytes = used_bytes, used(plan)
         if used_bytes <= limit:
-            return asked, plan
+            return asked, tried, plan
+        times = 2 * times if used_bytes >= before_bytes > 0 else 1
         # At most down to what no plan needs: its error says which budget is the least.
-        tried, asked = asked, max(1, min(asked, plan.peak_bytes) - (used_bytes - limit))
+        tried, asked = asked, max(1, min(asked, plan.peak_bytes) - times * (used_bytes - limit))
     raise refusal(used_bytes)
 
 

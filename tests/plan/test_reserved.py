@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import memopt
+from memopt.api.reserved import LOWERED, RAISED, fastest_within
 from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import check_budget, split_reserved
 from memopt.models.generate import random_graph
@@ -119,3 +122,19 @@ def test_the_older_name_of_the_settings_is_read(as_torch_starts: pytest.MonkeyPa
     assert AllocatorSettings.of_environment() == AllocatorSettings(expandable_segments=True)
     as_torch_starts.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert AllocatorSettings.of_environment() == AllocatorSettings(max_split_bytes=64 * MIB)
+
+
+def test_a_plan_is_found_far_below_a_budget_that_is_hardly_exceeded() -> None:
+    """What is reserved stays the same over many budgets, a little above the limit."""
+    asked = []
+
+    def solve_for(budget_bytes: int) -> Any:
+        asked.append(budget_bytes)
+        return SimpleNamespace(peak_bytes=min(budget_bytes, 900), step_time_s=2000 - budget_bytes)
+
+    def used(plan: Any) -> int:
+        return 1001 if plan.peak_bytes > 500 else 990
+
+    found = fastest_within(solve_for, 1000, used, lambda least: InfeasibleBudgetError("", least))
+    assert 450 < found[0] == found[1].peak_bytes <= 500
+    assert len(asked) <= LOWERED + RAISED
