@@ -279,8 +279,9 @@ class Surroundings:
         return more or (one.outputs_bytes, one.gradient_bytes) != was
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
-        """Charge the gradients of outputs that the loop holds: torch drops its own."""
-        held_bytes = size_of(still_held(tangents))
+        """Charge the gradients of outputs that the loop holds: torch drops its own, and the buffers
+        of a pipeline's stage are charged already."""
+        held_bytes = 0 if self._scheduled.charges else size_of(still_held(tangents))
         if held_bytes > LARGEST_NUMBER_BYTES and self._largest(kind, Charges(given_gradients=1)):
             met()
 
