@@ -304,7 +304,11 @@ class OwnCallsPlanner:
         def make() -> PlanRecord:
             if first is not None:
                 with contextlib.suppress(InfeasibleBudgetError):
-                    return make_plan(model, call, replace(request, strategy=first))
+                    made = make_plan(model, call, replace(request, strategy=first))
+                    # The search for a better plan, later on, is for a faster one.
+                    least = request.limits.budget == MINIMUM
+                    if not (least and made.peak_bytes > made.baseline.peak_bytes):
+                        return made
             return make_plan(model, call, request)
 
         store = PlanStore() if request.pricing.cache and alone else None
