@@ -304,11 +304,7 @@ class OwnCallsPlanner:
         def make() -> PlanRecord:
             if first is not None:
                 with contextlib.suppress(InfeasibleBudgetError):
-                    made = make_plan(model, call, replace(request, strategy=first))
-                    # The search for a better plan, later on, is for a faster one.
-                    least = request.limits.budget == MINIMUM
-                    if not (least and made.peak_bytes > made.baseline.peak_bytes):
-                        return made
+                    return make_plan(model, call, replace(request, strategy=first))
             return make_plan(model, call, request)
 
         store = PlanStore() if request.pricing.cache and alone else None

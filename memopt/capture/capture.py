@@ -45,6 +45,7 @@ from memopt.step.joint_graph import (
     mutations,
     partitioner,
     split_joint,
+    without_unread_statistics,
     without_zero_gradients,
 )
 from memopt.step.late import last_name
@@ -156,6 +157,7 @@ def _export(
         hand_out(module, outputs)
         corrected(module)
         without_zero_gradients(module)
+        without_unread_statistics(module)
         gradients_as_kept(module, call)
         names = _names(model, traced, joint)
         join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
