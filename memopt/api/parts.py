@@ -32,9 +32,13 @@ class PartPlans:
     request: PlanRequest
     members: tuple[int, ...] = ()
 
-    def first(self, model: nn.Module, call: Call, holding: bool) -> PlanRecord:
-        """Capture and profile a part; return the plan that keeps everything. A part that
-        communicates has one plan on all ranks of the whole, which run in step."""
+    def first(
+        self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
+    ) -> PlanRecord:
+        """Capture and profile a part, whose backward begins at the leaves `used` of its output
+        (none: at all); return the plan that keeps everything. A part that communicates has one plan
+        on all ranks of the whole, which run in step."""
+        from memopt.step.loss import LossOfOutputs
         from memopt.step.ranks import members_of, note_members
         from memopt.torch_private.engine_hooks import as_in_forward
 
@@ -46,7 +50,11 @@ class PartPlans:
             self.request,
             strategy="store-all",
             limits=PlanLimits(),
-            step=StepOptions(accumulate=holding, whole_step=False),
+            step=StepOptions(
+                loss_fn=LossOfOutputs(used) if used else None,
+                accumulate=holding,
+                whole_step=False,
+            ),
         )
         made = Plan.of(make_plan(model, call, request))
         del searched  # held until here, to be used again

@@ -30,8 +30,8 @@ from memopt.capture.trace import effects_of, lean_trace, trace_of
 from memopt.capture.uncaptured import (
     check_effects,
     check_initialised,
-    not_derived,
 )
+from memopt.capture.underived import not_derived
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
 from memopt.step.captured import Captured, Hooks, Primal
@@ -45,6 +45,7 @@ from memopt.step.joint_graph import (
     mutations,
     partitioner,
     split_joint,
+    without_unread_statistics,
     without_zero_gradients,
 )
 from memopt.step.late import last_name
@@ -150,12 +151,13 @@ def _export(
     hooks = Hooks()
     with contextlib.ExitStack() as stack:
         with deriving_as_eager(traced):
-            joint = _joint(stack, traced, call)
+            joint = _joint(stack, model, traced, call)
         module: GraphModule = joint.graph_module
         check_effects(module)
         hand_out(module, outputs)
         corrected(module)
         without_zero_gradients(module)
+        without_unread_statistics(module)
         gradients_as_kept(module, call)
         names = _names(model, traced, joint)
         join_collectives(module, buckets_of(model), {n: names[n][0] for n in names})
@@ -191,7 +193,7 @@ def _export(
     )
 
 
-def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
+def _joint(stack: contextlib.ExitStack, model: nn.Module, traced: Any, call: Call) -> Any:
     """Derive AOTAutograd's joint graph from dynamo's.
 
     Raises:
@@ -206,7 +208,7 @@ def _joint(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
                 return joint
         return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise not_derived(traced, call, error) from error
+        raise not_derived(model, traced, call, error) from error
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:

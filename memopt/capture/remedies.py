@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -335,12 +336,30 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
 )
 
 
-def without_labels(call: Call) -> str:
-    """Return the remedy where the model's own loss cannot be captured; "" if it has none."""
+def said_of_check(where: str) -> str | None:
+    """Return the remedy for a check of values at a line of a library's that can leave it out; None
+    for others."""
+    if "transformers" in where and "torch._check" in where:
+        return (
+            "transformers checks its inputs there, and leaves such checks out with "
+            'os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"'
+        )
+    return None
+
+
+def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
+    """Return the remedy where the model's own loss cannot be captured; "" if it has none, or if
+    what cannot is inside of sub-modules (the outermost first) that compute no loss."""
     given = loss_arguments(call)
-    if not given:
+    if not given or (inside and not _may_compute_loss(model.get_submodule(inside[-1]), given)):
         return ""
     return (
         f". If that is the loss that the model computes itself, call it without {', '.join(given)} "
         "and compute the loss from its outputs"
     )
+
+
+def _may_compute_loss(module: nn.Module, given: Sequence[str]) -> bool:
+    """Return whether a sub-module may be a loss, or takes what a loss is computed from."""
+    takes = inspect.signature(type(module).forward).parameters
+    return next(module.parameters(), None) is None or any(name in takes for name in given)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from memopt.capture.uncaptured import line_of, refused_in
+from memopt.capture.uncaptured import line_of
+from memopt.capture.underived import refused_in
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call, named_tensors
 from memopt.step.objects import attributes, opened

@@ -217,9 +217,10 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             declare_opaque(function)
         if function is not None or hooks_set(model, call, error):
             return _dynamo_trace(model, call)
-        refused = CaptureError(why_not_captured(model, call, error))
         own = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        refused.modules = tuple(name for name in names_of_modules(failing) if name in own)
+        inside = tuple(name for name in names_of_modules(failing) if name in own)
+        refused = CaptureError(why_not_captured(model, call, error, inside))
+        refused.modules = inside
         raise refused from error
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, call, error)) from error

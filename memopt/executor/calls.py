@@ -153,7 +153,7 @@ class Calls:
         backward; warn once per reason.
 
         Args:
-            why: a key of `memopt.executor.differentiated.REMEDIES`.
+            why: why it runs, such as a key of `memopt.executor.differentiated.REMEDIES`.
             remedy: what the warning says to do, or what is done; None: the one known for it.
         """
         self.planned -= 1

@@ -330,16 +330,30 @@ def pattern(call: Call) -> tuple[bool, ...]:
     )
 
 
+def used_leaves(captured: Captured, missing: frozenset[int]) -> frozenset[int]:
+    """Return the leaves of a captured model's output at which a backward without some tangents
+    begins; none if the model could not run again for one that begins at others, too."""
+    leaves = [_index_of(tangent) for tangent in captured.tangents]
+    if captured.effects.made_by_call or next(_read_and_written(captured), None) is not None:
+        return frozenset()
+    return frozenset(i for n, i in enumerate(leaves) if i is not None and n not in missing)
+
+
+def _index_of(tangent: Node) -> int | None:
+    output: Any = getattr(tangent.meta["desc"], "output", None)
+    index: int | None = getattr(output, "idx", None)
+    return index
+
+
 def _leaf_of(tangent: Node, why: str) -> int:
     """Return the index of the output leaf that a tangent is the gradient of."""
-    output: Any = getattr(tangent.meta["desc"], "output", None)
-    index = getattr(output, "idx", None)
+    output, index = getattr(tangent.meta["desc"], "output", None), _index_of(tangent)
     if index is None:
         raise ExecutionError(
             f"{why}; its forward cannot run again for that: a gradient of {output!r} is asked for. "
             f"You can {REMEDIES[why]}"
         )
-    return int(index)
+    return index
 
 
 def _read_and_written(captured: Captured) -> Iterator[str]:

@@ -8,11 +8,11 @@ the capture failed, without a trace of their own. All parts share one budget
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +22,14 @@ from memopt.capture.taken import is_taken
 from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
-from memopt.executor.differentiated import PARTIAL
-from memopt.executor.measured_parts import PlannedPart
-from memopt.executor.module import waiting_calls, when_arrived, when_run_again
+from memopt.executor.differentiated import OTHER_LOSS, PARTIAL
+from memopt.executor.part_maker import MadePart, PartMaker
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.executor.shared_budget import PartSolver, SharedBudget
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
-from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
@@ -56,56 +54,10 @@ _OPENED = (
     "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
 )
 
-
-@dataclass(eq=False)
-class MadePart(Made):
-    """A part's plan that is ready to run."""
-
-    part: PlannedPart | None = None
-
-
-class PartMaker(PlanMaker):
-    """Makes the plans of one part, within the budget that it shares."""
-
-    def __init__(self, planning: PartPlanning, shared: SharedBudget) -> None:
-        self._planning, self._shared, self.alone = planning, shared, True
-        self._modules: dict[int, MadePart] = {}
-
-    def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
-        """Plan a kind of the part's calls."""
-        own = self._planning
-        first = self._shared.solver.first(own.model, call, holding)
-        waiting: list[nn.Module] = []
-        part = self._shared.part(own.name, first, lambda: sum(map(waiting_calls, waiting)))
-        made = self._applied(part, part.floor, call)
-        waiting.append(made.module)
-        return made
-
-    def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
-        """Return the part under the plan that its share of the budget allows by now."""
-        part = made.part if isinstance(made, MadePart) else None
-        plan = None if part is None else self._shared.plan_of(part)
-        if part is None or plan is None or plan is made.plan:
-            return None
-        return self._applied(part, plan, call)
-
-    def _applied(self, part: PlannedPart, plan: PlanRecord, call: Call) -> MadePart:
-        known = self._modules.get(id(plan))
-        if known is None:
-            own = self._planning
-            module = own.planner.apply(plan, own.model, call, own.instead, own.family)
-            when_arrived(module, partial(self._shared.arrived, part))
-            when_run_again(module, own.run_again)
-            known = self._modules[id(plan)] = MadePart(module, plan, NO_CHARGES, NO_CHARGES)
-            known.part = part
-        return known
-
-    def keeps(self, made: Made, kind: Any) -> bool:
-        """Return that a plan stays."""
-        return True
-
-    def met(self, kind: Any, made: Made) -> None:
-        """Leave it to the whole model to look at its budget."""
+_OTHER_OUTPUTS = (
+    "the loss uses outputs of {} that it did not use before, and for which it is planned from the "
+    "next step on"
+)
 
 
 class PartPlanning(SelfPlanning):
@@ -120,14 +72,15 @@ class PartPlanning(SelfPlanning):
         self, name: str, module: nn.Module, parts: Parts, most_plans: int, on_mismatch: str
     ) -> None:
         self.name, self.parts, self.refused, self._opens = name, parts, "", ""
-        self.planner = parts.planner
+        # It learns which outputs of this part the loss uses.
+        self.planner = copy.copy(parts.planner)
         self._kinds: set[Any] = set()
-        super().__init__(module, parts.planner, most_plans, on_mismatch, with_state=False)
+        super().__init__(module, self.planner, most_plans, on_mismatch, with_state=False)
         self.count_in(parts.calls)
         self.plans.lines = parts.lines
 
     def _makes_plans(self, alone: bool) -> PlanMaker:
-        return PartMaker(self, self.parts.shared)
+        return PartMaker(self, self.planner, self.parts.shared)
 
     @property
     def called(self) -> bool:
@@ -144,6 +97,7 @@ class PartPlanning(SelfPlanning):
         some outputs alone would do so in each step: the part is opened instead."""
         opens = why is PARTIAL and not self.parts.named
         self._opens = why if opens else self._opens
+        why = _OTHER_OUTPUTS.format(self.name) if why is OTHER_LOSS else why
         self.calls.take_back(why, _OPENED.format(self.name) if opens else None)
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:

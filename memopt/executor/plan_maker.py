@@ -67,7 +67,10 @@ class BetterPlan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans as the user asked for them."""
+    """Makes plans as the user asked for them, for a loss that was seen to use the leaves `outputs`
+    of the output; none: that is unknown."""
+
+    outputs: frozenset[int]
 
     def __call__(
         self,
@@ -355,7 +358,7 @@ class PlanMaker:
         text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
         return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
 
-    def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any]) -> None:
+    def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any], _: Any) -> None:
         """Begin the backward of a planned call; warn of what is there that exceeds its budget."""
 
         def met() -> None:
@@ -366,14 +369,14 @@ class PlanMaker:
             met()
 
     def _arrived_dropping(
-        self, kind: Any, ran: weakref.ref[Made], least: int | None, tangents: list[Any]
+        self, kind: Any, ran: weakref.ref[Made], least: int | None, *arrived: Any
     ) -> None:
         """Begin the backward of a planned call that has no room for gradients.
 
         Raises:
             InfeasibleBudgetError: gradients are held that do not fit.
         """
-        self._arrived(kind, ran, tangents)
+        self._arrived(kind, ran, *arrived)
         held_bytes, made = bytes_of(held_gradients(self._model)), ran()
         if made is None or made.plan.budget is None or not held_bytes:
             return

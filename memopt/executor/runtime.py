@@ -48,7 +48,7 @@ from memopt.torch_private.tensors import version_of
 
 _KEYS = itertools.count(1)
 
-Arrived: TypeAlias = Callable[[list[Any]], None]
+Arrived: TypeAlias = Callable[[list[Any], frozenset[int]], None]
 """Called with the gradients of the outputs when a call's backward begins."""
 
 
@@ -326,7 +326,7 @@ class Runtime:
             args[i] = in_memory_of_its_own(value)
         del value
         if state.arrived is not None:
-            state.arrived(args[1:])
+            state.arrived(args[1:], missing)
         saved = state.saved
         if half is not None:
             self.note_halved()

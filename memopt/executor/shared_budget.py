@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 class PartSolver(Protocol):
     """Makes the plans of parts as the user asked for them."""
 
-    def first(self, model: nn.Module, call: Call, holding: bool) -> PlanRecord:
-        """Return the plan that keeps everything, of a part's kind of call.
+    def first(
+        self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
+    ) -> PlanRecord:
+        """Return the plan that keeps everything, of a part's kind of call, for a backward from the
+        leaves `used` of its output; none: from all.
 
         Raises:
             CaptureError: the part cannot be captured. NothingToTrainError: nothing is trained.
@@ -118,6 +121,11 @@ class SharedBudget:
             self._now.grown = True
         return made
 
+    @property
+    def by_itself(self) -> bool:
+        """Whether no other ranks plan the parts, too."""
+        return self._ranks is None
+
     def plan_of(self, part: PlannedPart) -> PlanRecord:
         """Return the plan with which a part is to run now."""
         return part.floor if self._now is None else self._now.plans.get(part, part.floor)
@@ -192,7 +200,7 @@ class SharedBudget:
         yield
         self._mark(StepSection(self._waiting()))
 
-    def arrived(self, part: PlannedPart, _tangents: list[Any]) -> None:
+    def arrived(self, part: PlannedPart) -> None:
         """Note that the backward of a part's call begins."""
         waiting = self._waiting()
         if part in waiting:

@@ -25,6 +25,8 @@ from memopt.step.memory_layout import is_dense
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor, boxed, descriptor_types
 
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
 Boxed = Callable[[list[Any]], Any]
 """Callable that takes its arguments as one list, which it may empty."""
 
@@ -192,6 +194,15 @@ def without_zero_gradients(module: GraphModule) -> None:
         output.args = pytree.tree_map(
             lambda result, t=tangent: None if result is t else result, output.args
         )
+
+
+def without_unread_statistics(module: GraphModule) -> None:
+    """Take the running statistics from the arguments of batch norm's backward in training mode,
+    which does not look at them: AOTAutograd gives it the new ones, which would be kept for it."""
+    for node in module.graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
+        statistics, train = node.args[3:5], node.args[7]
+        if train and statistics != (None, None):
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def of_the_loss(tangents: Iterable[Node]) -> tuple[Node, ...]:

@@ -76,9 +76,11 @@ class LossOfOutputs:
         self._positions = sorted(positions)
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """Return a loss of an output."""
-        leaves = pytree.tree_leaves(output)
-        found: torch.Tensor = _Used.apply(*(leaves[i] for i in self._positions))  # type: ignore[no-untyped-call]
+        """Return a loss of an output; of one that has none of these leaves, as another kind of call
+        may return it, one that uses all."""
+        known = differentiable(output)
+        used = [known[i] for i in self._positions if i in known]
+        found: torch.Tensor = _Used.apply(*(used or known.values()))  # type: ignore[no-untyped-call]
         return found
 
 

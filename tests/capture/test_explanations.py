@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import torch_compilable_check
 
 from memopt.capture.capture import capture
 from memopt.capture.uncaptured import why_not_captured
@@ -78,3 +81,53 @@ def test_a_number_that_numpy_computes() -> None:
     found = why_not_captured(nn.Linear(1, 1), to_call(torch.ones(1, 1)), error)
     assert "reads a number out of a numpy array or a tensor" in found
     assert "non-Tensor" not in found
+
+
+class Checks(nn.Module):
+    """Looks at values: as a model that has inner parts, as a layer, or as a loss."""
+
+    def __init__(self, inner: nn.Module | None = None, trained: bool = True) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(3, 3) if trained else nn.Identity(), inner
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        if self.inner is not None:
+            return self.inner(self.linear(x))
+        return self.linear(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "may_be_loss"),
+    [
+        (Checks(), True),
+        (Checks(Checks(trained=False)), True),
+        (Checks(Checks(Checks())), False),
+    ],
+)
+def test_labels_are_named_where_a_loss_may_fail(model: nn.Module, may_be_loss: bool) -> None:
+    """Leaving out labels was advised of layers that fail without them, too."""
+    call = to_call({"x": torch.randn(2, 3), "labels": torch.randn(2, 3)})
+    with pytest.raises(CaptureError, match="data-dependent") as refused:
+        capture(model, call)
+    assert ("call it without labels" in str(refused.value)) == may_be_loss
+
+
+class ChecksInTransformers(nn.Linear):
+    """Checks its input as LLaVA does."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        torch_compilable_check(x.sum() > 0, "negative")
+        return super().forward(x)
+
+
+def test_checks_that_transformers_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither leaving out labels nor writing the check otherwise was possible."""
+    name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    call = to_call({"x": torch.ones(2, 3), "labels": torch.ones(2, 3)})
+    model = ChecksInTransformers(3, 3)
+    with pytest.raises(CaptureError, match=rf'os\.environ\["{name}"\] = "1"') as refused:
+        capture(model, call)
+    assert "labels" not in str(refused.value)
+    monkeypatch.setenv(name, "1")
+    capture(model, call)

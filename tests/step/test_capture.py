@@ -293,3 +293,15 @@ def test_a_number_read_out_of_a_tensor_is_named_with_its_line() -> None:
 
     with pytest.raises(CaptureError, match=r"reads a number out of a tensor at .*lengths\.sum"):
         capture(Reads(), to_call((torch.rand(2, 4), torch.tensor([1, 2]))))
+
+
+def test_the_backward_keeps_no_running_statistics() -> None:
+    """It was given the new ones, and does not look at them: they were kept for it."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU())
+    _, lowering = captured(model, torch.randn(3, 4))
+    graph = lowering.graph
+    sizes = sorted(graph.tensors[one].size_bytes for one in graph.written_back)
+    assert sizes == [8, 24, 24]  # the number of batches, and a mean and a variance of each channel
+    frozen = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval())
+    _, lowering = captured(frozen, torch.randn(3, 4))
+    assert not lowering.graph.written_back

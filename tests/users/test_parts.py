@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.users.part_models import (
     Holding,
     KeepsKeys,
     Ragged,
+    ReadsState,
     Routed,
     Selecting,
     Spoken,
@@ -337,3 +339,31 @@ def test_the_first_batch_is_let_go() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_what_only_unused_outputs_need_is_not_planned() -> None:
+    """The unused outputs' gradients and what they need were planned: the smallest plans needed more
+    than the model without a plan."""
+    expected, unplanned_bytes = training(ReadsState(), 5, 4)
+    model = in_parts(ReadsState())
+    losses, most = training(model, 5, 4)
+    assert all(map(torch.equal, losses, expected))
+    assert most <= unplanned_bytes
+    assert model.calls == Calls(planned=10)
+    assert model.tower.above[0].weight.grad is None
+
+
+def test_outputs_that_are_used_later_are_planned_then() -> None:
+    model, plain = in_parts(ReadsState()), ReadsState()
+    for step in range(4):
+        plain.last = model.last = step > 1
+        plain.zero_grad()
+        mean_square(plain).backward()
+        model.zero_grad()
+        # The third step is metered, which cannot be stopped in its backward.
+        with pytest.warns(match="uses outputs of tower that") if step == 2 else nullcontext():
+            mean_square(model).backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (found.grad is None) == (expected.grad is None)
+            assert found.grad is None or torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
+    assert model.calls == Calls(planned=7, original=1)

@@ -124,3 +124,15 @@ def test_unwrapping_ends_the_search(alone: None) -> None:
     memopt.unwrap(model)
     assert made.search is None
     assert search.ended
+
+
+def test_the_smallest_plan_needs_no_more_than_eager(alone: None) -> None:
+    """It kept batch norm's new statistics for a backward that does not look at them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)]
+    model = memopt.wrap(nn.Sequential(*layers), "min", progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(4, 16))
+    loss_of(output.float()).backward()  # type: ignore[no-untyped-call]
+    (plan,) = model.plans
+    assert plan.peak_bytes <= plan.baseline.peak_bytes

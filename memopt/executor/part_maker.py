@@ -1,0 +1,114 @@
+"""Makes the plans of one part of a model that runs in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from memopt.errors import GuardError
+from memopt.executor.arena import ArenaFamily
+from memopt.executor.differentiated import used_leaves
+from memopt.executor.measured_parts import PlannedPart
+from memopt.executor.module import (
+    captured_of,
+    waiting_calls,
+    when_arrived,
+    when_run_again,
+)
+from memopt.executor.plan_maker import Made, PlanMaker, Planner
+from memopt.executor.shared_budget import SharedBudget
+from memopt.models.charges import NO_CHARGES, Charges
+from memopt.step.captured import Captured
+from memopt.step.inputs import Call
+
+if TYPE_CHECKING:
+    from memopt.plan_record import PlanRecord
+
+
+@dataclass(eq=False)
+class MadePart(Made):
+    """A part's plan that is ready to run.
+
+    Attributes:
+        used: the leaves of its output that it has a backward of; none: all."""
+
+    part: PlannedPart | None = None
+    used: frozenset[int] = frozenset()
+
+
+class PlannedCalls(Protocol):
+    """A sub-module that plans its own calls."""
+
+    name: str
+    model: nn.Module
+    family: ArenaFamily
+
+    def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
+        """Return the module for a call whose plan no longer fits (an `OnMismatch`)."""
+
+    def run_again(self, why: str) -> None:
+        """Count a call that ran again in place of its backward."""
+
+
+class PartMaker(PlanMaker):
+    """Makes the plans of one part, within the budget that it shares.
+
+    Which of the part's outputs the loss uses is seen in the backward of its first call (of a vision
+    model's hidden states a language model may use one). What only the others need is planned no
+    longer from the next call on: neither their gradients, nor what is kept for these."""
+
+    def __init__(self, planning: PlannedCalls, planner: Planner, shared: SharedBudget) -> None:
+        self._planning, self._planner, self._shared = planning, planner, shared
+        self.alone = True
+        self._modules: dict[int, MadePart] = {}
+
+    def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
+        """Plan a kind of the part's calls."""
+        own, used = self._planning, self._planner.outputs
+        first = self._shared.solver.first(own.model, call, holding, used)
+        waiting: list[nn.Module] = []
+        part = self._shared.part(own.name, first, lambda: sum(map(waiting_calls, waiting)))
+        made = self._applied(part, part.floor, call, used)
+        waiting.append(made.module)
+        return made
+
+    def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
+        """Return the part under the plan that its share of the budget allows by now."""
+        part = made.part if isinstance(made, MadePart) else None
+        plan = None if part is None else self._shared.plan_of(part)
+        if part is None or plan is None or plan is made.plan or not isinstance(made, MadePart):
+            return None
+        return self._applied(part, plan, call, made.used)
+
+    def _applied(
+        self, part: PlannedPart, plan: PlanRecord, call: Call, used: frozenset[int]
+    ) -> MadePart:
+        known = self._modules.get(id(plan))
+        if known is None:
+            own = self._planning
+            module = self._planner.apply(plan, own.model, call, own.instead, own.family)
+            when_arrived(module, partial(self._arrived_at, part, captured_of(module)))
+            when_run_again(module, own.run_again)
+            known = self._modules[id(plan)] = MadePart(module, plan, NO_CHARGES, NO_CHARGES)
+            known.part, known.used = part, used
+        return known
+
+    def _arrived_at(
+        self, part: PlannedPart, captured: Captured, _tangents: list[Any], missing: frozenset[int]
+    ) -> None:
+        """Note that a backward of the part begins, and without which tangents."""
+        used = used_leaves(captured, missing) if missing and self._shared.by_itself else frozenset()
+        if not used <= self._planner.outputs:
+            self._planner.train_with(used)
+            self._shared.forget()
+        self._shared.arrived(part)
+
+    def keeps(self, made: Made, kind: Any) -> bool:
+        """Return whether a plan stays: while it is for the outputs that the loss uses."""
+        return not isinstance(made, MadePart) or made.used == self._planner.outputs
+
+    def met(self, kind: Any, made: Made) -> None:
+        """Leave it to the whole model to look at its budget."""
