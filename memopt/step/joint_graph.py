@@ -198,10 +198,14 @@ def without_zero_gradients(module: GraphModule) -> None:
 
 def without_unread_statistics(module: GraphModule) -> None:
     """Take the running statistics from the arguments of batch norm's backward in training mode,
-    which does not look at them: AOTAutograd gives it the new ones, which would be kept for it."""
+    which does not read them: AOTAutograd gives it the new ones, which would be kept for it. CUDA's
+    kernel looks at their type: there they stay where that is not the input's."""
     for node in module.graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
         statistics, train = node.args[3:5], node.args[7]
-        if train and statistics != (None, None):
+        if not train or None in statistics:
+            continue
+        read, mean = node.args[1].meta["val"], statistics[0].meta["val"]
+        if read.device.type == "cpu" or read.dtype == mean.dtype:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
