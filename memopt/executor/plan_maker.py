@@ -67,8 +67,7 @@ class BetterPlan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans as the user asked for them, for a loss that was seen to use the leaves `outputs`
-    of the output; none: that is unknown."""
+    """Makes plans as asked for, for a loss that uses the leaves `outputs` of the output, if any."""
 
     outputs: frozenset[int]
 

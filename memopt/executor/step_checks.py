@@ -118,7 +118,8 @@ def _check_state(
     assert planned is not None
     assert profiled.record is not None
     planned_bytes = planned.bytes_total + profiled.host_state_bytes + profiled.movable_state_bytes
-    state = optimizer_state(optimizer, model.parameters(), profiled.record.block_bytes)
+    blocks, device = profiled.record.block_bytes, profiled.captured.device
+    state = optimizer_state(optimizer, model.parameters(), blocks, device)
     if state.bytes_total != planned_bytes:
         raise ValueError(
             f"this plan is for {format_bytes(planned_bytes)} of {planned.name} state, and this "

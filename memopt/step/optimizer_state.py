@@ -65,6 +65,7 @@ def optimizer_state(
     optimizer: str | torch.optim.Optimizer | None,
     parameters: Iterable[torch.Tensor],
     block_bytes: int = 1,
+    device: torch.device | None = None,
 ) -> OptimizerState:
     """Return the state that an optimizer keeps for a model's trainable parameters.
 
@@ -72,6 +73,7 @@ def optimizer_state(
         optimizer: a name (see the module), a `torch.optim` instance, or None (no state).
         parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
         block_bytes: the allocator's granularity.
+        device: where an instance updates them; None: where they lie, as moved ones do not.
 
     Raises:
         ValueError: an unknown name or class (the message lists the known ones), or an instance
@@ -90,7 +92,7 @@ def optimizer_state(
                 f"the {type(optimizer).__name__} trains no parameter of this model: pass the one "
                 "that is made with model.parameters()"
             )
-        return _of_instance(optimizer, block_bytes)
+        return _of_instance(optimizer, block_bytes, device)
     if not isinstance(optimizer, str):
         raise ValueError(
             f"optimizer must be a torch.optim instance or a name, got {optimizer!r}; a class must "
@@ -140,15 +142,19 @@ def _named(name: str, elements: int, element_bytes: int) -> list[tuple[str, int]
     return [("exp_avg (8 bit)", elements + scales), ("exp_avg_sq (8 bit)", elements + scales)]
 
 
-def _of_instance(optimizer: torch.optim.Optimizer, block_bytes: int) -> OptimizerState:
+def _of_instance(
+    optimizer: torch.optim.Optimizer, block_bytes: int, device: torch.device | None
+) -> OptimizerState:
     """Return the present state, or else the state that the class will make at its first step."""
     name = type(optimizer).__name__
     total = counts = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                total += state_bytes(optimizer, group, parameter, block_bytes)
-                counts += _in_blocks(_count_sizes(optimizer, group, parameter), block_bytes)
+                sizes = state_sizes(optimizer, group, parameter)
+                counted = _count_sizes(optimizer, group, parameter, device)
+                total += _in_blocks(sizes + counted, block_bytes)
+                counts += _in_blocks(counted, block_bytes)
     return OptimizerState(name, total, ((f"{name} state", total),) if total else (), counts)
 
 
@@ -168,15 +174,18 @@ def _in_blocks(sizes: list[int], block_bytes: int) -> int:
 
 
 def _count_sizes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    device: torch.device | None = None,
 ) -> list[int]:
-    """Return bytes of each count of steps that lies where the parameter does: on the CPU, and on
-    another device where the optimizer is fused or capturable."""
-    held, own = optimizer.state.get(parameter), local_part(parameter)
+    """Return bytes of each count of steps that lies where the parameter is updated: on the CPU, and
+    on another device where the optimizer is fused or capturable."""
+    held, where = optimizer.state.get(parameter), device or local_part(parameter).device
     if held:
         counts = [v for k, v in _tensors_in(held) if not _has_state(k, v, parameter)]
-        return [local_part(v).nbytes for v in counts if v.device == own.device]
-    there = own.device.type == "cpu" or group.get("capturable") or group.get("fused")
+        return [local_part(v).nbytes for v in counts if v.device == where]
+    there = where.type == "cpu" or group.get("capturable") or group.get("fused")
     if not there or isinstance(optimizer, torch.optim.SGD):
         return []
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
