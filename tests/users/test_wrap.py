@@ -102,11 +102,12 @@ def test_a_changed_setting_is_planned_again() -> None:
     assert model.calls.planned == 3
 
 
-def test_statistics_averaged_after_training_run_unplanned() -> None:
+@pytest.mark.parametrize("strategy", ["auto", "rotor"])
+def test_statistics_averaged_after_training_run_unplanned(strategy: str) -> None:
     """Loops that average weights set batch norm's momentum to None for an epoch without backward
-    (Lightning's StochasticWeightAveraging), which no graph holds; here in a known shape and a new
-    one."""
-    plain, planned = network(), memopt.wrap(network(), "min", progress=False)
+    (Lightning's StochasticWeightAveraging), which no graph holds; here in a known shape, for which
+    rotor's plan was to be made again, and a new one."""
+    plain, planned = network(), memopt.wrap(network(), "min", strategy, progress=False)
     for model in (plain, planned):
         trained(model, (16,))
         model.train()
