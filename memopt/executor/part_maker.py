@@ -77,11 +77,10 @@ class PartMaker(PlanMaker):
 
     def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
         """Return the part under the plan that its share of the budget allows by now."""
-        part = made.part if isinstance(made, MadePart) else None
-        plan = None if part is None else self._shared.plan_of(part)
-        if part is None or plan is None or plan is made.plan or not isinstance(made, MadePart):
+        if not isinstance(made, MadePart) or made.part is None:
             return None
-        return self._applied(part, plan, call, made.used)
+        plan = self._shared.plan_of(made.part)
+        return None if plan is made.plan else self._applied(made.part, plan, call, made.used)
 
     def _applied(
         self, part: PlannedPart, plan: PlanRecord, call: Call, used: frozenset[int]

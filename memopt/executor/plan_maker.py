@@ -364,8 +364,7 @@ class PlanMaker:
             if (made := ran()) is not None:
                 self.met(kind, made)
 
-        if self._around.arrived(kind, tangents, met):
-            met()
+        self._around.arrived(kind, tangents, met)
 
     def _arrived_dropping(
         self, kind: Any, ran: weakref.ref[Made], least: int | None, *arrived: Any

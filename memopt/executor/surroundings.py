@@ -258,13 +258,14 @@ class Surroundings:
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
 
-    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None]) -> bool:
-        """Note that the backward of a planned call begins with the gradients of its outputs; return
-        whether more is there beside it than has been met. `met` is called if the loop turns out to
-        hold these gradients."""
+    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None]) -> None:
+        """Note that the backward of a planned call begins with the gradients of its outputs. `met`
+        is called if more is there beside it than has been met, or if the loop turns out to hold
+        these gradients; the buffers of a pipeline's stage are charged already."""
         self._meter_until(tangents)
-        when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))
         one, model = self._met.setdefault(kind, _Met()), self.model()
+        if not (one.charges.given_gradients or self._scheduled.charges):
+            when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))
         was = one.outputs_bytes, one.gradient_bytes
         one.outputs_bytes = max(size_of(still_held(self._last)), one.outputs_bytes)
         *_, holding = kind
@@ -275,13 +276,12 @@ class Surroundings:
         again = int(self._backward == backward_number())
         self._backward, kept = backward_number(), int(keeps_graph())
         calls = Charges(kept_graphs=kept, halved_calls=again, output_calls=again)
-        more = self._largest(kind, calls)
-        return more or (one.outputs_bytes, one.gradient_bytes) != was
+        if self._largest(kind, calls) or (one.outputs_bytes, one.gradient_bytes) != was:
+            met()
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
-        """Charge the gradients of outputs that the loop holds: torch drops its own, and the buffers
-        of a pipeline's stage are charged already."""
-        held_bytes = 0 if self._scheduled.charges else size_of(still_held(tangents))
+        """Charge the gradients of outputs that the loop holds: torch has dropped its own."""
+        held_bytes = size_of(still_held(tangents))
         if held_bytes > LARGEST_NUMBER_BYTES and self._largest(kind, Charges(given_gradients=1)):
             met()
 
