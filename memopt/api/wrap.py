@@ -101,7 +101,8 @@ def wrap(
         most_plans: how many kinds of calls stay ready to run.
         improve: train with a plan that is made at once, look for a better one in a process of its
             own, and take it over between two steps, which changes no bit; for "auto" without
-            `order` and `place`, where a better plan may pay back. False: search first, then train.
+            `order` and `place`, where a better plan may pay back, and budgets other than "min".
+            False: search first, then train.
         parts: "auto": if the model cannot be captured whole, plan its largest sub-modules that can
             be, within the one budget; `model.memopt.report()` lists them. Names of sub-modules:
             plan these. None: plan the whole, or raise; where `fully_shard` has sharded sub-modules,
@@ -299,7 +300,8 @@ class OwnCallsPlanner:
         searched = find_ranks(model, call, request.pricing.mode)
         # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
-        first = resolve(request.strategy).at_first() if self.improve and alone else None
+        at_once = self.improve and alone and request.limits.budget != MINIMUM
+        first = resolve(request.strategy).at_first() if at_once else None
 
         def make() -> PlanRecord:
             if first is not None:

@@ -115,6 +115,21 @@ def test_what_is_not_worth_a_search_begins_none(alone: None) -> None:
         assert made.search is None
 
 
+def test_the_smallest_budget_is_searched_before_the_first_step(alone: None) -> None:
+    def normed() -> nn.Sequential:
+        blocks = [nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+        return nn.Sequential(*blocks, nn.BatchNorm1d(24))
+
+    options = {"loss_fn": loss_of, "progress": False}
+    x = torch.randn(16, 24)
+    model = memopt.wrap(normed(), "min", **options)
+    loss_of(model(x)).backward()  # type: ignore[no-untyped-call]
+    (plan,) = model.plans
+    least = memopt.plan(normed(), (x,), budget="min", **options)
+    at_once = memopt.plan(normed(), (x,), budget="min", strategy=Auto(at_once=True), **options)
+    assert plan.peak_bytes == least.peak_bytes < at_once.peak_bytes
+
+
 def test_unwrapping_ends_the_search(alone: None) -> None:
     model = wrapped(60.0)
     trained(model, 1)
