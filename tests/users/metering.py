@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.executor.check import unmetered_bytes
 from memopt.executor.self_planning import SelfPlanning
 from memopt.plan_record import PlanRecord
 from memopt.pricing.memory import metered
@@ -55,7 +56,8 @@ class StepMeter:
         assert self._metering is not None
         assert plan.budget is not None
         self._stop()
-        return plan.resident_bytes + self._used.peak_bytes - plan.budget
+        resident_bytes = unmetered_bytes(plan, torch.device("cpu"))
+        return resident_bytes + self._used.peak_bytes - plan.budget
 
     def _stop(self) -> None:
         if self._metering is not None:
