@@ -26,7 +26,12 @@ from memopt.torch_private import pytree
 from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH
 from memopt.torch_private.aot import FakeTensorMode
 from memopt.torch_private.expressions import ROOT, draws_in_numpy
-from memopt.torch_private.modules import BatchNorm, buffers_of, has_backward_hooks
+from memopt.torch_private.modules import (
+    BatchNorm,
+    buffers_of,
+    has_backward_hooks,
+    hooks_on_all_backwards,
+)
 from memopt.user_code.restored_state import forward_restored, state_restored
 
 # Files of torch, memopt and Python, whose lines a user cannot change.
@@ -152,7 +157,13 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
 
 
 def _backward_hooks(model: nn.Module) -> str | None:
-    """Explain a module's full backward hooks, which dynamo puts into no graph."""
+    """Explain full backward hooks, of a module or of all, which dynamo puts into no graph."""
+    if hooks_on_all_backwards():
+        return (
+            "all modules have a full backward hook (register_module_full_backward_hook), which a "
+            "planned step would not call: remove it before planning, or hook parameters instead "
+            "(parameter.register_hook)"
+        )
     for name, module in model.named_modules():
         if has_backward_hooks(module):
             owner = f"module {name!r}" if name else "the model"

@@ -22,6 +22,7 @@ from memopt.torch_private.rows import TABLE
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, kernels_kept_whole
 
 _EXPORT = "torch._dynamo.functional_export"
+_TRACED = "torch._dynamo.convert_frame.get_traced_fn"
 _VARIABLES = "torch._dynamo.variables"
 _HANDLERS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable._get_handlers"
 _INSIDE = f"{_VARIABLES}.UserDefinedObjectVariable._base_vt"
@@ -69,6 +70,7 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         # Dynamo decomposes addcdiv with a factor whatever its settings: the quotient, product and
         # sum round otherwise.
         handlers_replaced({torch.addcdiv: None}),
+        _no_hooks_around(),
     ):
         _in_capture = True
         try:
@@ -76,6 +78,20 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         finally:
             _in_capture = False
             _forget_compiled()
+
+
+@contextlib.contextmanager
+def _no_hooks_around() -> Iterator[None]:
+    """Trace no hooks on the module that torch puts around the model; it would call those on all
+    modules."""
+    traced = private(_TRACED)
+
+    def found(module: Any) -> Any:
+        is_around = hasattr(module, export_root())
+        return (type(module).forward, module) if is_around else traced(module)
+
+    with patched(_TRACED, found):
+        yield
 
 
 def export_root() -> str:

@@ -63,6 +63,10 @@ _ON_ALL_FORWARDS = (
     "torch.nn.modules.module._global_forward_pre_hooks",
     "torch.nn.modules.module._global_forward_hooks",
 )
+_ON_ALL_BACKWARDS = (
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+)
 
 
 def registered_parameter(module: Any, name: str) -> Any:
@@ -93,6 +97,17 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def hooks_on_all_forwards() -> list[Any]:
     """Return the hooks on the forwards of all modules."""
     return [hook for name in _ON_ALL_FORWARDS for hook in private(name).values()]
+
+
+def has_only_hooks_on_all(module: nn.Module) -> bool:
+    """Whether a module's call meets hooks on all modules, and none of its own."""
+    own = getattr(module, FORWARD_PRE_HOOKS) or forward_hooks_of(module)
+    return bool(hooks_on_all_forwards()) and not (own or has_backward_hooks(module))
+
+
+def hooks_on_all_backwards() -> list[Any]:
+    """Return the hooks on the backwards of all modules."""
+    return [hook for name in _ON_ALL_BACKWARDS for hook in private(name).values()]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

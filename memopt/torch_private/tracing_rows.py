@@ -63,6 +63,11 @@ DYNAMO = (
         "in_spec",
         of=specimens.traced_frame,
     ),
+    *rows(
+        "trace no hooks on the frame around a model",
+        "torch._dynamo.convert_frame",
+        "get_traced_fn",
+    ),
     *rows("evaluate what a trace read", "torch._dynamo.guards", "_get_closure_vars"),
     *rows(
         "hear what a forward changes",

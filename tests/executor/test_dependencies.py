@@ -391,3 +391,9 @@ def test_backward_hooks_from_before_are_refused() -> None:
     model[0].register_full_backward_hook(nothing)
     with pytest.raises(memopt.CaptureError, match=r"^module '0' has a full backward hook.*remove"):
         prepare(model, X)
+    everywhere = nn.modules.module.register_module_full_backward_hook(nothing)
+    try:
+        with pytest.raises(memopt.CaptureError, match=r"^all modules have a full backward hook"):
+            prepare(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), X)
+    finally:
+        everywhere.remove()

@@ -35,6 +35,21 @@ def kept(_module: Any, _args: Any, output: Tensor) -> None:
     HOOKED.append(output)
 
 
+def on_all_modules(hook: Callable[..., Any]) -> Setting:
+    """A plain model, and a forward hook on all modules around each step."""
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        handle = everywhere.register_module_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    HOOKED.clear()
+    return Setting(Net(), lambda: HOOKED, around=around)
+
+
 @situation("a forward hook keeps features in a global", "HOOKED|hook|kept", quick=True)
 def _() -> Setting:
     return hooked(
@@ -113,19 +128,22 @@ def _() -> Setting:
         if isinstance(module, (Net, nn.Linear)):
             note(type(module).__name__)
 
-    removed: list[Any] = []
+    return on_all_modules(each)
 
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        handle = everywhere.register_module_forward_hook(each)
-        removed.append(handle)
-        try:
-            yield
-        finally:
-            handle.remove()
 
-    HOOKED.clear()
-    return Setting(Net(), lambda: HOOKED, around=around)
+# Around torch.compile(module) torch has a module of its own, and says that it calls hooks on it.
+@situation(
+    "a hook on all modules of the process changes what each returns",
+    "hook|module",
+    ways=("plan", "wrap", "train_step"),
+    quick=True,
+)
+def _() -> Setting:
+    def each(module: Any, _args: Any, output: Any) -> Any:
+        note(type(module).__name__)
+        return output * 1.25 if isinstance(output, Tensor) else None
+
+    return on_all_modules(each)
 
 
 @situation("a full backward hook sees gradients", "hook")
