@@ -13,7 +13,7 @@ from memopt.capture.remedies_of_python import SAID_OF_PYTHON
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.torch_private.engine_hooks import has_engine
-from memopt.torch_private.modules import forward_hooks_of
+from memopt.torch_private.modules import forward_hooks_of, is_left_out
 
 _DRAW_MASKS = ("_mask_hidden_states", "_mask_input_features")
 """Methods of Hugging Face's speech models: Wav2Vec2's kin has the first, Whisper the second."""
@@ -315,7 +315,7 @@ def _quantized(model: nn.Module, text: str) -> str | None:
     if "skipped" not in text:
         return None
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.ao.quantization"):
+        if is_left_out(module):
             return (
                 f"the model has torch.ao's {type(module).__name__} ({name!r}), which torch traces "
                 'into no graph: torch.compile(model, backend="memopt", options={"budget": ...}) '

@@ -49,7 +49,13 @@ from memopt.step.unheard import unheard
 from memopt.torch_private.access import known, optional, patched, private
 from memopt.torch_private.aot import code_written_late, values_described_once
 from memopt.torch_private.distributed import nothing_tried_out
-from memopt.torch_private.dynamo import capture_errors, constant, failing_modules_heard, graph_of
+from memopt.torch_private.dynamo import (
+    capture_errors,
+    constant,
+    failing_modules_heard,
+    graph_of,
+    own_lists_given,
+)
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
@@ -176,6 +182,7 @@ def _captured(
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),
         known_attributes(),
+        own_lists_given(),
         once as reused,
         guards_heard(reused) as heard,
         real_values_uncopied(),

@@ -17,10 +17,17 @@ from memopt.errors import GuardError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import CudaGraphs, GraphedProgram, between_graphs, why_not
+from memopt.executor.given_gradients import warning_of_given
 from memopt.executor.graph_segments import Capturer
 from memopt.executor.in_step import APPLYING, InStep
 from memopt.executor.install import install
-from memopt.executor.module import OnMismatch, PlannedModule, accepts, original_of
+from memopt.executor.module import (
+    OnMismatch,
+    PlannedModule,
+    accepts,
+    original_of,
+    when_arrived,
+)
 from memopt.executor.recaptured import with_module
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
@@ -145,14 +152,12 @@ def apply_plan(
             device = captured.device or torch.device("cpu")
             capturer = CudaGraphs(device) if isinstance(cuda_graph, bool) else cuda_graph
             installed = GraphedProgram(installed, captured, capturer).installed()
-        return PlannedModule(
-            model,
-            captured,
-            runtime_of(captured),
-            installed,
-            on_mismatch,
-            spare_bytes=_spare_bytes(plan),
+        runtime, spare_bytes = runtime_of(captured), _spare_bytes(plan)
+        made = PlannedModule(
+            model, captured, runtime, installed, on_mismatch, spare_bytes=spare_bytes
         )
+        when_arrived(made, warning_of_given(plan))
+        return made
 
 
 def _between(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from memopt.programs.charged import backward_bytes, forward_bytes, held_bytes
+from memopt.errors import NothingToTrainError
+from memopt.programs.charged import backward_bytes, forward_bytes, held_bytes, inputs_let_go
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -34,6 +35,24 @@ class PartFigures:
     def backward(self) -> int:
         """Peak of the backward, in bytes."""
         return backward_bytes(self.plan.graph, self.plan.program)
+
+
+class NothingToSaveError(NothingToTrainError):
+    """No plan of a part needs less than the part itself, which is to run as it is."""
+
+
+def saves_nothing(first: PlanRecord, floor: PlanRecord) -> bool:
+    """Return whether a part's plan of the smallest peak needs no less than the unplanned part.
+
+    A planned call holds its inputs until its backward, since it may have to run again; unplanned,
+    those go that its backward does not read (a softmax's), which user code need not hold.
+
+    Args:
+        first, floor: its store-all plan, and its plan of the smallest peak.
+    """
+    kept, least = PartFigures(first), PartFigures(floor)
+    saved_bytes = max(kept.held - least.held, first.baseline.peak_bytes - floor.peak_bytes)
+    return saved_bytes <= inputs_let_go(first.graph, first.program)
 
 
 @dataclass(eq=False)

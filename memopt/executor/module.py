@@ -350,8 +350,9 @@ def for_sizes(planned: PlannedModule, program: Installed, call: Call) -> Planned
     return made
 
 
-def when_arrived(planned: PlannedModule, arrived: Arrived) -> None:
-    """Call `arrived` with the gradients with which each backward of a planned module begins."""
+def when_arrived(planned: PlannedModule, arrived: Arrived | None) -> None:
+    """Call `arrived`, if any, with the gradients with which each backward of a planned module
+    begins."""
     _inside(planned).arrived = arrived
 
 

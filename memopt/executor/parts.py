@@ -23,6 +23,7 @@ from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError
 from memopt.executor.calls import Calls
 from memopt.executor.differentiated import OTHER_LOSS, PARTIAL
+from memopt.executor.measured_parts import NothingToSaveError
 from memopt.executor.part_maker import MadePart, PartMaker
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
@@ -75,6 +76,7 @@ class PartPlanning(SelfPlanning):
         # It learns which outputs of this part the loss uses.
         self.planner = copy.copy(parts.planner)
         self._kinds: set[Any] = set()
+        self._idle: set[Any] = set()  # those in which no plan needs less
         super().__init__(module, self.planner, most_plans, on_mismatch, with_state=False)
         self.count_in(parts.calls)
         self.plans.lines = parts.lines
@@ -86,6 +88,13 @@ class PartPlanning(SelfPlanning):
     def called(self) -> bool:
         """Whether it was called in training."""
         return bool(self._kinds or self._untrained or self.refused)
+
+    @property
+    def why_without(self) -> str:
+        """Why it has no plan, if it has none and can be captured."""
+        if self._idle:
+            return "no plan needs less memory than it does as it is"
+        return "nothing to train" if self.called else "not called in training"
 
     @property
     def ready(self) -> tuple[PlanRecord, ...]:
@@ -121,7 +130,13 @@ class PartPlanning(SelfPlanning):
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
             self.parts.left(self.name, "its inputs have other shapes in every step")
             return None
-        made = super()._planned(kind, call)
+        if kind in self._idle:
+            return None
+        try:
+            made = super()._planned(kind, call)
+        except NothingToSaveError:
+            self._idle.add(kind)
+            made = None
         self._kinds.add(kind)
         return made
 
@@ -268,8 +283,7 @@ class Parts:
                 how = f"{plan.strategy.name}, peak {format_bytes(plan.peak_bytes)}"
                 lines.append(f"planned: {name}: {how}")
             if name not in self._left and not part.refused and not part.plans:
-                why = "nothing to train" if part.called else "not called in training"
-                others.append(f"not planned: {name}: {why}")
+                others.append(f"not planned: {name}: {part.why_without}")
         others += [f"not planned: {name}: {why}" for name, why in self._left.items()]
         peak_bytes = self.shared.peak_bytes()
         head = f"{len(lines)} plans of parts"

@@ -20,7 +20,14 @@ from torch import nn
 from memopt.errors import ProfilerBusyError
 from memopt.executor.equal_share import equal_share, filled
 from memopt.executor.held_memory import memory_of
-from memopt.executor.measured_parts import Measured, PartFigures, PlannedPart, StepSection
+from memopt.executor.measured_parts import (
+    Measured,
+    NothingToSaveError,
+    PartFigures,
+    PlannedPart,
+    StepSection,
+    saves_nothing,
+)
 from memopt.executor.surroundings import Surroundings, is_metered
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
@@ -110,15 +117,21 @@ class SharedBudget:
         self._ranks: Ranks | None = None
 
     def part(self, name: str, first: PlanRecord, waiting: Callable[[], int]) -> PlannedPart:
-        """Add a part, whose first plan is the one of the smallest peak."""
+        """Add a part, whose first plan is the one of the smallest peak.
+
+        Raises:
+            NothingToSaveError: that plan needs no less than the unplanned part.
+        """
         model = None if first.profiled is None else first.profiled.captured.model()
         ranks = None if model is None else ranks_of(model)
         self._ranks = ranks or self._ranks
         floor = self.solver.solved(first, MINIMUM) if ranks is None else self._floor(ranks, first)
-        made = PlannedPart(name, first, floor, waiting)
-        self._parts.append(made)
         if self._now is not None:
             self._now.grown = True
+        if ranks is None and saves_nothing(first, floor):
+            raise NothingToSaveError(f"no plan of {name} needs less than it does without one")
+        made = PlannedPart(name, first, floor, waiting)
+        self._parts.append(made)
         return made
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from memopt.models.charges import NO_CHARGES, Charges
-from memopt.models.graph import Graph
+from memopt.models.graph import Graph, TensorKind
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.replay import Timeline, replay
@@ -109,6 +109,14 @@ def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:
     }
     kept = found - graph.resident - set(graph.tangents)
     return sum(graph.tensors[tensor].size_bytes for tensor in kept)
+
+
+def inputs_let_go(graph: Graph, program: Program) -> int:
+    """Return the bytes of the step's inputs that its backward does not read."""
+    later = program.instructions[program.boundary or 0 :]
+    read = {tensor for one in later for tensor in one.effects(graph).reads}
+    own = [i for i, one in enumerate(graph.tensors) if one.kind is TensorKind.INPUT]
+    return sum(graph.tensors[i].size_bytes for i in own if i not in read)
 
 
 def forward_bytes(graph: Graph, program: Program) -> int:

@@ -26,6 +26,7 @@ _TRACED = "torch._dynamo.convert_frame.get_traced_fn"
 _VARIABLES = "torch._dynamo.variables"
 _HANDLERS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable._get_handlers"
 _INSIDE = f"{_VARIABLES}.UserDefinedObjectVariable._base_vt"
+_LIST = f"{_VARIABLES}.user_defined.UserDefinedListVariable.as_proxy"
 _CHANGED = (
     f"{_VARIABLES}.base.AttributeMutationExisting",
     f"{_VARIABLES}.base.ValueMutationExisting",
@@ -281,6 +282,17 @@ def constant_in_traces(function: Any) -> contextlib.AbstractContextManager[Any]:
 def variables(*names: str) -> tuple[Any, ...]:
     """Return classes of Dynamo's variables by their names."""
     return tuple(private(f"{_VARIABLES}.{name}") for name in names)
+
+
+@contextlib.contextmanager
+def own_lists_given() -> Iterator[None]:
+    """Trace inside so that operators take lists of classes of the user's own (Keras keeps axes in
+    such), where this torch can be told what is in them."""
+    if not (known(_LIST) and known(_INSIDE)):
+        yield
+        return
+    with patched(_LIST, lambda one: container_inside(one).as_proxy()):
+        yield
 
 
 def guard_helpers() -> Mapping[str, Any]:

@@ -166,3 +166,8 @@ def reducing_later() -> bool:
     in a later step: it accumulates them (`no_sync`)."""
     around = data_parallel_around()
     return around is not None and not around.require_backward_grad_sync
+
+
+def is_left_out(module: nn.Module) -> bool:
+    """Whether dynamo leaves a module of this class out of every graph."""
+    return type(module).__module__.startswith("torch.ao.quantization")

@@ -145,6 +145,12 @@ DYNAMO = (
         versions=("2.13", "2.14"),
     ),
     *rows(
+        "give operators lists of the user's own classes",
+        f"{_VARIABLES}.user_defined",
+        "UserDefinedListVariable.as_proxy",
+        versions=("2.13", "2.14"),
+    ),
+    *rows(
         "answer what a trace knows of tensors and their classes",
         "torch._dynamo.symbolic_convert",
         "generic_getattr",

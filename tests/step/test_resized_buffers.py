@@ -121,6 +121,9 @@ def test_quantizers_are_refused_by_name_and_planned_around(make) -> None:
     with pytest.raises(memopt.CaptureError, match=r"torch\.ao's .*torch\.compile"):
         memopt.plan(model, X, budget="min", progress=False)
     assert_same(model.state_dict(), before)
+    with pytest.raises(memopt.CaptureError) as raised:
+        memopt.wrap(copy.deepcopy(model), "min", progress=False)(X)
+    assert "parts=" not in str(raised.value)  # each would be refused, too
     other = copy.deepcopy(model)
     compiled = torch.compile(model, backend="memopt", options={"budget": 2**20})
     for x in (X, 2 * X):

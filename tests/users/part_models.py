@@ -54,6 +54,20 @@ class Spoken(nn.Module):
         return y * (1.0 + float(y.detach().mean() > 0))
 
 
+class Softened(nn.Module):
+    """A softmax, whose backward does not read its input, between wide layers that look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.soft = nn.Linear(16, 256), nn.Sequential(nn.Softmax(-1))
+        self.narrow = nn.Linear(256, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.soft(self.wide(x) * 2)
+        return self.narrow(shares) * float(shares.detach().sum() > 0)
+
+
 class Selecting(Spoken):
     """Has as many rows as its values say, which only AOTAutograd refuses."""
 

@@ -34,6 +34,7 @@ from tests.users.part_models import (
     ReadsState,
     Routed,
     Selecting,
+    Softened,
     Spoken,
     Twice,
     UsesDoubled,
@@ -284,6 +285,18 @@ def test_a_model_without_any_part_to_plan_is_told_of_once() -> None:
         for _ in range(4):
             model(X).sum().backward()
     assert sum("no part of the model is planned" in str(one.message) for one in said) == 1
+
+
+def test_a_part_that_no_plan_makes_smaller_runs_as_it_is() -> None:
+    """Its planned call held its input, which nothing else did."""
+    expected, unplanned_bytes = training(Softened(), 4, 3)
+    model = in_parts(Softened())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is planned
+        losses, most = training(model, 4, 3)
+    assert all(map(torch.equal, losses, expected))
+    assert most == unplanned_bytes
+    assert "not planned: soft: no plan needs less memory" in model.memopt.report()
 
 
 def test_a_part_that_runs_again_in_its_backward_is_opened() -> None:
