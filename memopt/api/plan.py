@@ -86,7 +86,9 @@ class Plan(PlanRecord):
             ValueError: the plan is of a bare Chain or Graph, or cannot be captured.
         """
         from memopt.executor.apply import apply_plan, behaviour
+        from memopt.executor.calls import warn_of_hooks_around
 
+        warn_of_hooks_around()
         return apply_plan(
             self,
             model,

@@ -14,6 +14,7 @@ from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
 from memopt.models.warned import warn
 from memopt.step.reader import described_text
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import hooks_on_all_forwards
 
 
 def has_own(model: nn.Module, name: str) -> bool:
@@ -77,6 +78,16 @@ def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
             f"many steps. The last differs from the one before: {differs}. Pad tensors to a few "
             "sizes; pass a number that changes as a tensor (torch.tensor(0.1)), or keep it in a "
             f"buffer of the model; or have other kinds run unplanned ({remedy})",
+        )
+
+
+def warn_of_hooks_around() -> None:
+    """Warn that hooks on all modules meet an applied plan's module, too, as torch's own do."""
+    if hooks_on_all_forwards():
+        warn(
+            "there are hooks on all modules (register_module_forward_hook and the like): they are "
+            "in the planned step, and run once more on the planned module around it. "
+            "memopt.wrap(model, budget) runs them as often as the model itself does",
         )
 
 

@@ -32,7 +32,7 @@ from memopt.step.memory_layout import storage_of
 from memopt.step.shards import held_gradients, local_part
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
-from memopt.torch_private.modules import REGISTRIES, has_only_hooks_on_all, load_own_state
+from memopt.torch_private.modules import REGISTRIES, load_own_state
 
 OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 """(the user's model, a call that was not planned, the difference) → the module to call."""
@@ -178,12 +178,6 @@ class PlannedModule(nn.Module):
         """Load the model's own part of a state that is loaded into a module around it."""
         load_own_state(original_of(self), *args)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward. Hooks on all modules are in the step, and see no module around it."""
-        if has_only_hooks_on_all(self):
-            return self.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's forward under the plan; the backward follows by autograd.
 
@@ -216,9 +210,9 @@ class PlannedModule(nn.Module):
             instead = own.on_mismatch(model, call, error)
             if instead is model:
                 calls.fall_back(model, str(error))
-            else:
-                calls.replanned += 1
-            return instead(*args, **kwargs)
+                return model(*args, **kwargs)
+            calls.replanned += 1
+            return instead.forward(*args, **kwargs)  # hooks on all modules are in its step
         wants_gradients = pattern(call)
         if wants_gradients in own.twice:
             calls.original += 1

@@ -250,8 +250,8 @@ class SelfPlanning:
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call under a plan."""
-        return made.module(*args, **kwargs)
+        """Run a call under a plan. Hooks on all modules are in its step, not around it."""
+        return made.module.forward(*args, **kwargs)
 
     def _metered_on(self, call: Call) -> torch.device | None:
         """Return the device on which a call's loss is to be metered; None: it is charged."""

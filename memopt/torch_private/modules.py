@@ -99,12 +99,6 @@ def hooks_on_all_forwards() -> list[Any]:
     return [hook for name in _ON_ALL_FORWARDS for hook in private(name).values()]
 
 
-def has_only_hooks_on_all(module: nn.Module) -> bool:
-    """Whether a module's call meets hooks on all modules, and none of its own."""
-    own = getattr(module, FORWARD_PRE_HOOKS) or forward_hooks_of(module)
-    return bool(hooks_on_all_forwards()) and not (own or has_backward_hooks(module))
-
-
 def hooks_on_all_backwards() -> list[Any]:
     """Return the hooks on the backwards of all modules."""
     return [hook for name in _ON_ALL_BACKWARDS for hook in private(name).values()]
