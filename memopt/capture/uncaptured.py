@@ -158,20 +158,18 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
 
 def _backward_hooks(model: nn.Module) -> str | None:
     """Explain full backward hooks, of a module or of all, which dynamo puts into no graph."""
+    hooked = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     if hooks_on_all_backwards():
-        return (
-            "all modules have a full backward hook (register_module_full_backward_hook), which a "
-            "planned step would not call: remove it before planning, or hook parameters instead "
-            "(parameter.register_hook)"
-        )
-    for name, module in model.named_modules():
-        if has_backward_hooks(module):
-            owner = f"module {name!r}" if name else "the model"
-            return (
-                f"{owner} has a full backward hook, which a planned step would not call: remove it "
-                "before planning, or hook its parameters instead (parameter.register_hook)"
-            )
-    return None
+        found = "all modules have a full backward hook (register_module_full_backward_hook)"
+    elif hooked:
+        owner = f"module {hooked[0]!r}" if hooked[0] else "the model"
+        found = f"{owner} has a full backward hook"
+    else:
+        return None
+    return (
+        f"{found}, which a planned step would not call: remove it before planning, or hook its "
+        "parameters instead (parameter.register_hook)"
+    )
 
 
 def cache_remedy(model: nn.Module, call: Call) -> str | None:

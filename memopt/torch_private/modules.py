@@ -94,14 +94,18 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(_backward_hooks(module) or _backward_pre_hooks(module))
 
 
+def _hooks_in(names: tuple[str, ...]) -> list[Any]:
+    return [hook for name in names for hook in private(name).values()]
+
+
 def hooks_on_all_forwards() -> list[Any]:
     """Return the hooks on the forwards of all modules."""
-    return [hook for name in _ON_ALL_FORWARDS for hook in private(name).values()]
+    return _hooks_in(_ON_ALL_FORWARDS)
 
 
 def hooks_on_all_backwards() -> list[Any]:
     """Return the hooks on the backwards of all modules."""
-    return [hook for name in _ON_ALL_BACKWARDS for hook in private(name).values()]
+    return _hooks_in(_ON_ALL_BACKWARDS)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -111,7 +115,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def hooks_on_all_optimizers() -> list[Any]:
     """Return the hooks on the steps of all optimizers."""
-    return [hook for name in _ON_ALL_OPTIMIZERS for hook in private(name).values()]
+    return _hooks_in(_ON_ALL_OPTIMIZERS)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:

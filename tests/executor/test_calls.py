@@ -141,3 +141,19 @@ def test_a_planned_module_inside_a_planned_module(planned: PlannedModule) -> Non
     planned.alpha = 0.5
     with pytest.raises(memopt.GuardError, match=r"alpha: planned 1\.0, got 0\.5"):
         whole(X)
+
+
+def test_hooks_on_all_modules_meet_an_applied_plan_too() -> None:
+    model, met = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), []
+    everywhere = nn.modules.module.register_module_forward_hook(
+        lambda module, _args, _output: met.append(type(module).__name__)
+    )
+    try:
+        plan = memopt.plan(model, X, strategy="store-all", progress=False)
+        with pytest.warns(UserWarning, match="once more on the planned module"):
+            planned = plan.apply(model)
+        met.clear()
+        planned(X)
+    finally:
+        everywhere.remove()
+    assert met == ["Linear", "Tanh", "Sequential", "PlannedModule"]

@@ -397,19 +397,3 @@ def test_backward_hooks_from_before_are_refused() -> None:
             prepare(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), X)
     finally:
         everywhere.remove()
-
-
-def test_hooks_on_all_modules_meet_an_applied_plan_too() -> None:
-    model, met = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), []
-    everywhere = nn.modules.module.register_module_forward_hook(
-        lambda module, _args, _output: met.append(type(module).__name__)
-    )
-    try:
-        plan = memopt.plan(model, X, strategy="store-all", progress=False)
-        with pytest.warns(UserWarning, match="once more on the planned module"):
-            planned = plan.apply(model)
-        met.clear()
-        planned(X)
-    finally:
-        everywhere.remove()
-    assert met == ["Linear", "Tanh", "Sequential", "PlannedModule"]

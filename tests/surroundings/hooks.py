@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,17 +36,10 @@ def kept(_module: Any, _args: Any, output: Tensor) -> None:
 
 def on_all_modules(hook: Callable[..., Any]) -> Setting:
     """A plain model, and a forward hook on all modules around each step."""
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        handle = everywhere.register_module_forward_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     HOOKED.clear()
-    return Setting(Net(), lambda: HOOKED, around=around)
+    return Setting(
+        Net(), lambda: HOOKED, around=lambda: everywhere.register_module_forward_hook(hook)
+    )
 
 
 @situation("a forward hook keeps features in a global", "HOOKED|hook|kept", quick=True)

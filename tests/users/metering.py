@@ -11,7 +11,13 @@ import torch
 from memopt.executor.check import unmetered_bytes
 from memopt.executor.self_planning import SelfPlanning
 from memopt.plan_record import PlanRecord
-from memopt.pricing.memory import metered
+from memopt.pricing.memory import MemoryUse, metered
+
+
+def bytes_over(plan: PlanRecord, used: MemoryUse) -> int:
+    """The bytes of a metered step's peak above its plan's budget."""
+    assert plan.budget is not None
+    return unmetered_bytes(plan, torch.device("cpu")) + used.peak_bytes - plan.budget
 
 
 class StepMeter:
@@ -54,10 +60,8 @@ class StepMeter:
     def end(self, plan: PlanRecord) -> int:
         """The step, which ran under the plan, ends: the bytes of its peak above the budget."""
         assert self._metering is not None
-        assert plan.budget is not None
         self._stop()
-        resident_bytes = unmetered_bytes(plan, torch.device("cpu"))
-        return resident_bytes + self._used.peak_bytes - plan.budget
+        return bytes_over(plan, self._used)
 
     def _stop(self) -> None:
         if self._metering is not None:

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memopt
-from memopt.executor.check import unmetered_bytes
 from memopt.pricing.memory import metered
 from memopt.strategies import Auto
+from tests.users.metering import bytes_over
 
 STEPS = 6
 
@@ -57,9 +57,7 @@ class Training:
             with metered(torch.device("cpu")) as used:
                 loss = loss_fn(self.model(x))
                 scaled(loss).backward()
-            plan = made.plans[-1]
-            resident_bytes = unmetered_bytes(plan, x.device)
-            self.over_bytes.append(resident_bytes + used.peak_bytes - plan.budget)
+            self.over_bytes.append(bytes_over(made.plans[-1], used))
         self.found.append(loss.detach())
 
 
