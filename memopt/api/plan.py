@@ -115,7 +115,8 @@ class Plan(PlanRecord):
         """Return the whole step, updates included: `step(*inputs, targets=...) -> loss`, or of
         several micro-batches, `step.accumulate([(inputs, targets), ...]) -> losses`.
 
-        The plan must have been made with `loss_fn=` and an optimizer instance.
+        The plan must have been made with `loss_fn=`, an optimizer instance and `whole_step=True`
+        (or a strategy for graphs that recomputes nothing, as `olla`).
 
         Args:
             model: the planned model.

@@ -118,12 +118,22 @@ def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Paramet
     """Refuse what an update of each parameter alone would call too often, or not at all.
 
     Raises:
-        ValueError: the optimizer or a gradient has hooks, or it is differentiable.
+        ValueError: the optimizer or a gradient has hooks, its step was replaced, or it is
+            differentiable.
     """
     kind = type(optimizer)
     if has_step_hooks(optimizer):
         raise ValueError(
             f"{kind.__name__} has step hooks, which would run once per parameter; remove them"
+        )
+    own = vars(optimizer).get("step")
+    # A learning-rate scheduler's own wrapper only notes that there was a step.
+    if own is not None and getattr(own, "__wrapped__", None) is not kind.step:
+        raise ValueError(
+            f"this {kind.__name__}'s step was replaced by "
+            f"{getattr(own, '__qualname__', type(own).__name__)}, which would run once per "
+            "parameter; put its own step back (del optimizer.step), or plan the module alone "
+            "(without an optimizer instance)"
         )
     if not all(map(_is_memopts, hooks_on_all_optimizers())):
         raise ValueError(

@@ -244,14 +244,13 @@ def test_a_failing_update_releases_the_arena(monkeypatch: pytest.MonkeyPatch) ->
     step = plan.train_step(model, loss_of, optimizer)
     _, x, y = build()
 
-    def failing() -> None:
+    def failing(_self: torch.optim.Optimizer) -> None:
         raise RuntimeError("no memory")
 
-    real = optimizer.step
-    optimizer.step = failing  # type: ignore[method-assign,assignment]
-    with pytest.raises(RuntimeError, match="no memory"):
-        step(x, targets=(y,))
-    optimizer.step = real  # type: ignore[method-assign]
+    with monkeypatch.context() as patched:
+        patched.setattr(type(optimizer), "step", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            step(x, targets=(y,))
     gc.collect()
     assert _Watched.seen[-1]() is None
     step(x, targets=(y,))

@@ -269,16 +269,18 @@ def test_copies_to_take_a_step_back_are_charged_to_the_host_budget() -> None:
     Made(offloaded=False, host_budget=1, undo=False)
 
 
-def test_an_interruption_after_the_end_says_that_the_step_is_done() -> None:
+def test_an_interruption_after_the_end_says_that_the_step_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, other = Made(offloaded=False), Made(offloaded=False)
-    real = made.optimizer.step
+    real, interruptions = type(made.optimizer).step, [signal.SIGINT]
 
-    def interrupted() -> None:
-        signal.raise_signal(signal.SIGINT)
-        made.optimizer.step = real  # type: ignore[method-assign]
-        real()
+    def interrupted(self: torch.optim.Optimizer) -> None:
+        if interruptions:
+            signal.raise_signal(interruptions.pop())
+        real(self)
 
-    made.optimizer.step = interrupted  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(type(made.optimizer), "step", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         made()
     assert "everything is as after it" in caught.value.__notes__[0]

@@ -61,26 +61,26 @@ def test_inference_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_ctrl_c_leaves_no_half_step(at: int) -> None:
+def test_ctrl_c_leaves_no_half_step(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first update it stops at once; then the step is finished first."""
-    model, optimizer, _, step = planned()
+    model, _, _, step = planned()
     twin = copy.deepcopy(model)
     LOSS(twin(X), Y).backward()
     if at:
         torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9).step()
-    real, calls = optimizer.step, []
+    real, calls = torch.optim.SGD.step, []
 
-    def interrupted() -> None:
+    def interrupted(self: torch.optim.SGD) -> None:
         calls.append(1)
         if len(calls) == at:
             signal.raise_signal(signal.SIGINT)
-        real()
+        real(self)
 
     def from_outside(*_: Any) -> Tensor:
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not interrupted")
 
-    optimizer.step = interrupted  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(torch.optim.SGD, "step", interrupted)
     if not at:
         step._program = replace(step._program, backward=from_outside)
     with pytest.raises(KeyboardInterrupt):
@@ -116,6 +116,17 @@ def _step_hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
 
 
+def _own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    theirs = optimizer.step
+
+    def decayed(*args: Any) -> None:
+        theirs(*args)
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+
+    optimizer.step = decayed  # type: ignore[method-assign]
+
+
 def _gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model[2].bias.grad = torch.zeros(3)
 
@@ -141,6 +152,7 @@ def _fewer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     [
         (_hook, "^0.weight has gradient hooks"),
         (_step_hook, "SGD has step hooks"),
+        (_own_step, "this SGD's step was replaced by .*decayed, which would run once"),
         (_gradient, "^2.bias has a gradient from before"),
         (_parameter, "SGD trains a tensor that is no parameter of the model"),
         (_module, "SGD trains a tensor that is no parameter of the model"),
@@ -158,6 +170,17 @@ def test_what_changes_after_a_step_is_seen_before_the_next(change: Any, message:
         with pytest.raises((ValueError, ExecutionError, GuardError), match=message):
             step(X, targets=Y)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_step_that_a_scheduler_wraps_is_the_optimizers_own() -> None:
+    model, optimizer, _, step = planned()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+    assert "step" in vars(optimizer)
+    for _ in range(2):
+        before = model[0].weight.detach().clone()
+        step(X, targets=Y)
+        scheduler.step()
+    assert torch.equal(model[0].weight, before)  # at a rate of 0
 
 
 def test_a_parameter_may_be_replaced_with_its_optimizers() -> None:
