@@ -287,6 +287,57 @@ def test_loss(loss_fn: Any, targets: tuple[Any, ...], message: str) -> None:
         plan(two_layers(), loss_fn=loss_fn, targets=targets)
 
 
+_STEP = {"loss_fn": lambda y: y.sum(), "whole_step": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "x"}, "order= is True or False, got 'x'"),
+        ({"place": 1}, "place= is True or False, got 1"),
+        ({"accumulate": 4}, "accumulate= is True or False, got 4"),
+        ({"cache": "no"}, "cache= is True or False, got 'no'"),
+        ({"whole_step": "auto"}, "whole_step= is True or False, got 'auto'"),
+        ({"device": "cuda"}, "device= is the name of a preset.*got 'cuda': leave it out"),
+        ({"device": torch.device("cpu")}, "device= is the name of a preset.*leave it out"),
+        ({"host_budget": torch.ones(2)}, "host_budget is bytes or a string such as '6GiB'"),
+        ({"clip_norm": "1"}, "clip_norm is a positive number, got '1'"),
+        ({"norm_type": None}, r"norm_type is positive, 2\.0 or math\.inf say, got None"),
+        ({"scaler": True}, r"scaler= is a torch\.amp\.GradScaler, got True"),
+        ({**_STEP, "strategy": "offload-graph", "movable": True}, '"all", got True'),
+    ],
+)
+def test_an_option_of_another_kind(options: dict[str, Any], message: str) -> None:
+    model = two_layers()
+    if "whole_step" in options:
+        options = {**options, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(ValueError, match=message):
+        plan(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"improve": None}, "improve= is True or False, got None"),
+        ({"most_plans": 0}, "most_plans= is a whole number, at least 1, got 0"),
+        ({"most_plans": "2"}, "most_plans= is a whole number, at least 1, got '2'"),
+        ({"shapes": torch.ones(4, 6)}, "shapes= is a list of example inputs.*got Tensor"),
+        ({"shapes": 3}, "shapes= is a list of example inputs.*got int"),
+        ({"parts": True}, 'parts= is "auto" or names of sub-modules.*got True'),
+        ({"parts": ["0", 1]}, 'parts= is "auto" or names of sub-modules.*got 1'),
+        ({"targets": (1,)}, "targets go with loss_fn="),
+    ],
+)
+def test_an_option_of_another_kind_leaves_the_model_unwrapped(
+    options: dict[str, Any], message: str
+) -> None:
+    model = two_layers()
+    with pytest.raises(ValueError, match=message):
+        memopt.wrap(model, **options)
+    with pytest.raises(ValueError, match="not wrapped"):
+        memopt.unwrap(model)
+
+
 def chain() -> memopt.Chain:
     return memopt.Chain(1, [Stage(1, 1, 1, 1, 1), Stage(0, 0, 0, 0, 0)])
 
@@ -294,6 +345,11 @@ def chain() -> memopt.Chain:
 def test_inputs_with_a_cost_model() -> None:
     with pytest.raises(ValueError, match="go with a module"):
         plan(chain())
+
+
+def test_progress_of_another_kind() -> None:
+    with pytest.raises(ValueError, match="progress= is True or False, got 'no'"):
+        memopt.plan(two_layers(), torch.randn(4, 6), progress="no")  # type: ignore[arg-type]
 
 
 def test_plan_of_a_cost_model_cannot_run() -> None:

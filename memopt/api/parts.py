@@ -111,9 +111,10 @@ def planned_in_parts(
 
 def _names(model: nn.Module, parts: str | Iterable[str]) -> list[str]:
     """Return the names of parts, checked."""
-    names = [parts] if isinstance(parts, str) else list(parts)
+    listed = isinstance(parts, Iterable) and not isinstance(parts, str)
+    names: list[str] = [*parts] if listed else [parts]  # type: ignore[list-item]
     known = dict(model.named_modules())
-    unknown = [name for name in names if not name or name not in known]
+    unknown = [one for one in names if not (isinstance(one, str) and one and one in known)]
     if not names or unknown:
         shown = ", ".join(map(repr, unknown)) or "none"
         raise ValueError(

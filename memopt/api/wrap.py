@@ -27,6 +27,7 @@ from memopt.models.options import (
     Pricing,
     Returns,
     StepOptions,
+    check_own_calls,
     parse_mismatch,
     parse_returns,
 )
@@ -118,12 +119,15 @@ def wrap(
     from torch import nn
 
     from memopt.capture.remedies import inside_fabric
+    from memopt.step.loss import check_targets
     from memopt.torch_private.engine_hooks import sharded_parts
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, got {type(model).__name__}")
     on_mismatch = parse_mismatch(on_mismatch)
     check_budget(budget, time_limit_s)
+    check_own_calls(improve, most_plans, shapes)
+    check_targets(loss_fn, targets)
     request = PlanRequest(
         resolve(strategy),
         PlanLimits(budget, host_budget, time_limit_s),

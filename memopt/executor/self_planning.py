@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -190,14 +191,16 @@ class SelfPlanning:
 
     def prepare(self, shapes: Iterable[Any]) -> None:
         """Plan for calls with these inputs now: the largest first, since the others of its family
-        share its arena."""
-        calls = [to_call(inputs) for inputs in shapes]
-        calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
-        with unplanned():
+        share its arena. Where one cannot be planned, the model is as before."""
+        with unplanned(), ExitStack() as undone:
+            undone.callback(self.remove)
+            calls = [to_call(inputs) for inputs in shapes]
+            calls.sort(key=lambda call: -sum(tensor.nbytes for tensor in call.tensors()))
             for call in calls:
                 call = self._without_idle_masks(in_order(call.args, call.kwargs))
                 self._last_kind = self._kind(call)
                 self._made(self._last_kind, call)
+            undone.pop_all()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # Dynamo sees this much while it captures the model or one around it.

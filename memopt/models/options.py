@@ -3,7 +3,7 @@ its pricing, the limits, and the passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -37,6 +37,15 @@ class StepOptions:
     rules: StepRules = PLAIN
     returns: Returns = "all"
 
+    def __post_init__(self) -> None:
+        check_flags(
+            offload_optimizer=self.offload_optimizer,
+            steady_state=self.steady_state,
+            accumulate=self.accumulate,
+        )
+        if self.whole_step is not None:
+            check_flags(whole_step=self.whole_step)
+
 
 @dataclass(frozen=True)
 class Pricing:
@@ -46,6 +55,15 @@ class Pricing:
     mode: Mode = "measure"
     kernels: str = "aten"
     cache: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(cache=self.cache)
+        place = isinstance(self.device, str) and self.device.partition(":")[0] in ("cpu", "cuda")
+        if place or not isinstance(self.device, Device | str | None):
+            raise ValueError(
+                'device= is the name of a preset ("H100" say) or a memopt.Device, got '
+                f"{self.device!r}: leave it out to plan for the device that the model is on"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,37 @@ class PassOptions:
 
     order: bool = False
     place: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(order=self.order, place=self.place)
+
+
+def check_flags(**flags: object) -> None:
+    """Check options that are switched on or off.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}= is True or False, got {value!r}")
+
+
+def check_own_calls(improve: bool, most_plans: int, shapes: Iterable[Any]) -> None:
+    """Check the options of models that plan their own calls.
+
+    Raises:
+        ValueError: one is of another kind; the message says of which kind it is.
+    """
+    check_flags(improve=improve)
+    if type(most_plans) is not int or most_plans < 1:
+        raise ValueError(f"most_plans= is a whole number, at least 1, got {most_plans!r}")
+    one_alone = isinstance(shapes, str | Mapping) or hasattr(shapes, "shape")
+    if one_alone or not isinstance(shapes, Iterable):
+        raise ValueError(
+            "shapes= is a list of example inputs, each as inputs of memopt.plan: "
+            f"[inputs, others], got {type(shapes).__name__}"
+        )
 
 
 def parse_returns(returns: str) -> Returns:

@@ -11,6 +11,11 @@ from memopt.models.codec import SPARSE, Check, Rate
 _Count = Annotated[int, Check("a whole number, at least 1", lambda value: value >= 1)]
 
 
+def _number(value: object) -> float:
+    """Return a number as it is, and NaN, which no limit allows, for anything else."""
+    return value if isinstance(value, float | int) and value is not True else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class StepRules:
     """The way in which a whole step makes its updates from gradients.
@@ -34,11 +39,11 @@ class StepRules:
     def __post_init__(self) -> None:
         if type(self.micro_batches) is not int or self.micro_batches < 1:
             raise ValueError(f"micro_batches is a number, at least 1, got {self.micro_batches!r}")
-        if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
+        if self.clip_norm is not None and not 0 < _number(self.clip_norm) < math.inf:
             raise ValueError(f"clip_norm is a positive number, got {self.clip_norm!r}")
         if self.reduce_once and self.micro_batches == 1:
             raise ValueError("reduce_once=True is for several micro_batches=, got 1: leave it out")
-        if not self.norm_type > 0:
+        if not _number(self.norm_type) > 0:
             raise ValueError(f"norm_type is positive, 2.0 or math.inf say, got {self.norm_type!r}")
 
     def __bool__(self) -> bool:
@@ -51,5 +56,11 @@ PLAIN = StepRules()
 
 
 def scales(scaler: Any) -> bool:
-    """Return whether a GradScaler (None: there is none) scales anything."""
+    """Return whether a GradScaler (None: there is none) scales anything.
+
+    Raises:
+        ValueError: it is no GradScaler.
+    """
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise ValueError(f"scaler= is a torch.amp.GradScaler, got {scaler!r}")
     return scaler is not None and bool(scaler.is_enabled())

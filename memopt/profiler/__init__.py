@@ -20,7 +20,7 @@ from memopt.profiler.step_session import profile_step as profile_step
 from memopt.step.inputs import to_call
 from memopt.step.joined_collectives import OTHER_ENGINES, only_shards
 from memopt.step.loss import Loss as Loss
-from memopt.step.loss import as_targets
+from memopt.step.loss import check_targets
 from memopt.step.profiled import Profiled as Profiled
 
 
@@ -89,8 +89,7 @@ def profiled_of(
 def _loss(
     inputs: Any, loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...], alone: bool
 ) -> Loss | None:
-    if loss_fn is None and as_targets(targets):
-        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
+    check_targets(loss_fn, targets)
     if loss_fn is None and alone:
         if not has_own_loss(to_call(inputs)):
             raise ValueError(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from memopt.models.options import check_flags
 from memopt.models.progress import Progress
 
 
@@ -17,6 +18,7 @@ def reporting(progress: bool | Progress) -> Iterator[Progress]:
     if callable(progress):
         yield progress
         return
+    check_flags(progress=progress)
     if not progress or not sys.stderr.isatty():
         yield lambda _fraction, _what: None
         return

@@ -18,6 +18,13 @@ def as_targets(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
+def check_targets(loss_fn: Callable[..., Any] | None, targets: Any) -> None:
+    """Refuse targets without a loss that takes them."""
+    given = targets is not None and (callable(targets) or bool(as_targets(targets)))
+    if loss_fn is None and given:
+        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
+
+
 @dataclass(frozen=True)
 class Loss:
     """The user's loss: `function(output, *targets)`; a single target may stand for its tuple.

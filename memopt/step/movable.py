@@ -35,14 +35,14 @@ def parse_movable(movable: str | Collection[str]) -> frozenset[str]:
     Raises:
         ValueError: it names something other than `KINDS`.
     """
-    named = (movable,) if isinstance(movable, str) else tuple(movable)
-    found = frozenset(KINDS) if named == ("all",) else frozenset(named)
-    if not found <= set(KINDS):
+    listed = movable if isinstance(movable, tuple | list | set | frozenset) else (movable,)
+    named = KINDS if movable == "all" or tuple(listed) == ("all",) else listed
+    if not all(isinstance(one, str) and one in KINDS for one in named):
         raise ValueError(
             'movable= takes "parameters", "gradients", "optimizer", several of them in a tuple, or '
             f'"all", got {movable!r}'
         )
-    return found
+    return frozenset(named)
 
 
 def state_name(parameter: str) -> str:

@@ -16,7 +16,7 @@ def parse_host_budget(host_budget: int | str | None) -> int | None:
     Raises:
         ValueError: an unreadable or negative host budget.
     """
-    if isinstance(host_budget, float):
+    if not isinstance(host_budget, int | str | None):
         raise ValueError(f"host_budget is bytes or a string such as '6GiB', got {host_budget!r}")
     is_zero = host_budget == 0 and not isinstance(host_budget, bool)
     try:

@@ -192,6 +192,14 @@ def test_plans_that_go_come_back_from_disk_without_being_solved(
     assert len(solved) == 4
 
 
+def test_shapes_that_cannot_be_planned_leave_the_model_unwrapped() -> None:
+    model = network()
+    with pytest.raises(memopt.InfeasibleBudgetError):
+        memopt.wrap(model, 100, shapes=[torch.randn(16, 32)], progress=False)
+    memopt.wrap(model, "min", shapes=[torch.randn(16, 32)], progress=False)
+    assert len(model.memopt.plans) == 1
+
+
 def test_shapes_are_planned_ahead() -> None:
     model = memopt.wrap(
         network(),
