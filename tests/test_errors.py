@@ -347,6 +347,13 @@ def test_inputs_with_a_cost_model() -> None:
         plan(chain())
 
 
+def test_one_strategy_and_one_budget_may_come_by_themselves() -> None:
+    made = memopt.compare(chain(), budgets="1MiB", strategies="sequential", progress=False)
+    assert [(cell.strategy, cell.budget_bytes) for cell in made.cells] == [("sequential", 2**20)]
+    with pytest.raises(ValueError, match="unknown strategy a int"):
+        memopt.compare(chain(), strategies=5, progress=False)  # type: ignore[arg-type]
+
+
 def test_progress_of_another_kind() -> None:
     with pytest.raises(ValueError, match="progress= is True or False, got 'no'"):
         memopt.plan(two_layers(), torch.randn(4, 6), progress="no")  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from memopt.models.checks import check_time_limit
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.mesh import Mesh
-from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns
+from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns, several
 from memopt.models.progress import Progress
 from memopt.plan_record import BaselineFigures
 from memopt.report.progress import reporting
@@ -62,8 +62,8 @@ def compare(
     model: Any,
     inputs: Any = None,
     *,
-    budgets: Sequence[WrittenBudget] | None = None,
-    strategies: Sequence[str | Strategy] | None = None,
+    budgets: Sequence[WrittenBudget] | WrittenBudget = None,
+    strategies: Sequence[str | Strategy] | str | Strategy | None = None,
     points: int = POINTS,
     run: bool = False,
     loss_fn: Callable[..., Any] | None = None,
@@ -88,11 +88,12 @@ def compare(
     Args:
         model: as `memopt.plan`: an nn.Module (with `inputs`), a profiled model, a Chain, a Graph.
         inputs: example inputs.
-        budgets: each as for `memopt.plan` ("min": the smallest that any of the strategies can
-            meet); None: `points` of them, from that smallest one to what suffices without a plan.
-        strategies: names or instances; None: of every family those that can plan this model, those
-            that move data only for a device whose link is known. Joint wants a minute for each
-            plan: name it to compare it.
+        budgets: one or several, each as for `memopt.plan` ("min": the smallest that any of the
+            strategies can meet); None: `points` of them, from that smallest one to what suffices
+            without a plan.
+        strategies: one or several, names or instances; None: of every family those that can plan
+            this model, those that move data only for a device whose link is known. Joint wants a
+            minute for each plan: name it to compare it.
         points: how many budgets where none are named, at least 2.
         run: also run every plan on the real model, in turn with each other and with the unplanned
             step, and measure peak and step time. The model is left as it was.
@@ -109,17 +110,18 @@ def compare(
         CaptureError: the model cannot be captured.
         ValueError: unreadable budget, unknown strategy, misuse; the message has the remedy.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"compare: workers must be at least 1, got {workers}")
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise ValueError(f"compare: workers must be at least 1, got {workers!r}")
     check_time_limit(time_limit_s)
-    if points < 2:
-        raise ValueError(f"compare: points must be at least 2, got {points}")
+    if not isinstance(points, int) or points < 2:
+        raise ValueError(f"compare: points must be at least 2, got {points!r}")
     if run and mesh is not None:
         raise ValueError("compare: the ranks of mesh= are not there to run: leave run= out")
     target = planned_device(device, mode)
-    chosen = None if strategies is None else tuple(resolve(one) for one in strategies)
+    chosen = None if strategies is None else tuple(resolve(one) for one in several(strategies))
     if chosen is None and time_limit_s is None:
         time_limit_s = DEFAULT_LIMIT_S
+    budgets = None if budgets is None else several(budgets)
     for budget in budgets or ():
         parse_budget(None if budget == MINIMUM else budget, 1)
     with reporting(progress) as report:

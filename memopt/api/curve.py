@@ -18,7 +18,7 @@ def curve(
     model: Any,
     inputs: Any = None,
     *,
-    strategies: Sequence[str | Strategy] | None = None,
+    strategies: Sequence[str | Strategy] | str | Strategy | None = None,
     points: int = 20,
     loss_fn: Callable[..., Any] | None = None,
     targets: tuple[Any, ...] = (),

@@ -17,7 +17,7 @@ from memopt.errors import InfeasibleBudgetError
 from memopt.models.budget import MINIMUM, format_bytes, parse_budget
 from memopt.models.device import Device
 from memopt.models.mesh import Mesh
-from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns
+from memopt.models.options import Mode, Pricing, Returns, StepOptions, parse_returns, several
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
 from memopt.report.peak import fixed_bytes, fixed_sum
@@ -122,7 +122,7 @@ def fits(
     device: Device | str | None = None,
     optimizer: Any = None,
     budget: int | str | None = None,
-    strategies: Sequence[str | Strategy] = DEFAULT_STRATEGIES,
+    strategies: Sequence[str | Strategy] | str | Strategy = DEFAULT_STRATEGIES,
     batch: int | None = None,
     max_batches: int = 12,
     loss_fn: Callable[..., Any] | None = None,
@@ -173,7 +173,7 @@ def fits(
             with on_mesh(model, mesh, mode) as built:
                 return profiled_for(built, given, step, Pricing(device, mode), place, report)
 
-        chosen = [resolve(strategy) for strategy in strategies]
+        chosen = [resolve(strategy) for strategy in several(strategies)]
         search = _BatchSearch(profiled, place, budget_bytes, max_batches)
         first = batch or 1
         rows = tuple(search.row(strategy, first, searched) for strategy in chosen)

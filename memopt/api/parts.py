@@ -11,7 +11,7 @@ from memopt.api.ranks import find_ranks
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
 from memopt.models.budget import WrittenBudget, split_reserved
-from memopt.models.options import Mismatch, PlanLimits, StepOptions
+from memopt.models.options import Mismatch, PlanLimits, StepOptions, several
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,10 +109,9 @@ def planned_in_parts(
     InParts(inner, planner, most_plans, on_mismatch, request.limits.budget, solver, names)
 
 
-def _names(model: nn.Module, parts: str | Iterable[str]) -> list[str]:
+def _names(model: nn.Module, parts: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of parts, checked."""
-    listed = isinstance(parts, Iterable) and not isinstance(parts, str)
-    names: list[str] = [*parts] if listed else [parts]  # type: ignore[list-item]
+    names = several(parts)
     known = dict(model.named_modules())
     unknown = [one for one in names if not (isinstance(one, str) and one and one in known)]
     if not names or unknown:

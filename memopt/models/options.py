@@ -98,6 +98,12 @@ def check_flags(**flags: object) -> None:
             raise ValueError(f"{name}= is True or False, got {value!r}")
 
 
+def several(given: Any) -> tuple[Any, ...]:
+    """Return the values of an option that takes several; one may come by itself."""
+    listed = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(given) if listed else (given,)
+
+
 def check_own_calls(improve: bool, most_plans: int, shapes: Iterable[Any]) -> None:
     """Check the options of models that plan their own calls.
 
