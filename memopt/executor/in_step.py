@@ -148,14 +148,16 @@ class InStep:
         if isinstance(error, Exception) and is_of_group(error):
             reported = self.ranks.reported_failure()
             if reported is None:
-                told = lost(error, f"{part} runs")
+                text = str(lost(error, f"{part} runs"))
+                told = RankError(self.ranks.first_said(f"{self.key}/lost", text))
             elif 0 < reported[0] < self.step:
                 told = RankError(f"{reported[1]}. {_AHEAD}")
             else:
                 told = RankError(_OVER.format(reported[1]))
         self.failed = f"{type(told).__name__}: {told}"
         if told is error:
-            self.ranks.report_failure(f"failed in {part}: {self.failed}", self.step)
+            there = self.ranks.report_failure(f"failed in {part}: {self.failed}", self.step)
+            error.add_note(_OVER.format(there))
         return told
 
 

@@ -53,13 +53,13 @@ class Ranks:
         return [value for _, value in self._exchange((doing, value), doing)]
 
     def _exchange(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
-        """Exchange (activity, value) between the ranks, or (FAILED, reason); raise RankError if one
-        of them failed or does something else."""
+        """Exchange (activity, value) between the ranks, or (FAILED, sentence); raise RankError if
+        one of them failed or does something else."""
         with self._lost_ranks(doing):
             found = self.group.gathered(word, self.kind)
         for rank, (what, value) in zip(self.members, found, strict=True):
             if what == _FAILED != word[0]:
-                raise RankError(f"rank {rank} failed while {doing}: {value}")
+                raise RankError(value)
             if what != word[0] != _FAILED:
                 raise RankError(
                     f"the ranks are at different places: here {doing}, on rank {rank} {what}. "
@@ -84,21 +84,31 @@ class Ranks:
         with self._lost_ranks(doing):
             succeeded, value = self.group.from_first(made, self.kind)
         if not succeeded:
-            setattr(value, _TOLD, True)
+            setattr(value, _TOLD, str(value))
             raise value
         made_there: T = value
         return made_there
 
-    def report_failure(self, what: str, step: int = 0) -> None:
+    def report_failure(self, what: str, step: int = 0) -> str:
         """Leave a message for the other ranks: this one "failed ..." or "refused ...".
 
         Args:
             what: of this rank.
             step: the number of the whole step in which it did; 0: of a module's.
+
+        Returns:
+            The message as the others read it.
         """
+        text = f"rank {torch.distributed.get_rank()} {what}"
         with suppress(RuntimeError, ValueError):
-            rank = torch.distributed.get_rank()
-            default_store().set(_WORD, f"{step} rank {rank} {what}")
+            default_store().set(_WORD, f"{step} {text}")
+        return text
+
+    def first_said(self, key: str, text: str) -> str:
+        """Return what the first rank said under a key, this text if no other has said anything."""
+        with suppress(RuntimeError, ValueError):  # the rank that kept the store is gone
+            return str(default_store().compare_set(key, "", text).decode())
+        return text
 
     def reported_failure(self) -> tuple[int, str] | None:
         """Return the message of a rank that has failed, with its step; None: there is none."""
@@ -146,16 +156,17 @@ class Ranks:
     @contextmanager
     def failing_together(self, doing: str) -> Iterator[None]:
         """Make an error on one rank in the block fail all: there with its own error, on the others
-        with a RankError that quotes it."""
+        with a RankError that quotes it, and whose sentence is a note of the error there."""
         try:
             yield
         except RankError:
             raise  # the other ranks have it, too
         except Exception as error:
             told: list[tuple[str, Any]] = []
+            sentence = _failure(doing, error)
             with suppress(RankError):
-                told = self._exchange((_FAILED, f"{type(error).__name__}: {error}"), doing)
-            setattr(error, _TOLD, True)
+                told = self._exchange((_FAILED, sentence), doing)
+            _mark_told(error, sentence)
             own = torch.distributed.get_rank()
             if isinstance(error, NothingToTrainError):
                 # It would run its call unplanned, which waits for the others.
@@ -164,10 +175,9 @@ class Ranks:
                     raise RankError(_failure(there, error)) from error
             if is_of_group(error):
                 others = [one for one in zip(self.members, told, strict=False) if one[0] != own]
-                cause = next((one for one in others if one[1][0] == _FAILED), None)
+                cause = next((why for _, (what, why) in others if what == _FAILED), None)
                 if cause is not None:
-                    rank, (_, why) = cause
-                    raise RankError(f"rank {rank} failed while {doing}: {why}") from error
+                    raise RankError(cause) from error
                 raise lost(error, doing) from error
             raise
         self.exchanged(None, doing)
@@ -253,11 +263,13 @@ def telling_ranks(model: nn.Module, doing: str, members: tuple[int, ...] = ()) -
     except NothingToTrainError:
         raise  # the model runs unplanned
     except Exception as error:
-        if several_are_there() and not any(map(_is_told, led_to(error, before))):
-            reason = _failure(doing, error)
-            with suppress(RuntimeError, ValueError):
-                fail_alone(members or members_of(model), _kind(model), reason)
-            setattr(error, _TOLD, True)
+        if several_are_there() and not _is_told(error):
+            told = next(filter(_is_told, led_to(error, before)), None)
+            reason = _failure(doing, error) if told is None else getattr(told, _TOLD, str(told))
+            if told is None:
+                with suppress(RuntimeError, ValueError):
+                    fail_alone(members or members_of(model), _kind(model), reason)
+            _mark_told(error, reason)
         raise
 
 
@@ -271,6 +283,12 @@ def note_failure(doing: str, error: Exception) -> None:
 def _failure(doing: str, error: Exception) -> str:
     rank = torch.distributed.get_rank()
     return f"rank {rank} failed while {doing}: {type(error).__name__}: {error}"
+
+
+def _mark_told(error: Exception, sentence: str) -> None:
+    """Mark an error as told to the other ranks, in a sentence that is noted here, too."""
+    setattr(error, _TOLD, sentence)
+    error.add_note(sentence)
 
 
 def check_untrained(model: nn.Module) -> None:
