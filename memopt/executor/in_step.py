@@ -148,8 +148,7 @@ class InStep:
         if isinstance(error, Exception) and is_of_group(error):
             reported = self.ranks.reported_failure()
             if reported is None:
-                text = str(lost(error, f"{part} runs"))
-                told = RankError(self.ranks.first_said(f"{self.key}/lost", text))
+                told = lost(error, f"{part} runs", self.ranks.members)
             elif 0 < reported[0] < self.step:
                 told = RankError(f"{reported[1]}. {_AHEAD}")
             else:

@@ -7,7 +7,7 @@ import pickle
 import torch.distributed
 
 from memopt.errors import RankError
-from memopt.step.rank_groups import last_failure_alone
+from memopt.step.rank_groups import first_said, last_failure_alone, waited
 
 _SHOWN = 300
 _OTHERWISE = (
@@ -17,18 +17,21 @@ _OTHERWISE = (
 """What ends the waiting for a rank that is there."""
 
 
-def lost(error: Exception, doing: str) -> RankError:
-    """Return the RankError that says what a process group's error means."""
-    reason = str(error).strip().partition("\n")[0]
+def lost(error: Exception, doing: str, members: tuple[int, ...]) -> RankError:
+    """Return the RankError that says what a process group's error means, and where the ranks are,
+    the same on all ranks that wait in vain at the time."""
+    # Of gloo's text its first sentence: the rest guesses at the cause.
+    line = str(error).strip().partition("\n")[0]
+    reason = line.partition(". This is typically caused")[0].removesuffix(".")
     before = last_failure_alone()
+    places = "" if before else waited(members, doing)
+    where = f": {places} ({reason})" if places else f", while {doing}: {reason}"
     look = (
         f"Before that, {before}"
         if before
         else f"Look at the other ranks' output for the first error; without one {_OTHERWISE}"
     )
-    return RankError(
-        f"another rank is gone, or did not answer in time, while {doing}: {reason}. {look}"
-    )
+    return RankError(first_said(f"another rank is gone, or did not answer in time{where}. {look}"))
 
 
 def is_of_group(error: Exception) -> bool:

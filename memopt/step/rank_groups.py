@@ -29,6 +29,9 @@ from memopt.torch_private.distributed import timeout_of
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
 _LONGEST_LOOK_S = 0.25
 _ALONE = "memopt/alone"
+_WAITED = "memopt/waited"
+_LAST_WORDS_S = 2.0
+"""For how long a rank that waited in vain waits for the others to say where they did."""
 
 
 @dataclass(eq=False)
@@ -150,12 +153,14 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Of one default group: ranks → their group; kind of model → failures alone with one; and kind
-    → the ranks that were last found to run such a model."""
+    """Of one default group: ranks → their group; kind of model → failures alone with one; kind →
+    the ranks that were last found to run such a model; and where this rank's words are that it
+    waited in vain."""
 
     of: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
 
 _KNOWN: WeakKeyDictionary[Any, _Groups] = WeakKeyDictionary()
@@ -208,6 +213,57 @@ def last_failure_alone() -> str:
         if store.check([_ALONE]):
             return str(store.get(_ALONE).decode())
     return ""
+
+
+def waited(members: tuple[int, ...], doing: str) -> str:
+    """Say that this rank has waited in vain for others, and return where each of them did.
+
+    Args:
+        members: the ranks that run the model.
+        doing: what this rank waited in.
+
+    Returns:
+        A text; "": the rank that kept the store is gone.
+    """
+    with suppress(RuntimeError, ValueError):
+        store, keys = default_store(), {one: f"{_WAITED}/{one}" for one in members}
+        own = keys[torch.distributed.get_rank()]
+        store.set(own, doing)
+        _known().words.append(own)
+        end_s = time.monotonic() + _LAST_WORDS_S
+        while not store.check([*keys.values()]) and time.monotonic() < end_s:
+            time.sleep(_LONGEST_LOOK_S / 5)
+        places: dict[str, list[int]] = {}
+        for rank, key in keys.items():
+            place = f"waited while {store.get(key).decode()}" if store.check([key]) else ""
+            places.setdefault(place, []).append(rank)
+        return "; ".join(
+            f"{_listed(ranks)} {place or 'gave no sign yet'}"
+            for place, ranks in sorted(places.items())
+        )
+    return ""
+
+
+def first_said(text: str) -> str:
+    """Return what the first of the ranks that waited in vain has said: this text, if it is this
+    one, or if the rank that kept the store is gone."""
+    with suppress(RuntimeError, ValueError):
+        store = default_store()
+        _known().words.append(_WAITED)
+        return str(store.compare_set(_WAITED, "", text).decode())
+    return text
+
+
+def forget_words() -> None:
+    """Take back what this rank has said of waiting in vain: the ranks have met."""
+    words = _known().words
+    while words:
+        with suppress(RuntimeError, ValueError):
+            default_store().delete_key(words.pop())
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _failure_key(kind: str, number: int) -> str:

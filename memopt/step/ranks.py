@@ -22,7 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memopt.errors import CaptureError, MemoptError, NothingToTrainError, RankError, led_to
 from memopt.step.rank_errors import from_first_difference, is_of_group, lost, portable
-from memopt.step.rank_groups import RankGroup, default_store, fail_alone, group_of, note_alone
+from memopt.step.rank_groups import (
+    RankGroup,
+    default_store,
+    fail_alone,
+    forget_words,
+    group_of,
+    note_alone,
+)
 
 T = TypeVar("T")
 
@@ -57,6 +64,7 @@ class Ranks:
         one of them failed or does something else."""
         with self._lost_ranks(doing):
             found = self.group.gathered(word, self.kind)
+        forget_words()
         for rank, (what, value) in zip(self.members, found, strict=True):
             if what == _FAILED != word[0]:
                 raise RankError(value)
@@ -104,12 +112,6 @@ class Ranks:
             default_store().set(_WORD, f"{step} {text}")
         return text
 
-    def first_said(self, key: str, text: str) -> str:
-        """Return what the first rank said under a key, this text if no other has said anything."""
-        with suppress(RuntimeError, ValueError):  # the rank that kept the store is gone
-            return str(default_store().compare_set(key, "", text).decode())
-        return text
-
     def reported_failure(self) -> tuple[int, str] | None:
         """Return the message of a rank that has failed, with its step; None: there is none."""
         with suppress(RuntimeError, ValueError):
@@ -136,7 +138,7 @@ class Ranks:
         except RuntimeError as error:
             if not is_of_group(error):
                 raise
-            raise RankError(self.group.close(str(lost(error, doing)))) from error
+            raise RankError(self.group.close(str(lost(error, doing, self.members)))) from error
 
     def check_same(self, facts: dict[str, str], doing: str) -> None:
         """Raise RankError on every rank unless each fact is the same on all of them."""
@@ -168,17 +170,16 @@ class Ranks:
                 told = self._exchange((_FAILED, sentence), doing)
             _mark_told(error, sentence)
             own = torch.distributed.get_rank()
-            if isinstance(error, NothingToTrainError):
+            others_plan = any(what != _FAILED for what, _ in told)
+            if isinstance(error, NothingToTrainError) and others_plan:
                 # It would run its call unplanned, which waits for the others.
-                there = next((what for what, _ in told if what != _FAILED), None)
-                if there is not None:
-                    raise RankError(_failure(there, error)) from error
+                raise RankError(sentence) from error
             if is_of_group(error):
                 others = [one for one in zip(self.members, told, strict=False) if one[0] != own]
                 cause = next((why for _, (what, why) in others if what == _FAILED), None)
                 if cause is not None:
                     raise RankError(cause) from error
-                raise lost(error, doing) from error
+                raise lost(error, doing, self.members) from error
             raise
         self.exchanged(None, doing)
 

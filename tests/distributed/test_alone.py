@@ -186,7 +186,7 @@ def test_a_loss_fails_on_one_rank(tmp_path: Path) -> None:
     run = processes.run(in_a_step, 2, tmp_path, timeout_s=TIMEOUT_S)
     text, other = processes.results(run)
     assert other == "KeyError: 'here alone'"
-    assert text == f"RankError: rank 1 failed while measuring: {other}"
+    assert text == f"RankError: rank 1 failed while the step is profiled: {other}"
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_what_one_rank_cannot_take_ends_all(tmp_path: Path) -> None:
             assert f"here a call has nothing to train, on rank 0 {planned}" in other
         elif what == "detached":
             assert text == other, what
-            assert "rank 1 failed while measuring: NothingToTrainError" in text
+            assert "rank 1 failed while the step is profiled: NothingToTrainError" in text
         elif what == "alike":
             assert text == other, what
             assert text.startswith("ValueError: "), what

@@ -233,13 +233,11 @@ class Word:
     """What ranks leave for one another, without any."""
 
     said: tuple[int, str] | None = None
+    members = (0, 1)
 
     def report_failure(self, what: str, step: int = 0) -> str:
         self.said = step, f"rank 1 {what}"
         return self.said[1]
-
-    def first_said(self, _key: str, text: str) -> str:
-        return text
 
     def reported_failure(self) -> tuple[int, str] | None:
         return self.said
@@ -325,9 +323,31 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     found = processes.run(mid_step, 4, tmp_path, "killed", timeout_s=TIMEOUT_S, lost=1)
     for text, unchanged, seconds in (found[0], found[2], found[3]):
         assert text.startswith("RankError: another rank is gone")
+        # Of those that are there some may wait for others, and not for the one that is gone.
+        waited = r"ranks? 1(, \d)? gave no sign yet; .* waited while the backward of a planned step"
+        assert re.search(waited, text)
         assert text == found[0][0]
         assert unchanged
         assert seconds < 1.5 * TIMEOUT_S
+
+
+def elsewhere(rank: int, ranks: int) -> str:
+    """Rank 1 has a batch of another shape, which it plans while the others run theirs."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = memopt.wrap(memopt.shard(cases.mlp(), mesh), "min", progress=False)
+    cases.train(model, model, rank, 2)
+    batch = cases.batch(model)
+    if rank == 1:
+        batch = {name: one[:-3] for name, one in batch.items()}
+    return told(lambda: cases.loss_of(model(**batch)).backward(), RankError)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_another_say_where(tmp_path: Path) -> None:
+    found = processes.results(processes.run(elsewhere, 3, tmp_path, timeout_s=TIMEOUT_S))
+    assert len(set(found)) == 1, found
+    waited = r"ranks 0, 2 waited while the forward of a planned step runs; rank 1 waited while"
+    assert re.search(rf"did not answer in time: {waited} .*padded to the same shapes", found[0])
 
 
 @pytest.mark.slow
