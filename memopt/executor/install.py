@@ -102,6 +102,7 @@ def install(
         fork=functools.partial(_forked, halves, mover, arenas),
         handover=order,
         partial=partial,
+        recomputes=len({run.op for _, run in program.computes}) < len(program.computes),
         by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),

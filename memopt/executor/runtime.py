@@ -21,7 +21,7 @@ from memopt.errors import ExecutionError
 from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.added_later import AddedLater
 from memopt.executor.arriving_layouts import ArrivedLayouts, ArrivingLayouts
-from memopt.executor.autocast_backward import AutocastBackward
+from memopt.executor.backward_settings import BackwardSettings
 from memopt.executor.differentiated import (
     HALVED,
     IN_OTHER_ORDER,
@@ -39,6 +39,7 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
 from memopt.executor.values import Halves
+from memopt.executor.views import handed_out
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
@@ -77,6 +78,7 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
+        recomputes: whether it computes anything twice.
         by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
         origin: of what generated code was written; None: of something else, too (an arena, moved
@@ -92,6 +94,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
+    recomputes: bool = False
     by_kernels: frozenset[int] = frozenset()
     segments: Segments | None = None
     origin: Origin | None = None
@@ -103,6 +106,7 @@ class _State:
     program: Installed
     primals: list[Any]
     versions: tuple[int, ...]
+    settings: tuple[Any, ...]
     outputs: list[torch.Tensor]
     output_versions: list[int]
     saved: list[Any]
@@ -146,7 +150,7 @@ class Runtime:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._autocast = AutocastBackward(captured)
+        self._settings = BackwardSettings(captured)
         self._added_later, self._layouts = AddedLater(captured), ArrivingLayouts(captured)
         self._sharded = any(primal.part for primal in captured.primals)
         device = captured.device or torch.device("cpu")
@@ -202,8 +206,8 @@ class Runtime:
                 output = self._captured.compiled(*held, *args, **kwargs)
             if torch.is_grad_enabled():
                 prepare_backward(output, self._captured.outputs)
+                self._settings.follow(output)
                 self._layouts.look(output, made.layouts)
-            self._autocast.look(output)
             return as_users_see(output, self._captured.outputs)
         except BaseException:
             self._settle(made.moves, drawn)
@@ -246,6 +250,7 @@ class Runtime:
             program,
             primals,
             versions,
+            self._settings.now(program.recomputes),
             watched,
             output_versions,
             saved,
@@ -257,19 +262,8 @@ class Runtime:
         tie(self._states, token, state)
         mutated = self._captured.mutated
         call.moves = [(primals[p], v) for p, v in zip(mutated, outputs, strict=False)]
-        return [*map(self._handed_out, self._captured.leaves, outputs), token]
-
-    def _handed_out(self, leaf: int | None, value: Any) -> Any:
-        """Return the tensor that the user gets for a forward output: the same memory, whose changes
-        in place are counted for both. An output that shares elements with others is a view, which
-        autograd refuses to change in place, since the others would not notice."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        return (
-            torch.ops.aten.alias.default(value)
-            if leaf in self._captured.outputs.shared
-            else value.detach()
-        )
+        shared = [leaf in self._captured.outputs.shared for leaf in self._captured.leaves]
+        return [*map(handed_out, outputs, shared), token]
 
     def _backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run a step's backward. On a device it runs in a thread of autograd's, which drops what
@@ -295,7 +289,7 @@ class Runtime:
             )
         state = kept.value
         program = state.program
-        self._check_unchanged(state)
+        self._look_for_changes(state)
         if state.again is not None:
             state.again.check_unchanged(state.primals)
         if state.again is not None and (why := why_not_planned(args[1:])):
@@ -381,8 +375,10 @@ class Runtime:
             return gradients
         return tuple(gradients[i] for i in given)
 
-    def _check_unchanged(self, state: _State) -> None:
+    def _look_for_changes(self, state: _State) -> None:
+        """Look for what has changed since a forward: settings are warned of, tensors refused."""
         program = state.program
+        self._settings.look(state.settings)
         for position, version in zip(program.watched, state.versions, strict=True):
             if version_of(state.primals[position]) != version:
                 raise ExecutionError(

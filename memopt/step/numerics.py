@@ -1,5 +1,5 @@
 """Torch's global settings that decide which kernel runs a call: part of what its cost is known
-for."""
+for, and of what its result depends on."""
 
 from __future__ import annotations
 
@@ -52,6 +52,31 @@ def set_precision(name: str, value: str) -> None:
     """Set one of `precisions`."""
     owner, _, attribute = name.rpartition(".")
     setattr(_read(owner), attribute, value)
+
+
+class KernelSettings:
+    """Reads the settings that decide which kernels run on a device, in microseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        own = "mkldnn." if device.type == "cpu" else "cu"
+        self._names = [name for name in (*_PRECISIONS, *_OTHERS) if name.startswith(own)]
+        places = [name.rpartition(".") for name in self._names]
+        self._places = [(_read(owner), attribute) for owner, _, attribute in places]
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the present settings."""
+        return tuple(getattr(owner, attribute) for owner, attribute in self._places)
+
+    def difference(self, before: tuple[Any, ...]) -> str:
+        """Say which setting is another one than before; "": none is."""
+        return next(
+            (
+                f"torch.backends.{name} was {was!r} in the forward and is {now!r} in its backward"
+                for name, was, now in zip(self._names, before, self.read(), strict=True)
+                if was != now
+            ),
+            "",
+        )
 
 
 def numeric_settings() -> str:

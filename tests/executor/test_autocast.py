@@ -106,6 +106,11 @@ def test_a_backward_under_autocast_is_warned_of_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             planned(*rows()).sum().backward()
+    model.zero_grad()
+    planned = memopt.plan(model, rows(), **MINIMUM).apply(model)
+    loss = planned(*rows()).sum()
+    with autocast(), pytest.warns(UserWarning, match="Call backward\\(\\) after it"):
+        loss.backward()
 
 
 def layout(value: Any) -> Any:

@@ -1,0 +1,57 @@
+"""Warns of a backward under settings of torch that make a planned one differ from eager's:
+autocast, which casts what an unplanned one computes, and other kernels than in the forward, by
+which a planned one would compute activations again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.models.warned import warn
+from memopt.step.backend import autocast_state
+from memopt.step.captured import Captured
+from memopt.step.casts import backward_would_cast
+from memopt.step.loss import differentiable
+from memopt.step.numerics import KernelSettings
+
+
+class BackwardSettings:
+    """Compares the settings under which the backwards of a captured model's calls run with those of
+    their forwards, and warns once of each kind of difference."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._casts = backward_would_cast(captured.module)
+        self._settings = KernelSettings(captured.device or torch.device("cpu"))
+        self._compares = True
+
+    def follow(self, output: Any) -> None:
+        """Look when the backward of the output of a call under autocast begins: AOTAutograd ends
+        autocast before it calls the backward."""
+        if self._casts and any(autocast_state()):
+            for value in differentiable(output).values():
+                value.register_hook(lambda _gradient: self._look_for_casts())  # type: ignore[no-untyped-call]
+
+    def now(self, recomputes: bool) -> tuple[Any, ...]:
+        """Return a forward's settings, for `look`; () if nothing is computed again after it."""
+        return self._settings.read() if recomputes and self._compares else ()
+
+    def look(self, before: tuple[Any, ...]) -> None:
+        """Look as the backward begins of a forward whose settings are given."""
+        self._look_for_casts()
+        if before and (other := self._settings.difference(before)):
+            self._compares = False
+            warn(
+                f"{other}: what the plan computes again in the backward runs by other kernels than "
+                "in the forward, and gradients can differ in their last bits. Call backward() "
+                "under the forward's settings",
+            )
+
+    def _look_for_casts(self) -> None:
+        if self._casts and any(autocast_state()):
+            self._casts = False
+            warn(
+                "backward() was called inside torch.autocast, which casts what the backward "
+                "computes in float32; a planned one computes it in float32, as after the `with`: "
+                "gradients differ in their last bits. Call backward() after it, as torch advises",
+            )
