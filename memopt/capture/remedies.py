@@ -38,6 +38,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "(torch.manual_seed seeds torch's own), or pass what is drawn as an input",
     ),
     (
+        r"as_proxy\(\)[^\0]*NNModuleVariable",
+        "it gives a module to an opaque function (memopt.opaque) or a custom autograd function: "
+        "give it the module's parameters, tensors by themselves",
+    ),
+    (
         r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
         "it draws or seeds random numbers in numpy, which no graph does: draw them in torch "
         "(torch.rand, torch.randint), or pass them as a tensor",
