@@ -352,6 +352,16 @@ def said_of_check(where: str) -> str | None:
     return None
 
 
+def said_of_selection(where: str) -> str | None:
+    """Return the remedy for a selection by values at a library's line; None for others."""
+    if re.search(r"torch_geometric/utils/loop\.py", where):
+        return (
+            "give the convolution add_self_loops=False, and its graph the loops before the call "
+            "(torch_geometric.utils.add_self_loops)"
+        )
+    return None
+
+
 def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
     """Return the remedy where the model's own loss cannot be captured; "" if it has none, or if
     what cannot is inside of sub-modules (the outermost first) that compute no loss."""
