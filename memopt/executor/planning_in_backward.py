@@ -70,13 +70,14 @@ class PlanningInBackward:
         orders = self._orders.get(_without_orders(kind), self._last)
         return replace(call, orders=orders), _with_orders(kind, orders)
 
-    def watch(self, kind: Any, call: Call, module: PlannedModule) -> None:
+    def watch(self, kind: Any, call: Call, module: PlannedModule, whole: bool) -> None:
         """Plan calls of a module for other layouts if gradients arrive so, and for another loss if
-        its own is a guess, or unknown and the plan has no backward for the outputs that it uses."""
+        its own is a guess, or, of a `whole` model, unknown and the plan has no backward for the
+        outputs that it uses. (A part is opened then.)"""
         when_arrives_otherwise(module, partial(self._for_other_order, kind))
         if self._planner.guesses_loss(call):
             when_other_loss(module, partial(self._for_other_loss, kind))
-        elif not self._planner.charges_loss(call):
+        elif whole and not self._planner.charges_loss(call):
             when_other_loss(module, partial(self._for_other_loss, kind, fewer=True), fewer=True)
 
     def _for_other_loss(
