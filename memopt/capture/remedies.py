@@ -38,6 +38,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "(torch.manual_seed seeds torch's own), or pass what is drawn as an input",
     ),
     (
+        r"as_proxy\(\)[^\0]*NNModuleVariable",
+        "it gives a module to an opaque function (memopt.opaque) or a custom autograd function: "
+        "give it the module's parameters, tensors by themselves",
+    ),
+    (
         r"of class `(Generator|RandomState)`|\b(np|numpy)\.random\b",
         "it draws or seeds random numbers in numpy, which no graph does: draw them in torch "
         "(torch.rand, torch.randint), or pass them as a tensor",
@@ -343,6 +348,16 @@ def said_of_check(where: str) -> str | None:
         return (
             "transformers checks its inputs there, and leaves such checks out with "
             'os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"'
+        )
+    return None
+
+
+def said_of_selection(where: str) -> str | None:
+    """Return the remedy for a selection by values at a library's line; None for others."""
+    if re.search(r"torch_geometric/utils/loop\.py", where):
+        return (
+            "give the convolution add_self_loops=False, and its graph the loops before the call "
+            "(torch_geometric.utils.add_self_loops)"
         )
     return None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.remedies import said_of_check, said_remedy, without_labels
+from memopt.capture.remedies import said_of_check, said_of_selection, said_remedy, without_labels
 from memopt.capture.uncaptured import first_line, line_of
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -46,12 +46,15 @@ def _refused_at(
     if node is None and "nonzero" in first:
         node = _selection(traced)
     if node is not None:
+        where = line_of(node)
+        remedy = said_of_selection(where) or (
+            "multiply by a mask or use torch.where instead of selecting by a condition (y[mask], "
+            "nonzero, unique), or make the part around it whose results have the same shapes one "
+            "operator (memopt.opaque)" + without_labels(model, call, _modules_of(node))
+        )
         return node, (
-            f"a shape depends on the values of a tensor{line_of(node)}: {first}. memopt needs the "
-            "same shapes in every step: multiply by a mask or use torch.where instead of selecting "
-            "by a condition (y[mask], nonzero, unique), or make the part around it whose results "
-            "have the same shapes one operator (memopt.opaque)"
-            + without_labels(model, call, _modules_of(node))
+            f"a shape depends on the values of a tensor{where}: {first}. memopt needs the same "
+            f"shapes in every step: {remedy}"
         )
     node = _value_read(traced) if "_local_scalar_dense" in first else None
     if node is not None and _is_given_number(traced):
@@ -62,12 +65,10 @@ def _refused_at(
         )
     if node is not None:
         where = line_of(node)
-        remedy = said_of_check(where)
-        if remedy is None:
-            remedy = (
-                "leave out such a check of values, or write it with tensor operators (torch.where)"
-                + without_labels(model, call, _modules_of(node))
-            )
+        remedy = said_of_check(where) or (
+            "leave out such a check of values, or write it with tensor operators (torch.where)"
+            + without_labels(model, call, _modules_of(node))
+        )
         return node, (
             f"the model reads a number out of a tensor{where}, which no graph can hold: {remedy}"
         )

@@ -42,8 +42,8 @@ PARTIAL = (
     "the others' missing gradients is not in the plan"
 )
 OTHER_LOSS = (
-    "the call lets the model compute its loss (it has `labels`, or `return_loss`), and what is "
-    "trained with is not the `loss` in its output, for which the step was planned"
+    "what a planned call is trained with is not the `loss` in its output, for which a call with "
+    "`labels` (or `return_loss`) is planned, or uses other outputs than so far"
 )
 HALVED = (
     "a second backward of a planned call, after one for its inputs alone (the first half of a "
@@ -73,6 +73,9 @@ REMEDIES = {
 
 Again: TypeAlias = Callable[[Call], nn.Module | None]
 """Returns the module for a call that runs once more in a backward; None: the unplanned one."""
+OtherLoss: TypeAlias = Callable[[Call, frozenset[int], int], nn.Module | None]
+"""(a call, the positions of its output's leaves that have got gradients, the bytes of these) → the
+model under a plan for a loss that uses these leaves; None: none can be made now."""
 OtherOrder: TypeAlias = Callable[[Orders, int], Again | None]
 """Given in which orders gradients arrive, and their bytes, returns what runs a call planned for
 that; None: they are to be copied."""
@@ -112,6 +115,7 @@ class AsOriginal:
         random: random states of the device; None: the call draws no random numbers.
         used: is told why, before the call runs again, and whether it does so under a plan.
         other_order: returns what runs it planned for gradients in other layouts (`OtherOrder`).
+        fewer_outputs: returns what runs it planned for a loss of some outputs (`OtherLoss`).
     """
 
     def __init__(
@@ -123,8 +127,9 @@ class AsOriginal:
         random: RandomStates | None,
         used: Callable[[str, bool], None],
         other_order: OtherOrder | None = None,
+        fewer_outputs: OtherLoss | None = None,
     ) -> None:
-        self._other_order = other_order
+        self._other_order, self._fewer_outputs = other_order, fewer_outputs
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used, self._counted = autocast_state(), used, False
         self._random = random
@@ -160,9 +165,19 @@ class AsOriginal:
         Raises:
             ExecutionError: the forward cannot run again as it ran.
         """
+        if why is PARTIAL:
+            planned = self._for_fewer_outputs(tangents)
         run = self._gradients if self._random is None else self._random.settling(self._gradients)
         found: tuple[Any, ...] = run(tangents, why, planned)
         return found
+
+    def _for_fewer_outputs(self, tangents: Sequence[Any]) -> Again | None:
+        """Return what runs the call planned for a loss that uses those of its outputs alone that
+        have got gradients; None: nothing does."""
+        met, missing = self._fewer_outputs, (i for i, one in enumerate(tangents) if one is None)
+        used = used_leaves(self._captured, frozenset(missing))
+        given_bytes = sum(one.nbytes for one in tangents if one is not None)
+        return (lambda call: met(call, used, given_bytes)) if met and used else None
 
     def in_order(self, orders: Mapping[int, tuple[int, ...]], given: list[Any]) -> Again | None:
         """Return what runs the call planned for gradients that arrive in these orders; None: it

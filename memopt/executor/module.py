@@ -13,14 +13,15 @@ from torch import nn
 from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.calls import Calls, has_own
-from memopt.executor.differentiated import DIFFERENTIATED, AsOriginal, OtherOrder, pattern
-from memopt.executor.guard import Guard
-from memopt.executor.refused_outputs import (
+from memopt.executor.differentiated import (
+    DIFFERENTIATED,
+    AsOriginal,
     OtherLoss,
-    gradients_of_other_loss,
-    refusing_gradients,
-    trained,
+    OtherOrder,
+    pattern,
 )
+from memopt.executor.guard import Guard
+from memopt.executor.refused_outputs import gradients_of_other_loss, refusing_gradients, trained
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.models.budget import format_bytes
@@ -53,6 +54,7 @@ class _Inside:
     twice: set[Any] = field(default_factory=set)
     arrived: Arrived | None = None
     other_loss: OtherLoss | None = None
+    fewer_outputs: OtherLoss | None = None
     other_order: OtherOrder | None = None
     run_again: Callable[[str], None] | None = None
 
@@ -232,7 +234,9 @@ class PlannedModule(nn.Module):
             (own.run_again or calls.take_back)(why)
 
         random = own.runtime.random
-        again = AsOriginal(captured, model, call, guard, random, used, own.other_order)
+        again = AsOriginal(
+            captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
+        )
         run = own.runtime.run(own.program, held, call, again, own.arrived)
         output = _refusing(own, run, call, again)
         if not captured.effects:
@@ -290,10 +294,12 @@ def count_in(planned: PlannedModule, calls: Calls) -> None:
     _inside(planned).calls = calls
 
 
-def when_other_loss(planned: PlannedModule, met: OtherLoss) -> None:
+def when_other_loss(planned: PlannedModule, met: OtherLoss, fewer: bool = False) -> None:
     """Let the module that `met` returns run, or else the unplanned one, in place of the backward of
-    outputs that the plan's loss does not use; else that is an error."""
-    _inside(planned).other_loss = met
+    outputs that the plan's loss does not use, which else is an error; or, for `fewer`, in place of
+    one that begins at some of the outputs and is not in the plan."""
+    own = _inside(planned)
+    own.other_loss, own.fewer_outputs = (None, met) if fewer else (met, None)
 
 
 def when_arrives_otherwise(planned: PlannedModule, met: OtherOrder) -> None:

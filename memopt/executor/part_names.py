@@ -44,7 +44,7 @@ def check_call(module: nn.Module) -> None:
             f"{kind.__name__} has a __call__ of its own, which would run around the plan of the "
             "whole call, or without asking for one: use memopt.plan(model, inputs, budget=...)"
             ".apply(model), which plans what this __call__ does, too, or wrap the sub-module that "
-            "it calls"
+            "it calls, or a module whose forward calls it"
         )
 
 

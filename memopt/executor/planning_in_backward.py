@@ -70,24 +70,35 @@ class PlanningInBackward:
         orders = self._orders.get(_without_orders(kind), self._last)
         return replace(call, orders=orders), _with_orders(kind, orders)
 
-    def watch(self, kind: Any, call: Call, module: PlannedModule) -> None:
+    def watch(self, kind: Any, call: Call, module: PlannedModule, whole: bool) -> None:
         """Plan calls of a module for other layouts if gradients arrive so, and for another loss if
-        its own is a guess."""
+        its own is a guess, or, of a `whole` model, unknown and the plan has no backward for the
+        outputs that it uses. (A part is opened then.)"""
         when_arrives_otherwise(module, partial(self._for_other_order, kind))
         if self._planner.guesses_loss(call):
             when_other_loss(module, partial(self._for_other_loss, kind))
+        elif whole and not self._planner.charges_loss(call):
+            when_other_loss(module, partial(self._for_other_loss, kind, fewer=True), fewer=True)
 
     def _for_other_loss(
-        self, kind: Any, call: Call, used: frozenset[int], gradient_bytes: int
+        self,
+        kind: Any,
+        call: Call,
+        used: frozenset[int],
+        gradient_bytes: int,
+        fewer: bool = False,
     ) -> nn.Module | None:
         """Return the module for a call that was planned for another loss than one that uses these
-        leaves of the output (an `OtherLoss`). Plans are for that loss from now on."""
+        leaves of the output (an `OtherLoss`), or, with `fewer`, for one that uses more of them.
+        Plans are for that loss from now on, unless losses take turns at fewer."""
+        if fewer and self._planner.outputs and not used <= self._planner.outputs:
+            return None
         _LOG.info("the loss uses other outputs than planned: planning for it")
         self._planner.train_with(used)
         self._forget()
         call = replace(self._marked(call), orders=kind[_ORDERS])
         ready = self._plans.of(kind)
-        for made in ready:
+        for made in [] if fewer else ready:
             if has_backward(made.module, used) and accepts(made.module, call):
                 return made.module
         if not self._can_plan(call):

@@ -10,15 +10,10 @@ from torch import nn
 
 from memopt.errors import ExecutionError
 from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
-from memopt.executor.differentiated import AsOriginal
+from memopt.executor.differentiated import AsOriginal, OtherLoss
 from memopt.executor.runtime import Runtime
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
-from memopt.torch_private.modes import keeps_graph
-
-OtherLoss: TypeAlias = Callable[[Call, frozenset[int], int], nn.Module | None]
-"""(a call, the positions of its output's leaves that have got gradients, the bytes of these) → the
-model under a plan for a loss that uses these leaves; None: none can be made now."""
 
 Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 """Returns gradients of a call's operands from those of the leaves of its output, by position."""
@@ -113,8 +108,7 @@ def gradients_of_other_loss(
     """Return the gradients of the tensors `wanted` from those of output leaves, by position, of
     which some have no planned backward: of the call run again as `met` plans it."""
     differentiated = torch.is_grad_enabled()  # and a plan's backward has no derivative
-    if not keeps_graph():
-        runtime.drop(again)
+    runtime.drop(again)
 
     def planned(call: Call) -> nn.Module | None:
         if differentiated:

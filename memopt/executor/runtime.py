@@ -172,8 +172,11 @@ class Runtime:
         self.most_halved = max(self.most_halved, halved)
 
     def drop(self, again: AsOriginal) -> None:
-        """Free what a call has saved for its backward, which is not to run."""
-        for one in [one for one in list(self._states) if one.value.again is again]:
+        """Free what a call has saved for its backward, which is not to run, unless it keeps its
+        graph."""
+        kept = [one for one in list(self._states) if one.value.again is again]
+        for one in [] if keeps_graph() else kept:
+            one.value.saved = []
             self._states.discard(one)
 
     def run(
@@ -303,7 +306,7 @@ class Runtime:
         if (
             state.layouts.orders
             and half is None
-            and (found := self._in_other_order(kept, args[1:]))
+            and (found := self._in_other_order(state, args[1:]))
         ):
             return found
         run = program.backward
@@ -344,22 +347,18 @@ class Runtime:
                 f"{why}, which a planned module of sharded parameters, or inside "
                 f"DistributedDataParallel, cannot do: {REMEDIES[why]}"
             )
+        self.drop(state.again)
         return self._given(state, state.again.gradients(tangents, why))
 
-    def _in_other_order(
-        self, kept: TiedValue[_State], tangents: list[Any]
-    ) -> tuple[Any, ...] | None:
+    def _in_other_order(self, state: _State, tangents: list[Any]) -> tuple[Any, ...] | None:
         """Return the gradients of a call that runs again, planned for the layouts in which its
         outputs' gradients arrived; None: they are copied."""
-        state = kept.value
         again = None if self._sharded or state.handover is not None else state.again
         planned = None if again is None else again.in_order(state.layouts.orders, tangents)
         if again is None or planned is None:
             self._layouts.say(state.layouts)
             return None
-        if not keeps_graph():
-            self._states.discard(kept)
-            state.saved = []
+        self.drop(again)
         given = self._layouts.as_arrived(state.layouts, tangents)
         return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
 

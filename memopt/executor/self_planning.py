@@ -353,7 +353,7 @@ class SelfPlanning:
         captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone:
-            self._backward.watch(kind, call, made.module)
+            self._backward.watch(kind, call, made.module, whole=not self._in_parts)
 
     def _made(
         self,

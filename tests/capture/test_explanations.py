@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +133,28 @@ def test_checks_that_transformers_leaves_out(monkeypatch: pytest.MonkeyPatch) ->
     assert "labels" not in str(refused.value)
     monkeypatch.setenv(name, "1")
     capture(model, call)
+
+
+class Convolves(nn.Linear):
+    """A graph convolution that leaves out the graph's own self-loops, as torch_geometric's do."""
+
+    def __init__(self, without_loops: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(3, 3)
+        self.without_loops = without_loops
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = self.without_loops(edges)
+        return torch.zeros_like(x).index_add(0, target, super().forward(x)[source])
+
+
+def test_graphs_get_their_self_loops_before_the_call(tmp_path: Path) -> None:
+    """Neither a mask nor memopt.opaque can be put into the library's code."""
+    path = tmp_path / "torch_geometric" / "utils" / "loop.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def remove(edges):\n    return edges[:, edges[0] != edges[1]]\n")
+    library: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), library)
+    call = to_call((torch.ones(4, 3), torch.tensor([[0, 1, 2], [1, 1, 3]])))
+    with pytest.raises(CaptureError, match=r"add_self_loops=False"):
+        capture(Convolves(library["remove"]), call)
+    capture(Convolves(lambda edges: edges), call)

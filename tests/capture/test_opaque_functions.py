@@ -312,6 +312,30 @@ def test_an_opaque_function_must_be_given_what_it_trains() -> None:
         memopt.plan(model, (x,)).apply(model)(x).backward()
 
 
+class _Giving(nn.Module):
+    """Gives an opaque function its layer, or the layer's parameters."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.layer, self.whole = nn.Linear(4, 4), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        return _called(layer, x) if self.whole else _linear(x, layer.weight, layer.bias)
+
+
+_called = memopt.opaque(lambda layer, x: layer(x))
+_linear = memopt.opaque(lambda x, weight, bias: nn.functional.linear(x, weight, bias))
+
+
+def test_an_opaque_function_takes_no_module_and_the_remedy_works() -> None:
+    with pytest.raises(memopt.CaptureError, match=r"gives a module to an opaque.*parameters"):
+        memopt.plan(_Giving(whole=True), torch.ones(3, 4), progress=False)
+    model = _Giving(whole=False)
+    planned = memopt.plan(model, torch.ones(3, 4), progress=False).apply(model)
+    assert torch.equal(planned(torch.ones(3, 4)), model(torch.ones(3, 4)))
+
+
 def test_opaque_takes_functions() -> None:
     with pytest.raises(ValueError, match="takes its parameters as arguments"):
         memopt.opaque(nn.Linear(2, 2))

@@ -99,6 +99,57 @@ def test_a_loss_is_asked_for_without_labels() -> None:
     assert (model.calls.planned, model.calls.original) == (2, 0)
 
 
+class Pooled(nn.Module):
+    """An encoder whose pooled output's gradient is laid out as that of its hidden states is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8))
+        self.pool = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.layers(x)
+        return {"hidden": hidden, "pooled": self.pool(hidden.transpose(0, 1)).tanh()}
+
+
+def of_pooled(output: Any) -> Tensor:
+    return output["pooled"].float().square().mean()
+
+
+def pooled_steps(number: int, losses: list[Callable[[Any], Tensor]]) -> tuple[nn.Module, list[str]]:
+    """A model that is trained, wrapped and as it is, with these losses by turns, with the same
+    bits; what memopt warned of."""
+    model = Pooled()
+    reference = copy.deepcopy(model)
+    memopt.wrap(model, "min", "rotor", progress=False)
+    batches = [{"x": torch.randn(4, 6, 8)} for _ in range(number)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step, one in enumerate(batches):
+            loss_of = losses[step % len(losses)]
+            got, expected = (steps(each, loss_of, [one]) for each in (model, reference))
+            assert all(map(torch.equal, got, expected))
+    return model, [str(one.message) for one in told]
+
+
+def test_a_loss_of_some_outputs_is_planned_for_from_the_second_step_on() -> None:
+    """Its first step runs unplanned where a profile meters the loss: nothing can be measured."""
+    model, told = pooled_steps(3, [of_pooled])
+    assert sum("begins at some of its outputs only" in one for one in told) == 1
+    assert (model.calls.planned, model.calls.original) == (2, 1)
+
+
+def test_losses_of_some_and_of_all_outputs_take_turns() -> None:
+    """Where a plan for all has no backward for some, no plan is made for these time and again."""
+
+    def of_all(output: Any) -> Tensor:
+        return of_pooled(output) + output["hidden"].float().square().mean()
+
+    model, told = pooled_steps(6, [of_pooled, of_all])
+    assert (model.calls.planned, model.calls.original) == (2, 4)
+    assert any("or uses other outputs than so far" in one for one in told)
+
+
 def test_losses_take_turns() -> None:
     """The third is met while the second is metered, by a profile that no planning could share."""
     model = llama()

@@ -290,6 +290,9 @@ def test_a_call_of_the_models_own_is_refused_and_planned_by_plan(kind: type[nn.L
         memopt.wrap(model, "min")
     planned = memopt.plan(model, x, budget="min", progress=False).apply(model)
     assert torch.equal(planned(x), model(x))
+    around = memopt.wrap(nn.Sequential(model), "min", progress=False)
+    assert torch.equal(around(x), model(x))
+    assert around.calls.planned == 1
 
 
 def test_gradients_that_a_plan_does_not_charge_are_warned_of_once() -> None:
