@@ -82,45 +82,41 @@ def _graph(case: Case, menu: str) -> Graph:
     return with_menu(graph, convolutions(model, images))
 
 
-def _planned(given: Any, case: Case) -> list[Row]:
-    graph = _graph(case, given.menu)
+def _planned(given: Any, case: Case, share: float) -> list[Row]:
+    graph, paper = _graph(case, given.menu), given.menu == "paper"
     runs = Runs(case.family, graph, given.limit, P100)
-    rows = []
-    for share in given.shares:
-        budget = int(share * eager_peak_bytes(graph))
-        programs: dict[Choices, Program] = {}
-        found: dict[Choices, Program] = {}
-        overheads: list[float | None] = []
-        for choice in VARIANTS:
-            # Others' fastest kernels are choices of a convolution, which only the last has, too.
-            known = programs.values() if choice is Choices.ALL else found.values()
-            names = VARIANTS if choice is Choices.ALL else (Choices.NONE,)
-            first = tuple(one for one, name in zip(known, programs, strict=True) if name in names)
-            strategy = Started(exact_only=False, choices=choice, known=first)
-            program = runs.program(strategy, budget)
-            if program is not None:
-                found[choice] = program
-                paper = given.menu != "memopt"
-                programs[choice] = fastest_kernels(graph, program, budget) if paper else program
-            time_s = None if program is None else replay(graph, programs[choice]).time_s
-            overheads.append(over(time_s, runs.base_s))
-        *alone, every = overheads
-        least = min((one for one in alone if one is not None), default=None)
-        best = least is None or (every is not None and every <= least + 1e-9)
-        if given.menu == "paper":
-            time_s = replay(graph, found[Choices.NONE]).time_s if Choices.NONE in found else None
-            overheads.insert(0, over(time_s, runs.base_s))
-        cells = " | ".join(signed(one, none="none") for one in overheads)
-        shown: dict[str, Program] = {}
-        if (case.family, share) == DRAWN:
-            shown = {"PyTorch": store_all(graph)} | {
-                f"MONeT, {choice}": programs[choice]
-                for choice in (Choices.NONE, Choices.ALL)
-                if choice in programs
-            }
-        text = f"{case.family} | {share:.2f} | {cells} | {'yes' if best else 'no'}"
-        rows.append(Row(text, {name: layers(graph, p) for name, p in shown.items()}))
-    return rows
+    budget = int(share * eager_peak_bytes(graph))
+    programs: dict[Choices, Program] = {}
+    found: dict[Choices, Program] = {}
+    overheads: dict[Choices, float | None] = dict.fromkeys(VARIANTS)
+    for choice in VARIANTS:
+        # Others' fastest kernels are choices of a convolution, which only the last has, too.
+        starts = programs if choice is Choices.ALL else found
+        names = VARIANTS if choice is Choices.ALL else (Choices.NONE,)
+        known = tuple(starts[name] for name in names if name in starts)
+        program = runs.program(Started(exact_only=False, choices=choice, known=known), budget)
+        if program is not None:
+            found[choice] = program
+            programs[choice] = fastest_kernels(graph, program, budget) if paper else program
+            overheads[choice] = over(replay(graph, programs[choice]).time_s, runs.base_s)
+    every = overheads[Choices.ALL]
+    alone = [one for choice, one in overheads.items() if choice is not Choices.ALL]
+    least = min((one for one in alone if one is not None), default=None)
+    best = least is None or (every is not None and every <= least + 1e-9)
+    cells = [signed(one, none="none") for one in overheads.values()]
+    if paper:
+        own = found.get(Choices.NONE)
+        time_s = None if own is None else replay(graph, own).time_s
+        cells.insert(0, signed(over(time_s, runs.base_s), none="none"))
+    shown: dict[str, Program] = {}
+    if (case.family, share) == DRAWN:
+        shown = {"PyTorch": store_all(graph)} | {
+            f"MONeT, {choice}": programs[choice]
+            for choice in (Choices.NONE, Choices.ALL)
+            if choice in programs
+        }
+    text = f"{case.family} | {share:.2f} | {' | '.join(cells)} | {'yes' if best else 'no'}"
+    return [Row(text, {name: layers(graph, p) for name, p in shown.items()})]
 
 
 def _blocks(rows: list[Row], given: Any) -> dict[str, str]:
@@ -156,9 +152,12 @@ def pictures(rows: list[Row], given: Any) -> None:
 
 BENCHMARK = Benchmark(
     row=Row,
-    cases={case.family: (case,) for case in CASES},
+    cases=lambda given: {
+        f"{case.family} {share:g}": (case, share) for case in CASES for share in given.shares
+    },
     measure=_planned,
     blocks=_blocks,
     pictures=pictures,
+    selects=("shares",),
     options={"limit": 20.0, "shares": SHARES, "menu": OneOf(("memopt", "paper"))},
 )

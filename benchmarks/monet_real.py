@@ -3,8 +3,8 @@
 MONeT's five models at a feasible batch: profiled here, planned for the least memory whose predicted
 overhead is 10%, run beside eager and beside memopt's step without a budget, step by step in turn.
 Implementations are those that are exact, so that the gradients are eager's bit for bit. Kernels'
-costs are kept in memopt's cache (MEMOPT_CACHE_DIR), plans in out/monet-plans. With --batches the
-costs are estimated, and steps of up to MOST images run once, for their peak.
+costs are kept in memopt's cache (MEMOPT_CACHE_DIR). With --batches the costs are estimated, and
+steps of up to MOST images run once, for their peak.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.monet_runs import CASES, OVERHEAD, Case, Known, Runs, chosen_of
+from benchmarks.monet_runs import CASES, OVERHEAD, Case, Runs, chosen_of
 from benchmarks.runner import Benchmark, Line
 from benchmarks.steps import CPU, Step, clear, peak_of
 from benchmarks.table import MIB, NONE, interleaved, ratio, signed
@@ -30,17 +30,12 @@ from memopt.profiler.estimate import estimate_model
 from memopt.profiler.session import profile_model
 from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
-from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.store_all import StoreAll
 from tests.zoo import get
 
 MOST = 16
 PAIRS = (("memopt", "free"), ("free", "eager"), ("memopt", "eager"))
-
-
-def _run(given: Any, case: Case) -> list[Line]:
-    return [row for batch in given.batches for row in _planned(given, case, batch)]
 
 
 def _planned(given: Any, case: Case, batch: int) -> list[Line]:
@@ -52,24 +47,23 @@ def _planned(given: Any, case: Case, batch: int) -> list[Line]:
     profiled = estimate_model(model, images, device) if device else profile_model(model, images)
     options = MeasureOptions(cache=ProfileCache())
     profiled = with_implementations(profiled, exact_only=True, device=device, options=options)
-    runs = Runs(case.family, profiled.graph, given.limit, device=Device())
+    runs = Runs(case.family, profiled.graph, given.limit, Device(), profiled)
     found = runs.memory_at(Monet(), OVERHEAD)
     if found is None:
         return []
-    program = runs.program(Monet(), found.budget_bytes)
-    assert program is not None
-    plan = _plan(profiled, Known(program))
+    plan = runs.plan(Monet(), found.budget_bytes)
+    assert plan is not None
     if batch > MOST:
         return [_predicted(case.family, model, images, plan)]
     return [measured(case.family, model, images, plan, 0 if batch else given.rounds)]
 
 
-def _plan(profiled: Profiled, strategy: Strategy) -> Plan:
-    return planning.solve(profiled.graph, None, strategy, device=Device(), profiled=profiled)
+def _without_budget(profiled: Profiled) -> Plan:
+    return planning.solve(profiled.graph, None, StoreAll(), device=Device(), profiled=profiled)
 
 
 def _predicted(name: str, model: nn.Module, images: Tensor, plan: Plan) -> Line:
-    free = _plan(plan.profiled, StoreAll())
+    free = _without_budget(plan.profiled)
     kept = 2 * sum(p.nbytes for p in model.parameters())
     over = plan.step_time_s / free.step_time_s - 1
     return Line(
@@ -83,7 +77,7 @@ def _predicted(name: str, model: nn.Module, images: Tensor, plan: Plan) -> Line:
 def measured(name: str, model: nn.Module, images: Tensor, plan: Plan, rounds: int) -> Line:
     """Run a plan of a profiled model beside eager and beside the plan without a budget."""
     assert plan.profiled is not None
-    free = _plan(plan.profiled, StoreAll())
+    free = _without_budget(plan.profiled)
     steps = {
         "eager": _step(model, images),
         "free": _step(free.apply(model), images),
@@ -139,9 +133,14 @@ def _shape(images: Tensor) -> str:
 
 
 BENCHMARK = Benchmark(
-    cases={case.family: (case,) for case in CASES},
-    measure=_run,
+    cases=lambda given: {
+        f"{case.family}{f' {batch}' if batch else ''}": (case, batch)
+        for case in CASES
+        for batch in given.batches
+    },
+    measure=_planned,
     head="model | inputs | eager, MiB | plan: predicted, measured | share | overhead: predicted, "
     "measured | without a budget / eager | plan / eager | gradients | implementations chosen",
     options={"limit": 30.0, "rounds": 9, "batches": (0,)},
+    selects=("batches",),
 )
