@@ -17,7 +17,7 @@ import torch
 from benchmarks.monet_algorithms import PlainConvolution, choices, convolutions, with_menu
 from benchmarks.monet_runs import CASES, P100, Case, Runs, Started, eager_peak_bytes, over
 from benchmarks.pictures import panels
-from benchmarks.runner import Benchmark, OneOf
+from benchmarks.runner import Benchmark, OneOf, crossed
 from benchmarks.table import GIB, MIB, joined, mib, signed, table
 from memopt.models.graph import Graph, Phase
 from memopt.programs.instructions import Compute, LossBoundary, Program
@@ -78,13 +78,13 @@ def _graph(case: Case, menu: str) -> Graph:
     if menu == "memopt":
         return graph
     with torch.device("meta"):
-        model, images = get(case.family).build("paper"), torch.empty(case.batch, 3, *case.pixels)
+        model, images = get(case.name).build("paper"), torch.empty(case.batch, 3, *case.pixels)
     return with_menu(graph, convolutions(model, images))
 
 
 def _planned(given: Any, case: Case, share: float) -> list[Row]:
     graph, paper = _graph(case, given.menu), given.menu == "paper"
-    runs = Runs(case.family, graph, given.limit, P100)
+    runs = Runs(case.name, graph, given.limit, P100)
     budget = int(share * eager_peak_bytes(graph))
     programs: dict[Choices, Program] = {}
     found: dict[Choices, Program] = {}
@@ -109,13 +109,13 @@ def _planned(given: Any, case: Case, share: float) -> list[Row]:
         time_s = None if own is None else replay(graph, own).time_s
         cells.insert(0, signed(over(time_s, runs.base_s), none="none"))
     shown: dict[str, Program] = {}
-    if (case.family, share) == DRAWN:
+    if (case.name, share) == DRAWN:
         shown = {"PyTorch": store_all(graph)} | {
             f"MONeT, {choice}": programs[choice]
             for choice in (Choices.NONE, Choices.ALL)
             if choice in programs
         }
-    text = f"{case.family} | {share:.2f} | {' | '.join(cells)} | {'yes' if best else 'no'}"
+    text = f"{case.name} | {share:.2f} | {' | '.join(cells)} | {'yes' if best else 'no'}"
     return [Row(text, {name: layers(graph, p) for name, p in shown.items()})]
 
 
@@ -152,9 +152,7 @@ def pictures(rows: list[Row], given: Any) -> None:
 
 BENCHMARK = Benchmark(
     row=Row,
-    cases=lambda given: {
-        f"{case.family} {share:g}": (case, share) for case in CASES for share in given.shares
-    },
+    cases=lambda given: crossed(CASES, given.shares),
     measure=_planned,
     blocks=_blocks,
     pictures=pictures,

@@ -47,7 +47,7 @@ class Case:
         cpu_batch, cpu_pixels: at which it really runs here.
     """
 
-    family: str
+    name: str
     batch: int
     pytorch_gib: float
     checkmate_gib: float
@@ -65,11 +65,11 @@ class Case:
 
         def make() -> Graph:
             with torch.device("meta"):
-                model = get(self.family).build("paper").train()
+                model = get(self.name).build("paper").train()
                 images = torch.empty(self.batch, 3, *self.pixels)
             return with_implementations(estimate_model(model, images, P100), device=P100).graph
 
-        return captured(FOLDER / f"{P100.name}-{self.family}-b{self.batch}.json", Graph, make)
+        return captured(FOLDER / f"{P100.name}-{self.name}-b{self.batch}.json", Graph, make)
 
 
 CASES = (

@@ -14,8 +14,8 @@ import torch
 import memopt
 from benchmarks import olla_tables
 from benchmarks.graphs import family_of, updated_graph
-from benchmarks.olla_tables import NAMES, PAPER_NAMES, PAPER_REORDERED, means, of_paper, saved
-from benchmarks.runner import Benchmark
+from benchmarks.olla_tables import PAPER_REORDERED, means, of_paper, saved
+from benchmarks.runner import Benchmark, Cases, crossed
 from benchmarks.steps import CPU, peak_of
 from benchmarks.table import GIB, joined, mib, percent, table
 from memopt.programs.in_place import with_in_place
@@ -109,14 +109,9 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     }
 
 
-def _cases(given: Any) -> dict[str, tuple[str, int, zoo.Size]]:
-    cases: dict[str, tuple[str, int, zoo.Size]] = {
-        f"{name} small": (name, TINY_BATCH, "tiny") for name in NAMES
-    }
-    if given.gib:
-        for name in (*NAMES, *PAPER_NAMES):
-            cases |= {f"{name} b{batch}": (name, batch, "paper") for batch in (1, 32)}
-    return cases
+def _cases(given: Any) -> Cases:
+    large = crossed(olla_tables.MODELS, olla_tables.BATCHES, ("paper",)) if given.gib else {}
+    return {**crossed(olla_tables.NAMES, (TINY_BATCH,), ("tiny",)), **large}
 
 
 BENCHMARK = Benchmark(

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.graphs import updated_graph
 from benchmarks.pictures import panels
-from benchmarks.runner import Benchmark
+from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
 from benchmarks.table import GIB, MIB, joined, mib, percent, table
 from memopt.models.generate import random_graph
@@ -42,6 +42,7 @@ NAMES = (
 """The sixteen model graphs: fourteen families, GPT-2 and BERT with and without dropout."""
 PAPER_NAMES = ("alexnet", "mnasnet", "xlm_r_large", "transformer")
 """Models of the paper that are not among them."""
+MODELS, BATCHES = (*NAMES, *PAPER_NAMES), (1, 32)
 TIME_LIMIT_S = 60.0
 PAPER_REORDERED = {1: 0.225, 32: 0.101}
 PAPER_WITH_ADDRESSES = {1: 0.304, 32: 0.361}
@@ -343,9 +344,7 @@ def _curve(axes: Axes, row: Row, points: list[tuple[float, float]], label: str) 
 BENCHMARK = Benchmark(
     page="docs/results/olla.md",
     row=Row,
-    cases={
-        f"{name} b{batch}": (name, batch) for name in (*NAMES, *PAPER_NAMES) for batch in (1, 32)
-    },
+    cases=crossed(MODELS, BATCHES),
     measure=_planned,
     blocks=_blocks,
     prepare=warm_up,

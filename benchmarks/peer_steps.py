@@ -12,11 +12,10 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.shapes import Contest
-from benchmarks.steps import Step, clear
+from benchmarks.steps import Step, clear, difference, gradients
 
 
 @contextmanager
@@ -99,16 +98,6 @@ def compiled(contest: Contest, budget: float, *, own_random: bool = False) -> St
     return step
 
 
-def offloaded(contest: Contest) -> Step:
-    """`save_on_cpu`: every saved tensor to pinned host memory (meaningful on CUDA only)."""
-
-    def step() -> None:
-        with save_on_cpu(pin_memory=True):
-            contest.step()
-
-    return step
-
-
 def eager_peers(contest: Contest, segments: Sequence[int]) -> dict[str, Step]:
     """Give the peers that run eager kernels, by name."""
     peers: dict[str, Step] = {"checkpoint per block": per_block(contest)}
@@ -117,8 +106,6 @@ def eager_peers(contest: Contest, segments: Sequence[int]) -> dict[str, Step]:
     if contest.sequence is not None:
         for count in segments:
             peers[f"checkpoint_sequential {count}"] = segmented(contest, count)
-    if next(contest.model.parameters()).is_cuda:
-        peers["save_on_cpu"] = offloaded(contest)
     return peers
 
 
@@ -131,9 +118,8 @@ def outcome(contest: Contest, step: Step) -> Outcome:
     state = copy.deepcopy(contest.model.state_dict())
     clear(contest.model)
     step()
-    parameters = contest.model.named_parameters()
     found = {
-        "gradients": {n: p.grad.clone() for n, p in parameters if p.grad is not None},
+        "gradients": gradients(contest.model),
         "buffers": {n: b.clone() for n, b in contest.model.named_buffers()},
     }
     clear(contest.model)
@@ -160,7 +146,7 @@ def rounding(contest: Contest) -> float:
             contest.step()
 
     found = (outcome(contest, step) for step in (perturbed, other_kernels))
-    return max(_worst(expected["gradients"], one["gradients"]) for one in found)
+    return max(difference(expected["gradients"], one["gradients"]) for one in found)
 
 
 def verdict(expected: Outcome, found: Outcome, noise: float = 0.0) -> str:
@@ -174,23 +160,7 @@ def verdict(expected: Outcome, found: Outcome, noise: float = 0.0) -> str:
             wrong.append(f"{name} missing")
             continue
         exact &= all(torch.equal(ours[key], theirs[key]) for key in ours)
-        worst = _worst(ours, theirs)
-        if worst > tolerance:
+        worst = difference(ours, theirs)
+        if not worst <= tolerance:
             wrong.append(f"{name} off by {worst:.2g}")
     return ", ".join(wrong) or ("equal" if exact else "close")
-
-
-def _worst(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    largest = max((float(value.double().abs().max()) for value in expected.values()), default=0.0)
-    return max((_distance(expected[key], found[key], largest) for key in expected), default=0.0)
-
-
-def _distance(expected: Tensor, found: Tensor, largest: float) -> float:
-    """Largest difference, in units of the expected tensor's largest value.
-
-    Gradients that are zero but for rounding (a bias before a batch norm) are measured in units of
-    a thousandth of the largest value of all tensors.
-    """
-    difference = float((expected.double() - found.double()).abs().max())
-    scale = max(float(expected.double().abs().max()), largest / 1000)
-    return difference / scale if scale else difference

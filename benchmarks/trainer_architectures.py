@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.runner import Benchmark, named
-from benchmarks.steps import timed
+from benchmarks.steps import gradients, timed
 from benchmarks.table import joined, table
 from memopt.errors import MemoptError
 from tests.users.architectures import ARCHITECTURES, Architecture, timm
@@ -54,9 +54,8 @@ def trained(architecture: Architecture, model: nn.Module) -> dict[str, Tensor]:
             (loss / batches).backward()
             found[f"the loss of call {calls}"] = loss.detach().clone()
             calls += 1
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                found[f"gradient of {name} in step {step}"] = p.grad.clone()
+        for name, grad in gradients(model).items():
+            found[f"gradient of {name} in step {step}"] = grad
         for name, b in model.named_buffers():
             found[f"buffer {name} in step {step}"] = b.clone()
         optimizer.step()

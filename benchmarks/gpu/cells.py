@@ -7,7 +7,6 @@ every one of them runs as well: what CUDA alone has (limits, snapshots, graphs) 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memopt
 from benchmarks.gpu.offload import limit_that_held, measure, reserved_bytes, total_peak_of
 from benchmarks.gpu.subject import Machine, Row, Subject
-from benchmarks.steps import clear
+from benchmarks.steps import clear, difference
 from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP
@@ -37,18 +36,6 @@ CLOSE = 1e-3
 """Gradients on CUDA, whose kernels add in any order: largest difference over largest gradient, at
 least; ten times what eager's own second run differs by, where that is more."""
 PEAK_ERROR, TIME_ERROR = 0.01, 0.10
-
-
-def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """Give the largest difference of two steps' gradients over the largest gradient; nan: not
-    the same parameters have one."""
-    if expected.keys() != found.keys():
-        return math.nan
-    scales = [max(float(value.abs().max()), 1e-12) for value in expected.values()]
-    return max(
-        float((found[k] - expected[k]).abs().max()) / scale
-        for k, scale in zip(expected, scales, strict=True)
-    )
 
 
 def same_gradients(cell: str, one: Subject, module: nn.Module, machine: Machine, what: str) -> Row:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.steps import clear
+from benchmarks.steps import clear, gradients
 from memopt.pricing.memory import library_bytes
 from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.step.backend import backend_of
@@ -114,6 +114,6 @@ class Subject:
         clear(self.model)
         torch.manual_seed(0)
         self.step(module)()
-        found = {k: p.grad.cpu() for k, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: grad.cpu() for name, grad in gradients(self.model).items()}
         clear(self.model)
         return found
