@@ -21,7 +21,7 @@ from unittest import mock
 
 from benchmarks.joint_tables import AT_ONCE, MODELS, Row, pace, planned
 from benchmarks.runner import Benchmark, crossed
-from benchmarks.table import joined, signed, table
+from benchmarks.table import by, joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.generate import random_graph
@@ -67,12 +67,8 @@ def _compiled(name: str) -> None:
 
 
 def _cells(rows: list[Row]) -> list[dict[str, Row]]:
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        if not row.impossible:
-            key = row.device, row.model, row.share, row.limit_s
-            found.setdefault(key, {})[row.strategy] = row
-    return list(found.values())
+    found = by((row for row in rows if not row.impossible), "device", "model", "share", "limit_s")
+    return [{row.strategy: row for row in some} for some in found.values()]
 
 
 def _beyond(cell: dict[str, Row]) -> float | None:

@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import Benchmark
-from benchmarks.table import joined, table
+from benchmarks.runner import Benchmark, crossed
+from benchmarks.table import by, joined, table
 from tests.distributed.decoders import SUBJECTS
 from tests.distributed.engines import ALL, Cell, cells
 from tests.distributed.processes import results, run
 
 
-def _measured(_given: Any, name: str, ranks: int) -> list[Cell]:
+def _measured(_given: Any, ranks: int, name: str) -> list[Cell]:
     with tempfile.TemporaryDirectory() as folder:
         found = results(run(cells, ranks, Path(folder), name, list(ALL), timeout_s=1800))
     # The rank that differs, or the one with the highest peak.
@@ -29,8 +29,7 @@ def _measured(_given: Any, name: str, ranks: int) -> list[Cell]:
 
 
 def _blocks(rows: list[Cell], _given: Any) -> str:
-    ranks = sorted({row.ranks for row in rows})
-    return joined(*(_on(one, [row for row in rows if row.ranks == one]) for one in ranks))
+    return joined(*(_on(*one) for one in sorted(by(rows, "ranks").items())))
 
 
 def _on(ranks: int, rows: list[Cell]) -> str:
@@ -55,11 +54,7 @@ def _on(ranks: int, rows: list[Cell]) -> str:
 
 BENCHMARK = Benchmark(
     row=Cell,
-    cases={
-        name if ranks == 2 else f"{name}-{ranks}": (name, ranks)
-        for ranks in (2, 4)
-        for name in SUBJECTS
-    },
+    cases=crossed((2, 4), SUBJECTS),
     measure=_measured,
     blocks=_blocks,
 )

@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from benchmarks.graphs import BATCH, step_graph
 from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark, crossed
-from benchmarks.table import NONE, joined, signed, table
+from benchmarks.table import NONE, by, joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
@@ -148,8 +148,8 @@ class Pace:
 
 def _table(rows: list[Row]) -> str:
     lines = []
-    for cell in dict.fromkeys(row.cell for row in rows):
-        of = {row.strategy: row for row in rows if row.cell == cell}
+    for cell, some in by(rows, "cell").items():
+        of = {row.strategy: row for row in some}
         if JOINT not in of:
             continue
         joint = of[JOINT]
@@ -237,8 +237,8 @@ def _blocks(rows: list[Row], _: Any) -> str:
     limits = " or ".join(f"{limit:g}" for limit in sorted({row.limit_s for row in rows}))
     parts = [f"{os.cpu_count()} cores, a limit of {limits} s a plan ([rows](joint_rows.json))."]
     parts += ["\n".join(summary(rows))] if any(row.strategy == JOINT for row in rows) else []
-    for device in dict.fromkeys(row.device for row in rows):
-        parts += [f"## {device}", _table([row for row in rows if row.device == device])]
+    for device, some in by(rows, "device").items():
+        parts += [f"## {device}", _table(some)]
     return joined(*parts)
 
 

@@ -21,7 +21,7 @@ from benchmarks.monet_runs import (
     over,
 )
 from benchmarks.runner import Benchmark, crossed
-from benchmarks.table import gib, joined, percent, signed, table
+from benchmarks.table import by, gib, joined, percent, signed, table
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.rotor_menus import RotorMenus
@@ -138,8 +138,8 @@ def _verdicts(rows: list[Row]) -> str:
 
 
 def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
-    of = {case: [row for row in rows if row.family == case.name] for case in CASES}
-    of = {case: found for case, found in of.items() if found}
+    found = by(rows, "family")
+    of = {case: found[case.name] for case in CASES if case.name in found}
     names = list(rows[0].plans)
     memory = [
         [

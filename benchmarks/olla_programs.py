@@ -15,7 +15,7 @@ from benchmarks.graphs import A100, updated_graph
 from benchmarks.olla_tables import BATCHES, NAMES, means, warm_up
 from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
-from benchmarks.table import joined, percent, table
+from benchmarks.table import by, joined, percent, table
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.passes.order_and_place import order_and_place
@@ -137,7 +137,7 @@ def _within(graph: Graph, program: Program, placed: Program) -> float:
 def _blocks(rows: list[Row], _: Any) -> str:
     gaps = [gap for row in rows for gap in (row.gap, row.ordered_gap)]
     slower = [share for row in rows for share in row.slower if share > 0] or [0.0]
-    by = {one.name: [row for row in rows if row.strategy == one.name] for one in STRATEGIES}
+    found = by(rows, "strategy")
     worst = sorted(rows, key=lambda r: -max(r.gap, r.ordered_gap))[:10]
     return joined(
         f"{len(rows)} plans of {len({row.name for row in rows})} of the sixteen model graphs, "
@@ -146,7 +146,7 @@ def _blocks(rows: list[Row], _: Any) -> str:
             "strategy | plans | computed again | moved | no fragmentation | reordered | largest "
             "gap | peak saved by order: mean | most | placed within the peak | reordered | CPU s a "
             "plan: median | most",
-            [_line(name, some) for name, some in by.items() if some],
+            [_line(one.name, found[one.name]) for one in STRATEGIES if one.name in found],
         ),
         f"Of {len(gaps)} placements {sum(gap == 0 for gap in gaps)} have no fragmentation and "
         f"{sum(gap <= 0.01 for gap in gaps)} are within 1% of the bound; the largest gap is "

@@ -21,7 +21,7 @@ from benchmarks.graphs import updated_graph
 from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
-from benchmarks.table import GIB, MIB, joined, mib, percent, table
+from benchmarks.table import GIB, MIB, by, joined, mib, percent, table
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.passes.order.program_tasks import tasks_of
@@ -222,8 +222,8 @@ def means(lines: Iterable[Iterable[float]]) -> list[str]:
 
 def _averages(rows: list[Row]) -> str:
     lines = []
-    for batch in dict.fromkeys(row.batch for row in rows):
-        for which, some in of_paper([row for row in rows if row.batch == batch]).items():
+    for batch, own in by(rows, "batch").items():
+        for which, some in of_paper(own).items():
             found = means(
                 (
                     saved(r.framework_bytes, r.peak_bytes, r.resident_bytes),

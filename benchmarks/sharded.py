@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 import memopt
 from benchmarks.runner import Benchmark, named
 from benchmarks.shapes import gpt2_of
-from benchmarks.table import joined, mib, ratio, table
+from benchmarks.table import by, joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
 from memopt.pricing.memory import metered
 from tests.distributed.processes import results, run
@@ -191,8 +191,8 @@ def _measured(given: Any, name: str) -> list[Row]:
 
 def _blocks(rows: list[Row], given: Any) -> str:
     parts = []
-    for name in dict.fromkeys(row.model for row in rows):
-        found, text = [row for row in rows if row.model == name], SUBJECTS[name].text
+    for name, found in by(rows, "model").items():
+        text = SUBJECTS[name].text
         lines = [row.text for row in found if not row.refused]
         parts += [
             f"## {text[0].upper()}{text[1:]} on each of {given.ranks} ranks",
