@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import memopt
 from benchmarks.published import measurements
-from benchmarks.published.decoder import Decoder, Style
+from benchmarks.published.decoder import Decoder, Style, sharded
 from benchmarks.published.gpus import DEVICES
 from benchmarks.published.meshes import published_step
 from benchmarks.runner import Benchmark, Line
@@ -73,7 +73,7 @@ def _measured(given: Any, step: Step) -> list[Line]:
         layers = given.layers or shape["layers"]
         with torch.device("meta"):
             model = Decoder(shape, Style(), layers, SEQUENCE, first=True)
-        return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return sharded(model, mesh)
 
     ids = torch.zeros(step.batch, SEQUENCE, dtype=torch.int64, device="meta")
     how = {"mode": "estimate", "device": device, "optimizer": "adamw", "progress": False}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import memopt
 from benchmarks.steps import clear, gradients
 from memopt.pricing.memory import library_bytes
 from memopt.profiler import Loss, MeasureOptions, profile_model
@@ -104,6 +105,16 @@ class Subject:
         how = how if machine.size == "tiny" else MeasureOptions()
         profiled = profile_model(model, inputs, loss=Loss(family.loss), options=how)
         return cls(family, model, inputs, before_bytes, profiled)
+
+    def plan(self, strategy: str = "rotor", budget: Any = None, **how: Any) -> memopt.Plan:
+        """Plan the step as it was profiled."""
+        how |= {"strategy": strategy, "budget": budget, "progress": False}
+        return memopt.plan(self.profiled, **how)
+
+    def above(self, floor: memopt.Plan, share: float) -> int:
+        """Give the budget that is so far from a plan's peak to the unplanned step's."""
+        room = max(0, self.profiled.baseline.peak_bytes - floor.peak_bytes)
+        return floor.peak_bytes + int(share * room)
 
     def step(self, module: nn.Module) -> Callable[[], None]:
         return stepper(self.family, module, self.inputs, torch.enable_grad)

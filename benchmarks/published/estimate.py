@@ -23,6 +23,7 @@ from torch import nn
 import memopt
 from benchmarks.published import measurements, meshes, row_of, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
+from benchmarks.published.decoder import sharded as shard_as_published
 from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
 from benchmarks.published.meshes import DTYPES, expandable, flat_bytes, streams_bytes
 from memopt.api.cluster import on_mesh
@@ -156,8 +157,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         with torch.device("meta"):
             model = Decoder(shape, style, layers, sequence, first).to(dtype)
         if mesh is not None:
-            sums = torch.float32
-            model = memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=sums)
+            model = shard_as_published(model, mesh)
         for path, parameter in model.named_parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             sizes["bytes"] += local.nbytes
