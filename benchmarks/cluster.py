@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import memopt
 from benchmarks.published import measurements
 from benchmarks.published.decoder import Decoder, Style, sharded
-from benchmarks.published.gpus import DEVICES
-from benchmarks.published.meshes import published_step
+from benchmarks.published.meshes import DEVICES, published_step
 from benchmarks.runner import Benchmark, Line
 from benchmarks.steps import timed
 from benchmarks.table import gib

@@ -20,7 +20,7 @@ from torch import nn
 import memopt
 from benchmarks.published import measurements, row_of, tokens
 from benchmarks.published.decoder import Decoder, Style, sharded
-from benchmarks.published.gpus import ALL_DEVICES
+from benchmarks.published.meshes import ALL_DEVICES
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, table
 from memopt.api.cluster import on_mesh

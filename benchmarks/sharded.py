@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import memopt
 from benchmarks.runner import Benchmark, named
@@ -32,6 +31,7 @@ from benchmarks.shapes import gpt2_of
 from benchmarks.table import by, joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
 from memopt.pricing.memory import metered
+from tests.distributed.cases import loss_of, own
 from tests.distributed.processes import results, run
 
 import torchvision  # isort: skip
@@ -113,9 +113,7 @@ class Step:
         self._inputs = subject.inputs()
 
     def __call__(self) -> None:
-        output = self._model(**self._inputs)
-        loss = output.loss if "labels" in self._inputs else output.square().mean()
-        loss.backward()
+        loss_of(self._model(**self._inputs)).backward()
         self._model.zero_grad()
 
     def seconds(self) -> float:
@@ -128,16 +126,13 @@ class Step:
     def peak_bytes(self) -> int:
         """Measure the rank where it is largest: the shards, and what a step allocates."""
         self()
-        own = 0
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            own += local.untyped_storage().nbytes()
+        resident = sum(one.untyped_storage().nbytes() for one in own(self._model))
         found = []
         for _ in range(3):  # threads of the group may free late what a collective used
             torch.distributed.barrier()
             with metered(torch.device("cpu")) as use:
                 self()
-            found.append(slowest(own + use.peak_bytes))
+            found.append(slowest(resident + use.peak_bytes))
         return int(min(found))
 
 
