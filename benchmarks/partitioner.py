@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import memopt
-from benchmarks.peer_steps import compiled
+from benchmarks.peers import compiled
 from benchmarks.runner import Benchmark, Line, crossed
 from benchmarks.shapes import Contest, build
 from benchmarks.steps import CPU, peak_of
