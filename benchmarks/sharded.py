@@ -113,7 +113,8 @@ class Step:
         self._inputs = subject.inputs()
 
     def __call__(self) -> None:
-        loss_of(self._model(**self._inputs)).backward()
+        output = self._model(**self._inputs)  # held, as a loop holds it, to the step's end
+        loss_of(output).backward()
         self._model.zero_grad()
 
     def seconds(self) -> float:
