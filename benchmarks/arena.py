@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import memopt
-from benchmarks.runner import Benchmark, Line, OneOf
+from benchmarks.runner import Benchmark, Line, OneOf, crossed
 from benchmarks.steps import CPU
 from benchmarks.table import interleaved, mib, ratio
 from memopt.api.plan import Plan
@@ -128,7 +128,7 @@ def outside(plan: Plan) -> str:
 
 
 BENCHMARK = Benchmark(
-    cases={f"{name} {kind}": (name, kind) for name in FAMILIES for kind in OPTIMIZERS},
+    cases=crossed(FAMILIES, OPTIMIZERS),
     measure=measured,
     head="model | optimizer | coverage | arena | planned | measured | / planned | liveness | "
     "planned above it | equal | step s | time | outside the arena, of the bytes written",

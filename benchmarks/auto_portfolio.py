@@ -13,48 +13,26 @@ import datetime
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from benchmarks.graphs import step_graph
-from benchmarks.joint_tables import MODELS, budget_of, pace
-from benchmarks.runner import Benchmark
-from benchmarks.table import joined, signed, table
+from benchmarks.joint_tables import AT_ONCE, MODELS, Row, pace, planned
+from benchmarks.runner import Benchmark, crossed
+from benchmarks.table import by, joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
-from memopt.models.bounds import memory_lower_bound
 from memopt.models.generate import random_graph
 from memopt.models.presets import find_device
-from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
 from memopt.solvers import binary_program
-from memopt.strategies import Auto, resolve
+from memopt.strategies import resolve
 
 SINGLES = ("sequential", "rotor", "rotor-menus", "offload-graph", "monet", "joint")
-AUTO, AT_ONCE = "auto", "at once"
+AUTO = "auto"
 DEVICES, SHARES = ("H100", "GH200", "cpu-core"), (0.60, 0.40, 0.25, 0.15)
 GAP = 0.01
-
-
-@dataclass(frozen=True)
-class Row:
-    """One strategy in one cell; None: no plan. Overheads are over the step as it is."""
-
-    device: str
-    model: str
-    share: float
-    operators: int
-    strategy: str
-    overhead: float | None
-    gap: float | None
-    cpu_s: float
-    limit_s: float
-    chosen: str
-    impossible: bool
 
 
 @contextlib.contextmanager
@@ -73,27 +51,12 @@ def cpu_clock(stretch: float = 1.0) -> Iterator[None]:
         yield
 
 
-def _planned(_: Any, device_name: str, model: str, share: float, limit_s: float) -> list[Row]:
-    device = find_device(device_name)
-    graph = step_graph(model, device)
-    base, budget, rows = replay(graph, store_all(graph)), budget_of(graph, share), []
-    impossible = memory_lower_bound(graph) > budget
+def _planned(_: Any, device: str, model: str, share: float, limit_s: float) -> list[Row]:
+    rows: list[Row] = []
     for name in (*SINGLES, AUTO, AT_ONCE):
-        strategy = Auto(at_once=True) if name == AT_ONCE else resolve(name)
-        begin, wall = time.process_time(), time.perf_counter()
-        overhead = gap = None
-        chosen = ""
-        with contextlib.suppress(MemoptError), cpu_clock(pace().stretch):
-            plan = solve(graph, budget, strategy, device=device, time_limit_s=limit_s or None)
-            overhead = round(plan.step_time_s / base.time_s - 1, 6)
-            gap, chosen = round(plan.gap, 6), str(plan.stats.get("chosen", ""))
-        cpu_s = time.process_time() - begin
-        pace().note(cpu_s, time.perf_counter() - wall)
-        many = len(graph.operators)
-        row = (device_name, model, share, many, name, overhead, gap, round(cpu_s, 2))
-        rows.append(Row(*row, limit_s, chosen, impossible))
-        if impossible:
-            break
+        if not any(row.impossible for row in rows):
+            with cpu_clock(pace().stretch):
+                rows.append(planned(device, model, share, name, limit_s))
     return rows
 
 
@@ -104,12 +67,8 @@ def _compiled(name: str) -> None:
 
 
 def _cells(rows: list[Row]) -> list[dict[str, Row]]:
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        if not row.impossible:
-            key = row.device, row.model, row.share, row.limit_s
-            found.setdefault(key, {})[row.strategy] = row
-    return list(found.values())
+    found = by((row for row in rows if not row.impossible), "device", "model", "share", "limit_s")
+    return [{row.strategy: row for row in some} for some in found.values()]
 
 
 def _beyond(cell: dict[str, Row]) -> float | None:
@@ -153,13 +112,7 @@ def _table(rows: list[Row], _: Any) -> str:
 
 BENCHMARK = Benchmark(
     row=Row,
-    cases=lambda given: {
-        f"{device} {model} {share:g} {limit:g}": (device, model, share, limit)
-        for device in given.devices
-        for model in given.models
-        for share in given.shares
-        for limit in given.limits
-    },
+    cases=lambda given: crossed(given.devices, given.models, given.shares, given.limits),
     measure=_planned,
     blocks=_table,
     options={"limits": (5.0,), "models": MODELS, "devices": DEVICES, "shares": SHARES},

@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import memopt
 from benchmarks.published import measurements
-from benchmarks.published.decoder import Decoder, Style
-from benchmarks.published.gpus import DEVICES
-from benchmarks.published.meshes import published_step
+from benchmarks.published.decoder import Decoder, Style, sharded
+from benchmarks.published.meshes import DEVICES, published_step
 from benchmarks.runner import Benchmark, Line
 from benchmarks.steps import timed
 from benchmarks.table import gib
@@ -73,7 +72,7 @@ def _measured(given: Any, step: Step) -> list[Line]:
         layers = given.layers or shape["layers"]
         with torch.device("meta"):
             model = Decoder(shape, Style(), layers, SEQUENCE, first=True)
-        return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return sharded(model, mesh)
 
     ids = torch.zeros(step.batch, SEQUENCE, dtype=torch.int64, device="meta")
     how = {"mode": "estimate", "device": device, "optimizer": "adamw", "progress": False}

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -23,27 +23,28 @@ from matplotlib.axes import Axes
 
 from benchmarks.graphs import BATCH, step_graph
 from benchmarks.pictures import panels
-from benchmarks.runner import Benchmark
-from benchmarks.table import NONE, joined, signed, table
+from benchmarks.runner import Benchmark, crossed
+from benchmarks.table import NONE, by, joined, signed, table
 from memopt.api.planning import solve
 from memopt.errors import MemoptError
 from memopt.models.bounds import memory_lower_bound
-from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
 from memopt.programs.liveness import store_all
-from memopt.programs.replay import replay
+from memopt.programs.replay import Timeline, replay
 from memopt.report.style import GREY
-from memopt.strategies import resolve
+from memopt.strategies import Auto, resolve
 from tests.zoo import FAMILIES
 
 FIRST = ("resnet50", "gpt2+loss", "unet", "vit_b_16", "llama+loss")
 MODELS = (*FIRST, *(f.name for f in FAMILIES if f.name not in FIRST), "bert+loss")
-DEVICES = tuple(find_device(name) for name in ("H100", "GH200", "A100"))
+DEVICES = tuple(find_device(name).name for name in ("H100", "GH200", "A100"))
 SHARES = (0.60, 0.40, 0.25, 0.15)
 SINGLES = ("rotor", "rotor-menus", "offload-graph", "dynprog")
 JOINT = "joint"
 STRATEGIES = (*SINGLES, JOINT)
+AT_ONCE = "at once"
+"""The first plan of `auto`."""
 ROWS = "docs/results/joint_rows.json"
 LEAST_S, MOST_STRETCH = 0.5, 20.0
 """Cells of less CPU time say nothing about the machine's other work; the most it may stretch."""
@@ -71,16 +72,12 @@ class Row:
     limit_s: float
     impossible: bool
     """Whether no plan of any kind can need so little memory; nobody is asked for one then."""
+    chosen: str = ""
+    operators: int = 0
 
     @property
     def cell(self) -> Cell:
         return self.device, self.model, self.share
-
-
-def budget_of(graph: Graph, share: float) -> int:
-    """Give the resident bytes and a share of what store-all needs beyond them."""
-    peak_bytes = replay(graph, store_all(graph)).peak_bytes
-    return graph.resident_bytes + int(share * (peak_bytes - graph.resident_bytes))
 
 
 @cache
@@ -89,24 +86,46 @@ def pace() -> Pace:
     return Pace()
 
 
-def _planned(given: Any, device: Device, model: str, share: float, name: str) -> list[Row]:
-    graph = step_graph(model, device)
-    base, budget = replay(graph, store_all(graph)), budget_of(graph, share)
-    impossible = memory_lower_bound(graph) > budget
-    limit_s = pace().stretch * given.limit
+@lru_cache(maxsize=1)
+def _step(model: str, device: str) -> tuple[Graph, Timeline]:
+    graph = step_graph(model, find_device(device))
+    return graph, replay(graph, store_all(graph))
+
+
+def planned(
+    device: str, model: str, share: float, name: str, limit_s: float, stretch: float = 1.0
+) -> Row:
+    """Plan a model's step by the strategy of that name, within its resident bytes and a share of
+    what store-all needs beyond them.
+
+    Args:
+        limit_s: of planning; 0: none but the strategy's own.
+        stretch: how many times the limit is given.
+    """
+    graph, base = _step(model, device)
+    budget = graph.resident_bytes + int(share * (base.peak_bytes - graph.resident_bytes))
+    impossible, chosen = memory_lower_bound(graph) > budget, ""
+    strategy = Auto(at_once=True) if name == AT_ONCE else resolve(name)
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     figures: tuple[float | None, ...] = (None, None, None)
     if not impossible:
         # No plan within the budget, or the strategy cannot plan this graph.
         with contextlib.suppress(MemoptError):
-            plan = solve(graph, budget, resolve(name), device=device, time_limit_s=limit_s)
+            how = {"device": find_device(device), "time_limit_s": stretch * limit_s or None}
+            plan = solve(graph, budget, strategy, **how)
             time_s, least_s = plan.step_time_s, plan.lower_bound_s
             figures = (time_s / base.time_s - 1, least_s / base.time_s - 1, time_s / least_s - 1)
+            chosen = str(plan.stats.get("chosen", ""))
     rounded = (None if x is None else round(x, DIGITS) for x in figures)
     spent = time.process_time() - cpu_s, time.perf_counter() - wall_s
     pace().note(*spent)
-    took = (round(seconds, 2) for seconds in spent)
-    return [Row(device.name, model, share, name, *rounded, *took, given.limit, impossible)]
+    took, many = (round(seconds, 2) for seconds in spent), len(graph.operators)
+    what = (device, model, share, name)
+    return Row(*what, *rounded, *took, limit_s, impossible, chosen, many)
+
+
+def _planned(given: Any, device: str, model: str, share: float, name: str) -> list[Row]:
+    return [planned(device, model, share, name, given.limit, pace().stretch)]
 
 
 @dataclass
@@ -129,8 +148,8 @@ class Pace:
 
 def _table(rows: list[Row]) -> str:
     lines = []
-    for cell in dict.fromkeys(row.cell for row in rows):
-        of = {row.strategy: row for row in rows if row.cell == cell}
+    for cell, some in by(rows, "cell").items():
+        of = {row.strategy: row for row in some}
         if JOINT not in of:
             continue
         joint = of[JOINT]
@@ -214,13 +233,12 @@ def named(cells: list[Cell]) -> str:
 
 
 def _blocks(rows: list[Row], _: Any) -> str:
-    order = [device.name for device in DEVICES]
-    rows = sorted(rows, key=lambda r: (order.index(r.device), MODELS.index(r.model), -r.share))
+    rows = sorted(rows, key=lambda r: (DEVICES.index(r.device), MODELS.index(r.model), -r.share))
     limits = " or ".join(f"{limit:g}" for limit in sorted({row.limit_s for row in rows}))
     parts = [f"{os.cpu_count()} cores, a limit of {limits} s a plan ([rows](joint_rows.json))."]
     parts += ["\n".join(summary(rows))] if any(row.strategy == JOINT for row in rows) else []
-    for device in dict.fromkeys(row.device for row in rows):
-        parts += [f"## {device}", _table([row for row in rows if row.device == device])]
+    for device, some in by(rows, "device").items():
+        parts += [f"## {device}", _table(some)]
     return joined(*parts)
 
 
@@ -230,7 +248,7 @@ def _curves(rows: list[Row], _: Any) -> None:
     path, how = "docs/strategies/joint-curves.png", {"across": 3, "size": (3.0, 2.9), "dpi": 110}
     with panels(path, len(FIRST), **how) as grid:
         for axes, model in zip(grid, FIRST, strict=True):
-            _panel(axes, [r for r in rows if (r.model, r.device) == (model, DEVICES[0].name)])
+            _panel(axes, [r for r in rows if (r.model, r.device) == (model, DEVICES[0])])
             axes.set_title(model, loc="left", fontsize="medium")
             axes.set_ylabel("step time over store-all's, %" if axes in grid[::3] else "")
 
@@ -255,13 +273,7 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
 BENCHMARK = Benchmark(
     page="docs/results/joint.md",
     row=Row,
-    cases={
-        f"{device.name} {model} {share:g} {name}": (device, model, share, name)
-        for device in DEVICES
-        for model in MODELS
-        for share in SHARES
-        for name in STRATEGIES
-    },
+    cases=crossed(DEVICES, MODELS, SHARES, STRATEGIES),
     measure=_planned,
     blocks=_blocks,
     options={"limit": 20.0},

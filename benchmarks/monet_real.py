@@ -3,8 +3,8 @@
 MONeT's five models at a feasible batch: profiled here, planned for the least memory whose predicted
 overhead is 10%, run beside eager and beside memopt's step without a budget, step by step in turn.
 Implementations are those that are exact, so that the gradients are eager's bit for bit. Kernels'
-costs are kept in memopt's cache (MEMOPT_CACHE_DIR), plans in out/monet-plans. With --batches the
-costs are estimated, and steps of up to MOST images run once, for their peak.
+costs are kept in memopt's cache (MEMOPT_CACHE_DIR). With --batches the costs are estimated, and
+steps of up to MOST images run once, for their peak.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.monet_runs import CASES, OVERHEAD, Case, Known, Runs, chosen_of
-from benchmarks.runner import Benchmark, Line
-from benchmarks.steps import CPU, Step, clear, peak_of
+from benchmarks.monet_runs import CASES, OVERHEAD, Case, Runs, chosen_of
+from benchmarks.runner import Benchmark, Line, crossed
+from benchmarks.steps import CPU, Step, clear, difference, gradients, peak_of
 from benchmarks.table import MIB, NONE, interleaved, ratio, signed
 from memopt.api import planning
 from memopt.api.plan import Plan
@@ -30,46 +30,40 @@ from memopt.profiler.estimate import estimate_model
 from memopt.profiler.session import profile_model
 from memopt.step.backend import backend_of
 from memopt.step.profiled import Profiled
-from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from memopt.strategies.store_all import StoreAll
 from tests.zoo import get
 
-MOST = 16
+MOST, WAYS = 16, ("eager", "memopt")
 PAIRS = (("memopt", "free"), ("free", "eager"), ("memopt", "eager"))
-
-
-def _run(given: Any, case: Case) -> list[Line]:
-    return [row for batch in given.batches for row in _planned(given, case, batch)]
 
 
 def _planned(given: Any, case: Case, batch: int) -> list[Line]:
     """Profile, plan for 10%, and measure beside eager; no row: every plan takes more."""
     torch.manual_seed(0)
-    model = get(case.family).build("paper").train()
+    model = get(case.name).build("paper").train()
     images = torch.randn(batch or case.cpu_batch, 3, *case.cpu_pixels)
     device = find_device("cpu-core") if batch else None
     profiled = estimate_model(model, images, device) if device else profile_model(model, images)
     options = MeasureOptions(cache=ProfileCache())
     profiled = with_implementations(profiled, exact_only=True, device=device, options=options)
-    runs = Runs(case.family, profiled.graph, given.limit, device=Device())
+    runs = Runs(case.name, profiled.graph, given.limit, Device(), profiled)
     found = runs.memory_at(Monet(), OVERHEAD)
     if found is None:
         return []
-    program = runs.program(Monet(), found.budget_bytes)
-    assert program is not None
-    plan = _plan(profiled, Known(program))
+    plan = runs.plan(Monet(), found.budget_bytes)
+    assert plan is not None
     if batch > MOST:
-        return [_predicted(case.family, model, images, plan)]
-    return [measured(case.family, model, images, plan, 0 if batch else given.rounds)]
+        return [_predicted(case.name, model, images, plan)]
+    return [measured(case.name, model, images, plan, 0 if batch else given.rounds)]
 
 
-def _plan(profiled: Profiled, strategy: Strategy) -> Plan:
-    return planning.solve(profiled.graph, None, strategy, device=Device(), profiled=profiled)
+def _without_budget(profiled: Profiled) -> Plan:
+    return planning.solve(profiled.graph, None, StoreAll(), device=Device(), profiled=profiled)
 
 
 def _predicted(name: str, model: nn.Module, images: Tensor, plan: Plan) -> Line:
-    free = _plan(plan.profiled, StoreAll())
+    free = _without_budget(plan.profiled)
     kept = 2 * sum(p.nbytes for p in model.parameters())
     over = plan.step_time_s / free.step_time_s - 1
     return Line(
@@ -83,17 +77,18 @@ def _predicted(name: str, model: nn.Module, images: Tensor, plan: Plan) -> Line:
 def measured(name: str, model: nn.Module, images: Tensor, plan: Plan, rounds: int) -> Line:
     """Run a plan of a profiled model beside eager and beside the plan without a budget."""
     assert plan.profiled is not None
-    free = _plan(plan.profiled, StoreAll())
+    free = _without_budget(plan.profiled)
     steps = {
         "eager": _step(model, images),
         "free": _step(free.apply(model), images),
         "memopt": _step(plan.apply(model), images),
     }
-    difference, peaks = _difference(model, {way: steps[way] for way in ("eager", "memopt")})
+    firsts = [_first(model, steps[way]) for way in WAYS]
+    differs, peaks = difference(*(found for found, _ in firsts)), [peak for _, peak in firsts]
     resident = plan.resident_bytes - backend_of("cpu").step_scalars_bytes
     over: list[float | None] = [None] * len(PAIRS)
     if rounds:
-        peaks = [peak_of(model, steps[way], CPU) for way in ("eager", "memopt")]
+        peaks = [peak_of(model, steps[way], CPU) for way in WAYS]
         times = interleaved(model, steps, rounds, CPU)
         over = [ratio(times, *pair) - 1 for pair in PAIRS]
     eager, peak = (resident + size for size in peaks)
@@ -102,7 +97,7 @@ def measured(name: str, model: nn.Module, images: Tensor, plan: Plan, rounds: in
         f"{name} | {_shape(images)} | {eager / MIB:.0f} | {plan.peak_bytes / MIB:.0f}, "
         f"{peak / MIB:.0f} | {peak / eager:.2f} | {plan.step_time_s / free.step_time_s - 1:+.1%}, "
         f"{' | '.join(map(signed, over))} | "
-        f"{f'off by {difference:.1e}' if difference else 'bit for bit'} | "
+        f"{f'off by {differs:.1e}' if differs else 'bit for bit'} | "
         f"{', '.join(f'{n}× {name}' for name, n in chosen.items()) or 'none'}"
     )
 
@@ -115,23 +110,14 @@ def _step(module: nn.Module, images: Tensor) -> Step:
     return step
 
 
-def _difference(model: nn.Module, steps: dict[str, Step]) -> tuple[float, list[int]]:
-    """Give the largest difference of two ways' gradients, over the gradient's largest (0: bit for
-    bit), and the peaks of these first steps, in bytes above what is live before them."""
-    found: list[list[Tensor]] = []
-    peaks = []
-    for step in steps.values():
-        clear(model)
-        with metered(CPU) as use:
-            step()
-        peaks.append(use.peak_bytes)
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+def _first(model: nn.Module, step: Step) -> tuple[dict[str, Tensor], int]:
+    """Give the gradients of a way's first step, and its peak in bytes above what is live before."""
     clear(model)
-    worst = 0.0
-    for a, b in zip(*found, strict=True):
-        if not torch.equal(a, b):
-            worst = max(worst, float((a - b).abs().max() / a.abs().max()))
-    return worst, peaks
+    with metered(CPU) as use:
+        step()
+    found = gradients(model)
+    clear(model)
+    return found, use.peak_bytes
 
 
 def _shape(images: Tensor) -> str:
@@ -139,9 +125,10 @@ def _shape(images: Tensor) -> str:
 
 
 BENCHMARK = Benchmark(
-    cases={case.family: (case,) for case in CASES},
-    measure=_run,
+    cases=lambda given: crossed(CASES, given.batches),
+    measure=_planned,
     head="model | inputs | eager, MiB | plan: predicted, measured | share | overhead: predicted, "
     "measured | without a budget / eager | plan / eager | gradients | implementations chosen",
     options={"limit": 30.0, "rounds": 9, "batches": (0,)},
+    selects=("batches",),
 )

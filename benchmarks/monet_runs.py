@@ -1,40 +1,35 @@
-"""What MONeT's benchmarks share: the paper's five cases, their graphs, plans kept on disk."""
+"""What MONeT's benchmarks share: the paper's five cases, their graphs, plans made once."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 
 from benchmarks.graphs import FOLDER
-from benchmarks.steps import timed
-from benchmarks.table import Kept, captured, signed
+from benchmarks.table import captured, signed
 from memopt.api import planning
+from memopt.api.plan import Plan
 from memopt.errors import MemoptError
 from memopt.kernels import with_implementations
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.presets import find_device
-from memopt.models.status import Status
 from memopt.profiler.estimate import estimate_model
 from memopt.programs.instructions import Compute, Program
 from memopt.programs.liveness import computes, store_all, with_frees
 from memopt.programs.replay import replay
-from memopt.programs.serialize import dumps, loads
-from memopt.programs.solution import Solution
 from memopt.reductions.linearize import linearize
 from memopt.solvers.running import Deadline
-from memopt.strategies.base import CostModel, Strategy
+from memopt.step.profiled import Profiled
+from memopt.strategies.base import Strategy
 from memopt.strategies.monet.strategy import Monet
 from tests.zoo import get
 
-PLANS = Path("out/monet-plans")
 P100 = find_device("P100")
 OVERHEAD = 0.1
 """Of the paper's Table 1."""
@@ -52,7 +47,7 @@ class Case:
         cpu_batch, cpu_pixels: at which it really runs here.
     """
 
-    family: str
+    name: str
     batch: int
     pytorch_gib: float
     checkmate_gib: float
@@ -70,11 +65,11 @@ class Case:
 
         def make() -> Graph:
             with torch.device("meta"):
-                model = get(self.family).build("paper").train()
+                model = get(self.name).build("paper").train()
                 images = torch.empty(self.batch, 3, *self.pixels)
             return with_implementations(estimate_model(model, images, P100), device=P100).graph
 
-        return captured(FOLDER / f"{P100.name}-{self.family}-b{self.batch}.json", Graph, make)
+        return captured(FOLDER / f"{P100.name}-{self.name}-b{self.batch}.json", Graph, make)
 
 
 CASES = (
@@ -120,25 +115,6 @@ class Started(Monet):
         return min(fitting, key=lambda one: one[0], default=(0.0, None))[1], smallest
 
 
-@dataclass(frozen=True)
-class Known(Strategy):
-    """One program of a graph, to be made a plan again."""
-
-    program: Program = field(repr=False)
-
-    name: ClassVar[str] = "known"
-    needs: ClassVar[str] = "graph"
-
-    def solve(self, cost_model: CostModel, budget_bytes: int | None, **_: Any) -> Solution:
-        timeline = replay(self.taken(cost_model, Graph), self.program)
-        return Solution(
-            Status.FEASIBLE,
-            program=self.program,
-            peak_bytes=timeline.peak_bytes,
-            time_s=timeline.time_s,
-        )
-
-
 def chosen_of(graph: Graph, program: Program | None) -> dict[str, int]:
     """Count how often a program runs which implementation, by "operator name"."""
     names = Counter(
@@ -173,60 +149,61 @@ def over(time_s: float | None, base_s: float) -> float | None:
 
 
 class Runs:
-    """Plans of one graph, kept on disk, so that a stopped benchmark goes on where it was."""
+    """Plans of one graph, each made once."""
 
-    def __init__(self, name: str, graph: Graph, time_limit_s: float, device: Device) -> None:
-        self.name, self.graph, self.device = name, graph, device
-        self.time_limit_s = time_limit_s
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        time_limit_s: float,
+        device: Device,
+        profiled: Profiled | None = None,
+    ) -> None:
+        self.name, self.graph = name, graph
+        self._how = {"time_limit_s": time_limit_s, "device": device, "profiled": profiled}
         base = replay(graph, store_all(graph))
         self.base_s, self.base_bytes = base.time_s, base.peak_bytes
         operators = [replace(operator, implementations=()) for operator in graph.operators]
         self._plain = replace(graph, operators=operators)
         self._view = cache(lambda: linearize(self._plain))
-        mark = hashlib.sha256(dumps(graph)).hexdigest()[:12]
-        path = PLANS / f"{name}-{mark}-{time_limit_s:g}s.json"
-        self._kept = Kept(path, Record, {"graph": mark, "time_limit_s": time_limit_s})
+        self._made: dict[tuple[str, int], tuple[Record, Plan | None]] = {}
 
     def solve(self, strategy: Strategy, budget_bytes: int) -> Record:
         """Plan within a budget; strategies without choices get the plain graph."""
-        key = f"{strategy!r} {budget_bytes}"
-        if key in self._kept.rows:
-            return self._kept.rows[key][0]
-        (record, program), wall_s, _ = timed(lambda: self._solved(strategy, budget_bytes))
-        record = replace(record, planning_s=wall_s)
-        if program is not None:
-            PLANS.mkdir(parents=True, exist_ok=True)
-            self._program_path(key).write_bytes(dumps(program))
-        self._kept.add(key, [record])
-        share = f"{budget_bytes / self.base_bytes:.3f}"
-        took = f"{self.overhead(record)}, {record.planning_s:.1f} s"
-        print(f"{self.name} {strategy.name} {share}: {took}", file=sys.stderr, flush=True)
-        return record
+        key = repr(strategy), budget_bytes
+        if key not in self._made:
+            self._made[key] = record, _ = self._solved(strategy, budget_bytes)
+            share = f"{budget_bytes / self.base_bytes:.3f}"
+            took = f"{self.overhead(record)}, {record.planning_s:.1f} s"
+            print(f"{self.name} {strategy.name} {share}: {took}", file=sys.stderr, flush=True)
+        return self._made[key][0]
+
+    def plan(self, strategy: Strategy, budget_bytes: int) -> Plan | None:
+        """Give a strategy's plan within a budget; None where there is none."""
+        self.solve(strategy, budget_bytes)
+        return self._made[repr(strategy), budget_bytes][1]
 
     def program(self, strategy: Strategy, budget_bytes: int) -> Program | None:
-        """Read the program of a strategy's plan within a budget; None where there is no plan."""
-        if self.solve(strategy, budget_bytes).time_s is None:
-            return None
-        found = loads(self._program_path(f"{strategy!r} {budget_bytes}").read_bytes())
-        assert isinstance(found, Program)
-        return found
+        """Give the program of that plan."""
+        plan = self.plan(strategy, budget_bytes)
+        return None if plan is None else plan.program
 
-    def _program_path(self, key: str) -> Path:
-        name = hashlib.sha256(key.encode()).hexdigest()[:12]
-        return self._kept.path.with_name(f"{self._kept.path.stem}-{name}.json")
-
-    def _solved(self, strategy: Strategy, budget_bytes: int) -> tuple[Record, Program | None]:
-        graph = self.graph if strategy.features.implementations else self._plain
-        how: dict[str, Any] = {"device": self.device, "time_limit_s": self.time_limit_s}
+    def _solved(self, strategy: Strategy, budget_bytes: int) -> tuple[Record, Plan | None]:
+        graph, how = self.graph, self._how
+        if not strategy.features.implementations:
+            graph = self._plain
         if strategy.needs == "chain":
-            how["view"] = self._view() if graph is self._plain else linearize(graph)
+            how = {**how, "view": self._view() if graph is self._plain else linearize(graph)}
+        begin = time.perf_counter()
         try:
             plan = planning.solve(graph, budget_bytes, strategy, **how)
         except MemoptError as error:
-            return Record(budget_bytes, type(error).__name__, None, None, None, 0.0, ""), None
+            spent_s = time.perf_counter() - begin
+            return Record(budget_bytes, type(error).__name__, None, None, None, spent_s, ""), None
+        spent_s = time.perf_counter() - begin
         chosen = ", ".join(f"{n}× {name}" for name, n in chosen_of(graph, plan.program).items())
         figures = (plan.peak_bytes, plan.step_time_s, plan.lower_bound_s)
-        return Record(budget_bytes, str(plan.status), *figures, 0.0, chosen), plan.program
+        return Record(budget_bytes, str(plan.status), *figures, spent_s, chosen), plan
 
     def overhead(self, record: Record) -> str:
         return signed(over(record.time_s, self.base_s), none="none")

@@ -20,8 +20,8 @@ from benchmarks.monet_runs import (
     eager_peak_bytes,
     over,
 )
-from benchmarks.runner import Benchmark
-from benchmarks.table import gib, joined, percent, signed, table
+from benchmarks.runner import Benchmark, crossed
+from benchmarks.table import by, gib, joined, percent, signed, table
 from memopt.strategies.base import Strategy
 from memopt.strategies.monet.checkmate_strategies import Checkmate
 from memopt.strategies.monet.rotor_menus import RotorMenus
@@ -63,14 +63,14 @@ class Row:
 
 def _planned(given: Any, case: Case) -> list[Row]:
     graph = case.graph()
-    runs = Runs(case.family, graph, given.limit, P100)
+    runs = Runs(case.name, graph, given.limit, P100)
     eager_bytes = eager_peak_bytes(graph)
     shares = sorted((case.paper_share, *SHARES))
     rows: list[Row] = []
     less: tuple[Strategy, int] | None = None
     for share in shares:
         budget = int(share * eager_bytes)
-        row = Row(case.family, share, eager_bytes, runs.base_s, {})
+        row = Row(case.name, share, eager_bytes, runs.base_s, {})
         for name, strategy in STRATEGIES.items():
             if name not in given.ways:
                 continue
@@ -138,12 +138,12 @@ def _verdicts(rows: list[Row]) -> str:
 
 
 def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
-    of = {case: [row for row in rows if row.family == case.family] for case in CASES}
-    of = {case: found for case, found in of.items() if found}
+    found = by(rows, "family")
+    of = {case: found[case.name] for case in CASES if case.name in found}
     names = list(rows[0].plans)
     memory = [
         [
-            case.family,
+            case.name,
             str(case.batch),
             f"{case.pytorch_gib} / {gib(found[0].eager_bytes)}",
             f"{case.checkmate_gib / case.pytorch_gib:.2f}",
@@ -179,7 +179,7 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
 
 BENCHMARK = Benchmark(
     row=Row,
-    cases={case.family: (case,) for case in CASES},
+    cases=crossed(CASES),
     measure=_planned,
     blocks=_blocks,
     options={"limit": 60.0, "ways": tuple(STRATEGIES)},

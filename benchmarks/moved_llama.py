@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from benchmarks.runner import Benchmark, Line
 from benchmarks.shapes import llama
@@ -24,19 +23,19 @@ from benchmarks.steps import timed
 from memopt.api.ladder import ladder
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
-from memopt.models.device import Device, in_blocks
-from memopt.models.graph import Graph, Implementation, Operator, Phase
+from memopt.models.device import Device
+from memopt.models.graph import Graph, Implementation, Phase, TensorKind
 from memopt.models.options import StepOptions
 from memopt.models.presets import GH200, H100
 from memopt.profiler.estimate import estimate_model
+from memopt.profiler.variants import whole_step as with_updates
 from memopt.programs.moved import carried_over
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.report.ladder import busy_shares
 from memopt.step.host_updates import ON_HOST, with_choices
 from memopt.step.loss import Loss
-from memopt.step.movable import movable_graph
-from memopt.step.profiled import Profiled
+from memopt.step.optimizer_state import OptimizerState
 from memopt.strategies.joint.strategy import Joint
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import without_host_updates
@@ -50,28 +49,11 @@ LENGTH = 2048
 ALONE, SHARDED = ("8b", "70b"), {"70b": 8, "405b": 64}
 
 
-def whole_step(profiled: Profiled, device: Device) -> Graph:
-    """Give the estimated step with an update of every parameter, its state movable."""
-    graph, lowering = profiled.graph, profiled.lowering
-    operators, states, parameters = list(graph.operators), dict[str, int](), list[int]()
-    results: set[int] = set()
-    rate = device.memory_bytes_per_s * device.memory_fraction
-    pairs = zip(profiled.captured.primals, profiled.captured.gradients, strict=True)
-    for primal, gradient in pairs:
-        if primal.kind != "parameter" or not isinstance(gradient, Node):
-            continue
-        tensor, made = lowering.storages[primal.node][0], lowering.storages[gradient][0]
-        size, elements = graph.tensors[tensor].size_bytes, primal.node.meta["val"].numel()
-        states[primal.name] = in_blocks(STATE_BYTES * elements, device.block_bytes)
-        moved_bytes = 3 * size + 2 * states[primal.name]
-        time_s = moved_bytes / rate + device.launch_latency_s
-        how = {"phase": Phase.UPDATE, "recomputable": False}
-        operators.append(Operator(f"update.{primal.name}", (made, tensor), (), time_s, **how))
-        results.add(made)
-        parameters.append(tensor)
-    gradients = tuple(t for t in graph.gradients if t not in results)
-    step = replace(graph, operators=tuple(operators), gradients=gradients)
-    graph = movable_graph(step, tuple(sorted(parameters)), states, charged=False)
+def whole_step(graph: Graph, device: Device) -> Graph:
+    """Give an estimated step updates of its parameters, which the host can run, too."""
+    parameters = [t for t in graph.tensors if t.kind is TensorKind.PARAMETER]
+    state_bytes = STATE_BYTES * sum(t.size_bytes for t in parameters) // torch.bfloat16.itemsize
+    graph = with_updates(graph, OptimizerState("adamw-fp32", state_bytes), device)
     return with_choices(graph, _on_host(graph, device))
 
 
@@ -120,7 +102,7 @@ def _planned(given: Any, name: str, device: Device, ranks: int = 1) -> list[Line
         return _sharded(given, name, device, ranks)
     model, inputs = _model(given, name)
     profiled = estimate_model(model, inputs, device, loss=Loss(lambda output: output.loss))
-    graph = whole_step(profiled, device)
+    graph = whole_step(profiled.graph, device)
     steps = (replace(graph, repeated=repeated) for repeated in (False, True))
     return [row(name, step, device, given.limit) for step in steps]
 

@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.graphs import updated_graph
-from benchmarks.olla_tables import NAMES, PAPER_NAMES, warm_up
-from benchmarks.runner import Benchmark
+from benchmarks.olla_tables import BATCHES, MODELS, warm_up
+from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
-from benchmarks.table import joined, mib, percent, table
+from benchmarks.table import by, joined, mib, percent, table
 from memopt.passes.cp_sat import CpSat
 from memopt.passes.order.ordering import Ordering, order_tasks
 from memopt.passes.order.program_tasks import tasks_of
@@ -142,15 +142,14 @@ def _orders(rows: list[Row]) -> str:
 
 
 def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
-    kinds = {kind: [r for r in rows if r.kind == kind] for kind in ("order", "random", "joint")}
-    sizes = dict.fromkeys(row.name for row in kinds["random"])
+    kinds: dict[str, list[Row]] = {kind: [] for kind in WAYS} | by(rows, "kind")
     return {
         "order": _orders(kinds["order"]) if kinds["order"] else "",
         "random": table(
             "tasks | search: proved | mean gap | CPU s | CP-SAT alone: proved | mean gap | CPU s | "
             "one after the other: proved | mean gap | CPU s | CP-SAT alone is better | the search "
             "is better",
-            [_random_line(x, [r for r in kinds["random"] if r.name == x]) for x in sizes],
+            [_random_line(*one) for one in by(kinds["random"], "name").items()],
         ),
         "joint": table(
             "step | operators | rows of eq. 6 | one after the other: MiB | bound | CPU s | "
@@ -160,18 +159,15 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     }
 
 
+WAYS = {"order": _step, "random": _random, "joint": _joint}
 BENCHMARK = Benchmark(
     row=Row,
     cases={
-        **{
-            f"{name} b{batch}": (_step, name, batch)
-            for name in (*NAMES, *PAPER_NAMES)
-            for batch in (1, 32)
-        },
-        **{f"joint {name} b{batch}": (_joint, name, batch) for name in SMALL for batch in (1, 32)},
-        **{f"random {size}": (_random, size) for size in SIZES},
+        **crossed(("order",), MODELS, BATCHES),
+        **crossed(("joint",), SMALL, BATCHES),
+        **crossed(("random",), SIZES),
     },
-    measure=lambda given, way, *what: way(given, *what),
+    measure=lambda given, way, *what: WAYS[way](given, *what),
     blocks=_blocks,
     options={"effort": 5.0},
     prepare=warm_up,

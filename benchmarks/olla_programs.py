@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.graphs import A100, updated_graph
-from benchmarks.olla_tables import NAMES, means, warm_up
-from benchmarks.runner import Benchmark
+from benchmarks.olla_tables import BATCHES, NAMES, means, warm_up
+from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
-from benchmarks.table import joined, percent, table
+from benchmarks.table import by, joined, percent, table
 from memopt.models.budget import Budget
 from memopt.models.graph import Graph
 from memopt.passes.order_and_place import order_and_place
@@ -32,20 +32,17 @@ from memopt.strategies.offload.graph import OffloadGraph
 from memopt.strategies.offload.yardsticks import Vdnn
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, Sequential
 
-STRATEGIES: dict[str, Strategy] = {
-    one.name: one
-    for one in (
-        Rotor(exact_stages=0),
-        Revolve(exact_stages=0),
-        Sequential(),
-        DynProg(),
-        Greedy(),
-        Vdnn(),
-        AutoSwap(),
-        OffloadGraph(moves=0, chain=False),
-        RotorFree(exact_stages=0),
-    )
-}
+STRATEGIES: tuple[Strategy, ...] = (
+    Rotor(exact_stages=0),
+    Revolve(exact_stages=0),
+    Sequential(),
+    DynProg(),
+    Greedy(),
+    Vdnn(),
+    AutoSwap(),
+    OffloadGraph(moves=0, chain=False),
+    RotorFree(exact_stages=0),
+)
 """Not solved exactly: what matters here is their programs."""
 SHARES = (0.0, 0.25, 0.5, 0.75)
 
@@ -140,7 +137,7 @@ def _within(graph: Graph, program: Program, placed: Program) -> float:
 def _blocks(rows: list[Row], _: Any) -> str:
     gaps = [gap for row in rows for gap in (row.gap, row.ordered_gap)]
     slower = [share for row in rows for share in row.slower if share > 0] or [0.0]
-    by = {name: [row for row in rows if row.strategy == name] for name in STRATEGIES}
+    found = by(rows, "strategy")
     worst = sorted(rows, key=lambda r: -max(r.gap, r.ordered_gap))[:10]
     return joined(
         f"{len(rows)} plans of {len({row.name for row in rows})} of the sixteen model graphs, "
@@ -149,7 +146,7 @@ def _blocks(rows: list[Row], _: Any) -> str:
             "strategy | plans | computed again | moved | no fragmentation | reordered | largest "
             "gap | peak saved by order: mean | most | placed within the peak | reordered | CPU s a "
             "plan: median | most",
-            [_line(name, some) for name, some in by.items() if some],
+            [_line(one.name, found[one.name]) for one in STRATEGIES if one.name in found],
         ),
         f"Of {len(gaps)} placements {sum(gap == 0 for gap in gaps)} have no fragmentation and "
         f"{sum(gap <= 0.01 for gap in gaps)} are within 1% of the bound; the largest gap is "
@@ -185,12 +182,7 @@ def _line(strategy: str, some: list[Row]) -> str:
 
 BENCHMARK = Benchmark(
     row=Row,
-    cases={
-        f"{strategy.name} {name} b{batch}": (name, batch, strategy)
-        for name in NAMES
-        for batch in (1, 32)
-        for strategy in STRATEGIES.values()
-    },
+    cases=crossed(NAMES, BATCHES, STRATEGIES),
     measure=_rows,
     blocks=_blocks,
     prepare=warm_up,

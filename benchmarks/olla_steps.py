@@ -14,10 +14,10 @@ import torch
 import memopt
 from benchmarks import olla_tables
 from benchmarks.graphs import family_of, updated_graph
-from benchmarks.olla_tables import NAMES, PAPER_NAMES, PAPER_REORDERED, means, of_paper, saved
-from benchmarks.runner import Benchmark
+from benchmarks.olla_tables import PAPER_REORDERED, means, of_paper, saved
+from benchmarks.runner import Benchmark, Cases, crossed
 from benchmarks.steps import CPU, peak_of
-from benchmarks.table import GIB, joined, mib, percent, table
+from benchmarks.table import GIB, by, joined, mib, percent, table
 from memopt.programs.in_place import with_in_place
 from memopt.programs.liveness import store_all
 from memopt.programs.replay import replay
@@ -76,9 +76,8 @@ def _measured(given: Any, name: str, batch: int, size: zoo.Size) -> list[Row]:
 
 def _means(rows: list[Row]) -> str:
     lines = []
-    for size, batch in dict.fromkeys((row.size, row.batch) for row in rows):
-        found = of_paper([row for row in rows if (row.size, row.batch) == (size, batch)])
-        for which, some in list(found.items())[: 1 if size == "tiny" else 2]:
+    for (size, batch), own in by(rows, "size", "batch").items():
+        for which, some in list(of_paper(own).items())[: 1 if size == "tiny" else 2]:
             shares = means(row.saved for row in some)
             known = size == "paper" and batch in PAPER_REORDERED
             shares.insert(2, percent(PAPER_REORDERED[batch]) if known else "")
@@ -109,14 +108,9 @@ def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     }
 
 
-def _cases(given: Any) -> dict[str, tuple[str, int, zoo.Size]]:
-    cases: dict[str, tuple[str, int, zoo.Size]] = {
-        f"{name} small": (name, TINY_BATCH, "tiny") for name in NAMES
-    }
-    if given.gib:
-        for name in (*NAMES, *PAPER_NAMES):
-            cases |= {f"{name} b{batch}": (name, batch, "paper") for batch in (1, 32)}
-    return cases
+def _cases(given: Any) -> Cases:
+    large = crossed(olla_tables.MODELS, olla_tables.BATCHES, ("paper",)) if given.gib else {}
+    return {**crossed(olla_tables.NAMES, (TINY_BATCH,), ("tiny",)), **large}
 
 
 BENCHMARK = Benchmark(

@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 
 from benchmarks.graphs import updated_graph
 from benchmarks.pictures import panels
-from benchmarks.runner import Benchmark
+from benchmarks.runner import Benchmark, crossed
 from benchmarks.steps import timed
-from benchmarks.table import GIB, MIB, joined, mib, percent, table
+from benchmarks.table import GIB, MIB, by, joined, mib, percent, table
 from memopt.models.generate import random_graph
 from memopt.models.graph import Graph
 from memopt.passes.order.program_tasks import tasks_of
@@ -42,6 +42,7 @@ NAMES = (
 """The sixteen model graphs: fourteen families, GPT-2 and BERT with and without dropout."""
 PAPER_NAMES = ("alexnet", "mnasnet", "xlm_r_large", "transformer")
 """Models of the paper that are not among them."""
+MODELS, BATCHES = (*NAMES, *PAPER_NAMES), (1, 32)
 TIME_LIMIT_S = 60.0
 PAPER_REORDERED = {1: 0.225, 32: 0.101}
 PAPER_WITH_ADDRESSES = {1: 0.304, 32: 0.361}
@@ -221,8 +222,8 @@ def means(lines: Iterable[Iterable[float]]) -> list[str]:
 
 def _averages(rows: list[Row]) -> str:
     lines = []
-    for batch in dict.fromkeys(row.batch for row in rows):
-        for which, some in of_paper([row for row in rows if row.batch == batch]).items():
+    for batch, own in by(rows, "batch").items():
+        for which, some in of_paper(own).items():
             found = means(
                 (
                     saved(r.framework_bytes, r.peak_bytes, r.resident_bytes),
@@ -343,9 +344,7 @@ def _curve(axes: Axes, row: Row, points: list[tuple[float, float]], label: str) 
 BENCHMARK = Benchmark(
     page="docs/results/olla.md",
     row=Row,
-    cases={
-        f"{name} b{batch}": (name, batch) for name in (*NAMES, *PAPER_NAMES) for batch in (1, 32)
-    },
+    cases=crossed(MODELS, BATCHES),
     measure=_planned,
     blocks=_blocks,
     prepare=warm_up,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import memopt
-from benchmarks.peer_steps import compiled
-from benchmarks.runner import Benchmark, Line
+from benchmarks.peers import compiled
+from benchmarks.runner import Benchmark, Line, crossed
 from benchmarks.shapes import Contest, build
 from benchmarks.steps import CPU, peak_of
 from benchmarks.table import interleaved, mib, ratio
@@ -50,9 +50,7 @@ def _input_bytes(contest: Contest) -> int:
 
 
 BENCHMARK = Benchmark(
-    cases=lambda given: {
-        f"{name} {share:g}": (name, share) for name in given.models for share in given.budgets
-    },
+    cases=lambda given: crossed(given.models, given.budgets),
     measure=_measured,
     head="model | activation_memory_budget | its peak | memopt's predicted peak | "
     "memopt's measured peak | memopt's time / torch's | rounds",

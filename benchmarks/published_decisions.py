@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import nn
 
 import memopt
 from benchmarks.published import measurements, row_of, tokens
-from benchmarks.published.decoder import Decoder, Style
-from benchmarks.published.gpus import ALL_DEVICES
+from benchmarks.published.decoder import Decoder, Style, sharded
+from benchmarks.published.meshes import ALL_DEVICES
 from benchmarks.runner import Benchmark
 from benchmarks.table import gib, table
 from memopt.api.cluster import on_mesh
@@ -107,10 +107,7 @@ class Step:
 
 @contextmanager
 def _sharded(model: nn.Module, ranks: int) -> Iterator[Any]:
-    def build(mesh: Any) -> nn.Module:
-        return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    with on_mesh(build, memopt.Mesh(data=ranks), "estimate") as built:
+    with on_mesh(partial(sharded, model), memopt.Mesh(data=ranks), "estimate") as built:
         yield built
 
 

@@ -18,7 +18,7 @@ from benchmarks.published import PATH, measurements, row_of
 from benchmarks.published.estimate import Row, estimated, why_not
 from benchmarks.published.meshes import turns
 from benchmarks.runner import Benchmark
-from benchmarks.table import gib, joined, table
+from benchmarks.table import by, gib, joined, table
 from memopt.models.presets import find_device
 
 FIT = (
@@ -88,15 +88,11 @@ def _outside(rows: Iterable[Row]) -> list[list[str]]:
 
 def _blocks(rows: list[Row], _: Any) -> dict[str, str]:
     known = measurements().rows
-    by = {row.name: row_of(row.name)["source"] for row in rows}
     groups = {
         "all": rows,
-        "looked at": [row for row in rows if by[row.name] in FIT],
-        "held out": [row for row in rows if by[row.name] not in FIT],
-        **{
-            name: [row for row in rows if by[row.name] == name]
-            for name in dict.fromkeys(by.values())
-        },
+        "looked at": [row for row in rows if row.source in FIT],
+        "held out": [row for row in rows if row.source not in FIT],
+        **by(rows, "source"),
     }
     lines = [
         [

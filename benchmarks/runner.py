@@ -13,11 +13,12 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,16 @@ class Benchmark:
             return self.marks(given)
         names = sorted({*self.options, "threads"} - {*self.selects})
         return {"torch": torch.__version__, **{name: getattr(given, name) for name in names}}
+
+
+def crossed(*parts: Iterable[Any]) -> Cases:
+    """Make a case of every combination of a part of each; its name is theirs."""
+
+    def word(part: Any) -> str:
+        name = getattr(part, "name", part)
+        return f"{name:g}" if isinstance(name, float) else str(name)
+
+    return {" ".join(map(word, case)): case for case in product(*parts)}
 
 
 def named(names: Sequence[str]) -> Cases:

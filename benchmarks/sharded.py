@@ -24,14 +24,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import memopt
 from benchmarks.runner import Benchmark, named
 from benchmarks.shapes import gpt2_of
-from benchmarks.table import joined, mib, ratio, table
+from benchmarks.table import by, joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
 from memopt.pricing.memory import metered
+from tests.distributed.cases import loss_of, own
 from tests.distributed.processes import results, run
 
 import torchvision  # isort: skip
@@ -113,9 +113,8 @@ class Step:
         self._inputs = subject.inputs()
 
     def __call__(self) -> None:
-        output = self._model(**self._inputs)
-        loss = output.loss if "labels" in self._inputs else output.square().mean()
-        loss.backward()
+        output = self._model(**self._inputs)  # held, as a loop holds it, to the step's end
+        loss_of(output).backward()
         self._model.zero_grad()
 
     def seconds(self) -> float:
@@ -128,16 +127,13 @@ class Step:
     def peak_bytes(self) -> int:
         """Measure the rank where it is largest: the shards, and what a step allocates."""
         self()
-        own = 0
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            own += local.untyped_storage().nbytes()
+        resident = sum(one.untyped_storage().nbytes() for one in own(self._model))
         found = []
         for _ in range(3):  # threads of the group may free late what a collective used
             torch.distributed.barrier()
             with metered(torch.device("cpu")) as use:
                 self()
-            found.append(slowest(own + use.peak_bytes))
+            found.append(slowest(resident + use.peak_bytes))
         return int(min(found))
 
 
@@ -191,8 +187,8 @@ def _measured(given: Any, name: str) -> list[Row]:
 
 def _blocks(rows: list[Row], given: Any) -> str:
     parts = []
-    for name in dict.fromkeys(row.model for row in rows):
-        found, text = [row for row in rows if row.model == name], SUBJECTS[name].text
+    for name, found in by(rows, "model").items():
+        text = SUBJECTS[name].text
         lines = [row.text for row in found if not row.refused]
         parts += [
             f"## {text[0].upper()}{text[1:]} on each of {given.ranks} ranks",

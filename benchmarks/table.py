@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -82,6 +83,14 @@ def captured(path: Path | None, kind: type[MadeT], make: Callable[[], MadeT]) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(dumps(made))
     return made
+
+
+def by(rows: Iterable[RowT], *names: str) -> dict[Any, list[RowT]]:
+    """Give rows by the attribute of that name, or by several."""
+    found: dict[Any, list[RowT]] = {}
+    for row in rows:
+        found.setdefault(attrgetter(*names)(row), []).append(row)
+    return found
 
 
 def table(head: str, rows: Iterable[str | Sequence[object]]) -> str:

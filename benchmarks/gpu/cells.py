@@ -7,7 +7,6 @@ every one of them runs as well: what CUDA alone has (limits, snapshots, graphs) 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import memopt
 from benchmarks.gpu.offload import limit_that_held, measure, reserved_bytes, total_peak_of
 from benchmarks.gpu.subject import Machine, Row, Subject
-from benchmarks.steps import clear
+from benchmarks.steps import clear, difference
 from benchmarks.table import interleaved, mib
 from memopt.executor.apply import apply_plan
 from memopt.executor.cuda_graph import WARM_UP
@@ -39,18 +38,6 @@ least; ten times what eager's own second run differs by, where that is more."""
 PEAK_ERROR, TIME_ERROR = 0.01, 0.10
 
 
-def difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """Give the largest difference of two steps' gradients over the largest gradient; nan: not
-    the same parameters have one."""
-    if expected.keys() != found.keys():
-        return math.nan
-    scales = [max(float(value.abs().max()), 1e-12) for value in expected.values()]
-    return max(
-        float((found[k] - expected[k]).abs().max()) / scale
-        for k, scale in zip(expected, scales, strict=True)
-    )
-
-
 def same_gradients(cell: str, one: Subject, module: nn.Module, machine: Machine, what: str) -> Row:
     """Compare a module's gradients with eager's: bitwise on the CPU, within rounding on CUDA."""
     state = {key: value.cpu().clone() for key, value in one.model.state_dict().items()}
@@ -66,13 +53,12 @@ def families(machine: Machine, name: str, strategy: str, batch: int) -> Iterator
     time as predicted."""
     one = Subject.of(name, machine, batch)
     device = machine.device
-    how = {"strategy": strategy, "device": memopt.measure_device(device), "progress": False}
-    plan_for = partial(memopt.plan, one.profiled, time_limit_s=machine.limit_s, **how)
-    floor = plan_for(budget="min")
-    half = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 2
+    how = {"device": memopt.measure_device(device), "time_limit_s": machine.limit_s}
+    floor = one.plan(strategy, "min", **how)
+    plans = {"min": floor, "half": one.plan(strategy, one.above(floor, 0.5), **how)}
     resident = one.profiled.graph.resident_bytes - backend_of(device).step_scalars_bytes
     row = partial(Row, "families", one.family.name)
-    for share, plan in (("min", floor), ("half", plan_for(budget=half))):
+    for share, plan in plans.items():
         module = plan.apply(one.model)
         what = f"{strategy} {share}"
         yield same_gradients("families", one, module, machine, what)
@@ -101,7 +87,7 @@ def snapshot(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     if machine.is_cuda:
         torch.cuda.memory._record_memory_history(max_entries=10**6)
     one = Subject.of(name, machine, batch)
-    plan = memopt.plan(one.profiled, budget="min", strategy="rotor", progress=False)
+    plan = one.plan(budget="min")
     step = one.step(plan.apply(one.model))
     for _ in range(3):
         step()
@@ -162,9 +148,9 @@ def graphs(machine: Machine, name: str, batch: int, strategy: str = "store-all")
     there are any, in segments where dropout runs twice. A replay draws what the uncaptured step
     would."""
     one = Subject.of(name, machine, batch)
-    how = {"device": memopt.measure_device(machine.device), "progress": False}
     budget = None if strategy == "store-all" else 0.8
-    plan = memopt.plan(one.profiled, strategy=strategy, budget=budget, place=True, **how)
+    device = memopt.measure_device(machine.device)
+    plan = one.plan(strategy, budget, device=device, place=True)
     plan = replace(plan, budget=None)  # beside it are the capture's copies
     plain = plan.apply(one.model)
     captured = apply_plan(plan, one.model, cuda_graph=_capturer(machine))
@@ -186,9 +172,9 @@ def _capturer(machine: Machine) -> bool | Capturer:
 def kernels(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     """Set compiled kernels beside aten's, at the same budget."""
     one = Subject.of(name, machine, batch)
-    how = {"strategy": "rotor", "progress": False}
-    aten = memopt.plan(one.profiled, **how)
-    how |= {"budget": aten.peak_bytes, "kernels": "compiled", "loss_fn": one.family.loss}
+    aten = one.plan()
+    how = {"strategy": "rotor", "budget": aten.peak_bytes, "progress": False}
+    how |= {"kernels": "compiled", "loss_fn": one.family.loss}
     plans = {"aten": aten, "compiled": memopt.plan(one.model, one.inputs, **how)}
     steps = {way: one.step(plan.apply(one.model)) for way, plan in plans.items()}
     yield from _times("compiled kernels", one, steps, machine, "aten")
@@ -197,11 +183,10 @@ def kernels(machine: Machine, name: str, batch: int) -> Iterator[Row]:
 def joint(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     """Set a joint plan at a third of the way up beside Rotor's: gradients and time."""
     one = Subject.of(name, machine, batch)
-    how = {"device": memopt.measure_device(machine.device), "progress": False}
-    floor = memopt.plan(one.profiled, budget="min", **how)
-    budget = floor.peak_bytes + max(0, one.profiled.baseline.peak_bytes - floor.peak_bytes) // 3
+    how = {"device": memopt.measure_device(machine.device)}
+    budget = one.above(one.plan("auto", "min", **how), 1 / 3)
     how |= {"budget": budget, "time_limit_s": machine.limit_s or 20.0}
-    plans = {s: memopt.plan(one.profiled, strategy=s, **how) for s in ("rotor", "joint")}
+    plans = {strategy: one.plan(strategy, **how) for strategy in ("rotor", "joint")}
     modules = {way: plan.apply(one.model) for way, plan in plans.items()}
     yield same_gradients("joint", one, modules["joint"], machine, "joint")
     steps = {way: one.step(module) for way, module in modules.items()}
@@ -228,8 +213,7 @@ def peers(machine: Machine, name: str, batch: int) -> Iterator[Row]:
         figures = f"{mib(peak)}, {1e3 * (time.perf_counter() - begin):.2f}"
         one.model.gradient_checkpointing_disable()
         yield Row("peers", name, "checkpointing: peak MiB, step ms", "", figures, "read")
-    plan = memopt.plan(one.profiled, budget="min", strategy="rotor", progress=False)
-    steps["memopt min"] = one.step(plan.apply(one.model))
+    steps["memopt min"] = one.step(one.plan(budget="min").apply(one.model))
     yield from _times("peers", one, steps, machine, "eager")
 
 

@@ -23,7 +23,6 @@ from benchmarks.gpu.subject import Machine, Row, Subject, stepper
 from benchmarks.steps import Step, clear, peak_of
 from benchmarks.table import interleaved, ratio
 from memopt.step.backend import backend_of
-from memopt.step.profiled import Profiled
 
 LIMITS = (1.0, 1.05, 1.1, 1.2)
 SHARES = (0.0, 0.5)
@@ -138,26 +137,6 @@ def peers(model: nn.Module, device: torch.device) -> dict[str, Callable[[], Any]
     return ways
 
 
-def plans_for(
-    profiled: Profiled, link: memopt.Device, peaks: dict[str, int]
-) -> dict[str, memopt.Plan]:
-    """Plan at SHARES between floor and baseline, and at each peer's peak that can be met."""
-
-    def plan(budget: int | str) -> memopt.Plan:
-        return memopt.plan(
-            profiled, budget=budget, strategy="offload-graph", device=link, progress=False
-        )
-
-    floor, baseline = plan("min").peak_bytes, profiled.baseline.peak_bytes
-    plans = {
-        f"memopt {share:g}": plan(floor + int(share * max(0, baseline - floor))) for share in SHARES
-    }
-    for way, peak_bytes in peaks.items():
-        if peak_bytes >= floor:
-            plans[f"{AT_PEAK}{way}"] = plan(peak_bytes)
-    return plans
-
-
 def measure(machine: Machine, name: str, batch: int) -> Iterator[Row]:
     """Set plans beside all peers, in turn: at shares of the way up, and at each peer's peak."""
     one, device = Subject.of(name, machine, batch), machine.device
@@ -170,7 +149,11 @@ def measure(machine: Machine, name: str, batch: int) -> Iterator[Row]:
         way: total_peak_of(one.model, steps[way], device, resident_bytes, one.before_bytes)
         for way in apart
     }
-    plans = plans_for(one.profiled, memopt.measure_device(device), peaks)
+    how = {"strategy": "offload-graph", "device": memopt.measure_device(device)}
+    floor = one.plan(budget="min", **how)
+    budgets = {f"memopt {share:g}": one.above(floor, share) for share in SHARES}
+    budgets |= {AT_PEAK + way: size for way, size in peaks.items() if size >= floor.peak_bytes}
+    plans = {way: one.plan(budget=budget, **how) for way, budget in budgets.items()}
     steps |= {way: one.step(plan.apply(one.model)) for way, plan in plans.items()}
     times = interleaved(one.model, steps, machine.rounds, device)
     predicted = {way: plan.step_time_s for way, plan in plans.items()}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.steps import clear
+import memopt
+from benchmarks.steps import clear, gradients
 from memopt.pricing.memory import library_bytes
 from memopt.profiler import Loss, MeasureOptions, profile_model
 from memopt.step.backend import backend_of
@@ -105,6 +106,16 @@ class Subject:
         profiled = profile_model(model, inputs, loss=Loss(family.loss), options=how)
         return cls(family, model, inputs, before_bytes, profiled)
 
+    def plan(self, strategy: str = "rotor", budget: Any = None, **how: Any) -> memopt.Plan:
+        """Plan the step as it was profiled."""
+        how |= {"strategy": strategy, "budget": budget, "progress": False}
+        return memopt.plan(self.profiled, **how)
+
+    def above(self, floor: memopt.Plan, share: float) -> int:
+        """Give the budget that is so far from a plan's peak to the unplanned step's."""
+        room = max(0, self.profiled.baseline.peak_bytes - floor.peak_bytes)
+        return floor.peak_bytes + int(share * room)
+
     def step(self, module: nn.Module) -> Callable[[], None]:
         return stepper(self.family, module, self.inputs, torch.enable_grad)
 
@@ -114,6 +125,6 @@ class Subject:
         clear(self.model)
         torch.manual_seed(0)
         self.step(module)()
-        found = {k: p.grad.cpu() for k, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: grad.cpu() for name, grad in gradients(self.model).items()}
         clear(self.model)
         return found

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+
+import memopt
 
 
 @torch.library.custom_op("published::moved_rows", mutates_args=())
@@ -312,6 +315,11 @@ class _Parallel(torch.autograd.Function):
         hit = torch.zeros_like(logs).scatter_(-1, targets.unsqueeze(-1), -1.0)
         # The result reads `logs`: torch's frame holds them to its end.
         return torch.addcmul(hit + logs.exp(), logs, slope), None
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard as torchtitan does: gathered in bfloat16, gradients averaged in float32."""
+    return memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class LossApart(nn.Module):

@@ -23,8 +23,16 @@ from torch import nn
 import memopt
 from benchmarks.published import measurements, meshes, row_of, tokens
 from benchmarks.published.decoder import Decoder, LossApart, Style
-from benchmarks.published.gpus import ALL_DEVICES, MEMORY_ONLY, device_of
-from benchmarks.published.meshes import DTYPES, expandable, flat_bytes, streams_bytes
+from benchmarks.published.decoder import sharded as shard_as_published
+from benchmarks.published.meshes import (
+    ALL_DEVICES,
+    DTYPES,
+    MEMORY_ONLY,
+    device_of,
+    expandable,
+    flat_bytes,
+    streams_bytes,
+)
 from memopt.api.cluster import on_mesh
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
@@ -156,8 +164,7 @@ def _captured(key: str, name: str, layers: int) -> _Captured:
         with torch.device("meta"):
             model = Decoder(shape, style, layers, sequence, first).to(dtype)
         if mesh is not None:
-            sums = torch.float32
-            model = memopt.shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=sums)
+            model = shard_as_published(model, mesh)
         for path, parameter in model.named_parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             sizes["bytes"] += local.nbytes
@@ -306,6 +313,10 @@ class Row:
     step: tuple[float, float]
     parts: dict[str, float]
     times: dict[str, float]
+
+    @property
+    def source(self) -> str:
+        return str(row_of(self.name)["source"])
 
 
 def estimated(_: Any, name: str) -> list[Row]:

@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from benchmarks.engine_loops import TRAINERS
-from benchmarks.engine_models import SUBJECTS, Decoder
-from benchmarks.engines import ENGINES, Cell, cells, trained
 from memopt.errors import CaptureError, InfeasibleBudgetError
 from memopt.models.charges import Charges
 from memopt.programs.serialize import dumps
 from tests.distributed import cases, processes
+from tests.distributed.decoders import SUBJECTS, Decoder
+from tests.distributed.engines import ENGINES, Cell, cells, trained
+from tests.distributed.loops import TRAINERS
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import memopt
 from benchmarks import shapes
 from benchmarks.__main__ import GPU, NAMES, main
 from benchmarks.monet_runs import Started
-from benchmarks.peer_steps import hugging_face
+from benchmarks.peers import hugging_face
 from benchmarks.runner import BEGIN, END, parsed, replaced
 from memopt.models.generate import random_graph
 from memopt.programs.liveness import store_all

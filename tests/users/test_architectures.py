@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import benchmarks.trainer_architectures as table
+import tests.users.trained_architectures as table
 
 
 @pytest.fixture(autouse=True)

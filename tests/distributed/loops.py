@@ -1,4 +1,4 @@
-"""Loops of others for the small decoders of `benchmarks.engines`: Hugging Face's and Lightning's
+"""Loops of others for the small decoders: Hugging Face's and Lightning's
 trainers, and torch's pipelines, whose stages are planned."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from benchmarks import engine_models as small
-from benchmarks.engine_models import MICRO_BATCHES, STEPS, TOKENS, VOCABULARY, loss_of
 from memopt.pricing.memory import MemoryUse, metered
 from tests.distributed import cases
+from tests.distributed import decoders as small
+from tests.distributed.decoders import MICRO_BATCHES, STEPS, TOKENS, VOCABULARY, loss_of
 
 ROWS = 2
 Trained = tuple[list[float], list[Tensor], Any]

@@ -1,4 +1,4 @@
-"""The small decoders that `benchmarks.engines` trains: GPT-like, Llama-like, and with experts."""
+"""Small decoders that engines train: GPT-like, Llama-like, and with experts."""
 
 from __future__ import annotations
 
