@@ -1,6 +1,6 @@
 """Warns of a backward under settings of torch that make a planned one differ from eager's:
-autocast, which casts what an unplanned one computes, and other kernels than in the forward, by
-which a planned one would compute activations again."""
+autocast, which casts what an unplanned one computes, and modes and other kernels than in the
+forward, under which a planned one would compute activations again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from memopt.step.captured import Captured
 from memopt.step.casts import backward_would_cast
 from memopt.step.loss import differentiable
 from memopt.step.numerics import KernelSettings
+from memopt.torch_private.modes import nobody_looks_on
+from memopt.user_code.aside import mode_around
 
 
 class BackwardSettings:
@@ -39,7 +41,14 @@ class BackwardSettings:
     def look(self, before: tuple[Any, ...]) -> None:
         """Look as the backward begins of a forward whose settings are given."""
         self._look_for_casts()
-        if before and (other := self._settings.difference(before)):
+        if before and not nobody_looks_on() and (mode := mode_around()):
+            self._compares = False
+            warn(
+                f"{mode} is active around backward(): it sees what the plan computes again there, "
+                "too, and gradients can differ where it changes what operators return. Train "
+                "without a plan under it (memopt.unwrap(model), or planned.original)"
+            )
+        elif before and (other := self._settings.difference(before)):
             self._compares = False
             warn(
                 f"{other}: what the plan computes again in the backward runs by other kernels than "

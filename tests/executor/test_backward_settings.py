@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 
@@ -39,7 +40,7 @@ def trained(
             with backward():
                 loss.backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
-    told = [str(one.message) for one in seen if "its backward" in str(one.message)]
+    told = [str(one.message) for one in seen if "backward" in str(one.message)]
     return told, all(map(torch.equal, *gradients[1:]))
 
 
@@ -49,6 +50,22 @@ def test_other_kernels_in_the_backward_are_warned_of_once(which: Any) -> None:
     was, now = (False, True) if which == "forward" else (True, False)
     begin = f"torch.backends.mkldnn.enabled was {was} in the forward and is {now} in its backward"
     assert re.match(rf"(memopt: )?{re.escape(begin)}.*last bits", told)
+
+
+class Louder(TorchDispatchMode):
+    """Changes what products return."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return 1.5 * found if func is torch.ops.aten.convolution.default else found
+
+
+def test_a_mode_around_the_backward_alone_is_warned_of_once() -> None:
+    """In eager it changes no convolution there."""
+    (told,), same = trained("min", backward=Louder)
+    assert "Louder is active around backward()" in told
+    assert not same
+    assert trained(None, backward=Louder) == ([], True)
 
 
 @pytest.mark.parametrize(("budget", "forward"), [("min", off), (None, off), (None, nullcontext)])
