@@ -31,7 +31,7 @@ from benchmarks.table import Kept, joined, table
 
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 Cases = Mapping[str, tuple[Any, ...]]
-HOMES = {"rotor_solve": "rotor_paper"}
+HOMES = {"rotor_solve": "rotor_paper", "minimalloc": "hard_placements"}
 """Benchmark → the module of another, about the same thing, that declares it, too."""
 
 
