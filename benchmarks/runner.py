@@ -31,7 +31,10 @@ from benchmarks.table import Kept, joined, table
 
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 Cases = Mapping[str, tuple[Any, ...]]
-HOMES = {"rotor_solve": "rotor_paper", "minimalloc": "hard_placements"}
+HOMES = {
+    "rotor_solve": "rotor_paper", "minimalloc": "hard_placements", "long_context": "moved_llama",
+    "olla_cp_sat": "olla_steps",
+}  # fmt: skip
 """Benchmark → the module of another, about the same thing, that declares it, too."""
 
 
