@@ -33,7 +33,8 @@ BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 Cases = Mapping[str, tuple[Any, ...]]
 HOMES = {
     "rotor_solve": "rotor_paper", "minimalloc": "hard_placements", "long_context": "moved_llama",
-    "olla_cp_sat": "olla_steps",
+    "olla_cp_sat": "olla_steps", "limits": "auto_portfolio", "partitioner": "compiled_planning",
+    "engines": "sharded",
 }  # fmt: skip
 """Benchmark → the module of another, about the same thing, that declares it, too."""
 
