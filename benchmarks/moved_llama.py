@@ -8,6 +8,14 @@ the host and once as one that is repeated (`steady_state=True`). The bound is `l
 holds for every program of the step; without updates on the host it is in closed form. Steps on
 several GPUs, whose parameters and state are sharded, are the ladder's (`memopt fits --ranks`), with
 float32 parameters, too.
+
+`long_context`: Llama 3 8B at long sequences on one H100, with tiled kernels, one case a capture.
+The step of one sequence, of which only the loss is returned, is captured on fake tensors of few
+blocks and priced for the device. With adapters, `dynprog` moves activations to the host, or
+recomputes them, `rotor` recomputes; tensors have addresses, so that the allocator adds nothing.
+Where all parameters are trained, they and AdamW's state move, and activations are recomputed
+(`memopt/api/moved_rungs.py`); the allocator's reserve is simulated. Every plan is validated against
+the card's memory before it is a row.
 """
 
 from __future__ import annotations
@@ -20,22 +28,31 @@ import torch
 from benchmarks.runner import Benchmark, Line
 from benchmarks.shapes import llama
 from benchmarks.steps import timed
+from memopt.api.cluster import sharded_over
 from memopt.api.ladder import ladder
+from memopt.api.moved_rungs import moved_plan
+from memopt.api.reserved import reserved_bytes
+from memopt.api.solving import solve
+from memopt.errors import MemoptError
 from memopt.models.bounds import time_lower_bound
 from memopt.models.budget import Budget, format_bytes
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Implementation, Phase, TensorKind
-from memopt.models.options import StepOptions
+from memopt.models.options import Pricing, StepOptions
 from memopt.models.presets import GH200, H100
+from memopt.plan_record import PlanRecord
 from memopt.profiler.estimate import estimate_model
+from memopt.profiler.variants import StepVariant, Variants
 from memopt.profiler.variants import whole_step as with_updates
 from memopt.programs.moved import carried_over
 from memopt.programs.replay import replay
 from memopt.programs.validate import validate
 from memopt.report.ladder import busy_shares
+from memopt.stages import profiled_for
 from memopt.step.host_updates import ON_HOST, with_choices
 from memopt.step.loss import Loss
 from memopt.step.optimizer_state import OptimizerState
+from memopt.strategies import resolve
 from memopt.strategies.joint.strategy import Joint
 from memopt.strategies.moving.bound import link_bound_s
 from memopt.strategies.moving.on_host import without_host_updates
@@ -138,6 +155,68 @@ def row(name: str, graph: Graph, device: Device, limit_s: float) -> Line:
     )
 
 
+WAYS = {"dynprog": "activations moved or recomputed", "rotor": "activations recomputed"}
+OPTIMIZERS = ("adamw", "adamw-8bit")
+RANK, CAPACITY = 16, H100.capacity_bytes
+
+
+def _variants(tokens: int) -> Variants:
+    with torch.device("meta"):
+        model = llama("llama-3-8b", max_position_embeddings=tokens).to(torch.bfloat16)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    inputs, step = {"input_ids": ids, "labels": ids}, StepOptions(returns="loss")
+
+    def price(built: Any, given: Any, kernels: str) -> Any:
+        how = Pricing(H100, "estimate", kernels)
+        return profiled_for(built, given, step, how, H100, lambda _share, _what: None)
+
+    return Variants(model, inputs, H100, price, sharded_over)
+
+
+def _adapters(tokens: int) -> list[Line]:
+    step = _variants(tokens).step(StepVariant(rank=RANK, tiled=True))
+    figures = step.with_optimizer("adamw")
+    held = step.graph.extra_resident_bytes + figures.state.bytes_total
+    graph, lines = replace(step.graph, extra_resident_bytes=held), []
+    for name, how in WAYS.items():
+        said = f"LoRA r={RANK}, AdamW; {how}"
+        try:
+            plan = solve(graph, CAPACITY, resolve(name), device=H100, place=True)
+        except (MemoptError, ValueError) as error:
+            lines.append(_none(said, tokens, str(error).partition(" (")[0]))
+            continue
+        seconds = plan.step_time_s + figures.update_s(H100)
+        lines.append(_long(said, tokens, plan, seconds, plan.peak_bytes))
+    return lines
+
+
+def _everything(tokens: int) -> list[Line]:
+    variants, lines = _variants(tokens), []
+    for name in OPTIMIZERS:
+        graph = variants.movable(StepVariant(tiled=True), name)
+        plan = moved_plan(graph, CAPACITY, H100)
+        said = f"all parameters, {name}; state and parameters moved, activations recomputed"
+        if isinstance(plan, PlanRecord):
+            lines.append(_long(said, tokens, plan, plan.step_time_s, reserved_bytes(plan)))
+        else:
+            lines.append(_none(said, tokens, "no plan found"))
+    return lines
+
+
+def _none(said: str, tokens: int, why: str) -> Line:
+    return Line(" | ".join([said, f"{tokens:,}", why, *[""] * 5]))
+
+
+def _long(said: str, tokens: int, plan: PlanRecord, seconds: float, reserved: int) -> Line:
+    wrong = validate(plan.graph, plan.program, Budget(CAPACITY))
+    return Line(
+        f"{said} | {tokens:,} | {format_bytes(plan.peak_bytes)} | {format_bytes(reserved)} | "
+        f"{format_bytes(plan.host_peak_bytes)} | **{seconds:.0f}** | {tokens / seconds:,.0f} | "
+        f"{plan.overhead:+.1%}",
+        "" if wrong is None else str(wrong),
+    )
+
+
 BENCHMARK = Benchmark(
     cases={f"{name} {device.name}": (name, device) for name in ALONE for device in (H100, GH200)}
     | {f"{name} on {ranks} {H100.name}": (name, H100, ranks) for name, ranks in SHARDED.items()},
@@ -147,4 +226,11 @@ BENCHMARK = Benchmark(
     "stays between steps | made from | planning s (wall / CPU)",
     summary=lambda *_: f"H100: {H100.source}. GH200: {GH200.source}.",
     options={"limit": 50.0, "layers": int},
+)
+LONG_CONTEXT = Benchmark(
+    cases={"LoRA 500,000": (_adapters, 500_000), "all parameters 131,072": (_everything, 131_072)},
+    measure=lambda _given, way, tokens: way(tokens),
+    head="what is trained | tokens | peak | reserved | host memory | step s | tokens/s | "
+    "beside every operator once",
+    summary=lambda *_: f"{H100.name}, {format_bytes(CAPACITY)}: {H100.source}.",
 )

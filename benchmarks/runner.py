@@ -1,9 +1,10 @@
 """Runs a declared benchmark: its options, its cases one by one, its page.
 
-A benchmark is a module with a `BENCHMARK`. A finished case's rows are kept in out/NAME.json
-(--resume), so that a run cut short, Ctrl-C included, is taken up by the same command. `--out`
-writes the page after every case. What the page says beside its tables stands in the page itself: a
-run replaces only what is between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+A benchmark is a module's `BENCHMARK`, or a constant of its name (`HOMES`). A finished case's rows
+are kept in out/NAME.json (--resume), so that a run cut short, Ctrl-C included, is taken up by the
+same command. `--out` writes the page after every case. What the page says beside its tables stands
+in the page itself: a run replaces only what is between `<!-- NAME: begin -->` and
+`<!-- NAME: end -->`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from benchmarks.table import Kept, joined, table
 
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 Cases = Mapping[str, tuple[Any, ...]]
+HOMES = {
+    "rotor_solve": "rotor_paper", "minimalloc": "hard_placements", "long_context": "moved_llama",
+    "olla_cp_sat": "olla_steps", "limits": "auto_portfolio", "partitioner": "compiled_planning",
+    "engines": "sharded",
+}  # fmt: skip
+"""Benchmark → the module of another, about the same thing, that declares it, too."""
 
 
 @dataclass(frozen=True)
@@ -165,14 +172,19 @@ def run(name: str, words: Sequence[str]) -> int:
     return int(bool(failures))
 
 
+def declared(name: str) -> tuple[Benchmark, str | None]:
+    """Import a benchmark, and what its module says of it."""
+    module = importlib.import_module(f"benchmarks.{HOMES.get(name, name)}")
+    return getattr(module, name.upper() if name in HOMES else "BENCHMARK"), module.__doc__
+
+
 def parsed(name: str, words: Sequence[str]) -> tuple[Benchmark, argparse.Namespace, list[str]]:
     """Read a command: the benchmark, its options, and the cases that they choose."""
-    module = importlib.import_module(f"benchmarks.{name}")
-    benchmark: Benchmark = module.BENCHMARK
+    benchmark, about = declared(name)
     page = benchmark.page or f"docs/results/{name}.md"
     parser = argparse.ArgumentParser(
         f"python -m benchmarks {name}",
-        description=module.__doc__,
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -237,7 +249,7 @@ def _measured(
 
 
 def _one(name: str, given: Any, case: str) -> Sequence[Any] | None:
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    benchmark, _ = declared(name)
     torch.set_num_threads(given.threads)
     return benchmark.measure(given, *benchmark.all_cases(given)[case])
 

@@ -6,6 +6,11 @@ by `memopt.shard` under three plans: one that keeps everything, one within the p
 FSDP2, and one within half of FSDP2's peak. Every round runs one step of each, so that what
 disturbs the machine disturbs all alike; a step's time is the slowest rank's, and its peak the
 largest rank's: the shards, and what the step allocates at most.
+
+`engines`: training under torch's engines on two or four such processes, each beside itself with
+memopt.wrap. Every cell trains a small model for five steps of AdamW, with clipping and two
+micro-batches a step, twice: under the engine alone, and with planned calls at Rotor's smallest
+budget. Its verdict is whether losses, norms and parameters agree bit for bit on every rank.
 """
 
 from __future__ import annotations
@@ -26,12 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memopt
-from benchmarks.runner import Benchmark, named
+from benchmarks.runner import Benchmark, crossed, named
 from benchmarks.shapes import gpt2_of
 from benchmarks.table import by, joined, mib, ratio, table
 from memopt.errors import InfeasibleBudgetError
 from memopt.pricing.memory import metered
+from tests.distributed import decoders
 from tests.distributed.cases import loss_of, own
+from tests.distributed.engines import ALL, Cell, cells
 from tests.distributed.processes import results, run
 
 import torchvision  # isort: skip
@@ -198,10 +205,50 @@ def _blocks(rows: list[Row], given: Any) -> str:
     return joined(*parts)
 
 
+def _trained(_given: Any, ranks: int, name: str) -> list[Cell]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = results(run(cells, ranks, Path(folder), name, list(ALL), timeout_s=1800))
+    # The rank that differs, or the one with the highest peak.
+    return [
+        max(same, key=lambda one: (one.failed, one.over_bytes or 0))
+        for same in zip(*found, strict=True)
+    ]
+
+
+def _verdicts(rows: list[Cell], _given: Any) -> str:
+    return joined(*(_on(*one) for one in sorted(by(rows, "ranks").items())))
+
+
+def _on(ranks: int, rows: list[Cell]) -> str:
+    names = list(dict.fromkeys(row.model for row in rows))
+    by_place = {(row.engine, row.model): row for row in rows}
+
+    def verdict(row: Cell | None) -> str:
+        if row is None:
+            return "–"
+        over = row.over_bytes or 0
+        peak = f", peak {abs(over):,} B {'above' if over > 0 else 'below'} budget" if over else ""
+        return row.failed or f"same bits, {row.planned} of {row.calls} calls planned{peak}"
+
+    lines = [
+        " | ".join([engine, *(verdict(by_place.get((engine, name))) for name in names)])
+        for engine in ALL
+        if any((engine, name) in by_place for name in names)
+    ]
+    head = " | ".join(["engine", *(decoders.SUBJECTS[name].text for name in names)])
+    return joined(f"{ranks} ranks.", table(head, lines))
+
+
 BENCHMARK = Benchmark(
     row=Row,
     cases=named(tuple(SUBJECTS)),
     measure=_measured,
     blocks=_blocks,
     options={"ranks": 2, "rounds": 10},
+)
+ENGINES = Benchmark(
+    row=Cell,
+    cases=crossed((2, 4), decoders.SUBJECTS),
+    measure=_trained,
+    blocks=_verdicts,
 )

@@ -1,5 +1,5 @@
 """Training of small decoders under torch's engines, each beside itself with memopt.wrap: the cells
-of the tests' matrix, and of `benchmarks.engines`' page."""
+of the tests' matrix, and of the page that `python -m benchmarks engines` writes."""
 
 from __future__ import annotations
 

@@ -28,9 +28,13 @@ tests/faults/test_table.py compares with the code, and the bounds of tests/kerne
 
 
 def scripts() -> set[str]:
-    """Modules and packages of the folder that declare a benchmark."""
-    found = [p for p in FOLDER.rglob("*.py") if "\nBENCHMARK = " in p.read_text()]
-    return {p.parent.name if p.stem == "__init__" else p.stem for p in found}
+    """What is declared in the folder: by the name of its module or package, or by its own."""
+    found = set()
+    for path in FOLDER.rglob("*.py"):
+        home = path.parent.name if path.stem == "__init__" else path.stem
+        for name in re.findall(r"^([A-Z_]+) = Benchmark\(", path.read_text(), re.MULTILINE):
+            found.add(home if name == "BENCHMARK" else name.lower())
+    return found
 
 
 def test_every_benchmark_is_listed_once() -> None:
@@ -68,6 +72,15 @@ def test_every_page_that_a_benchmark_writes_has_its_marks() -> None:
         assert names, page.name
         assert re.findall(r"<!-- (\w+): end -->", text) == names
         assert re.search(r"`python -m benchmarks \w+[^`]*`, torch [^,]*, \d\d \w+ 20\d\d\.", text)
+
+
+def test_tables_of_pages_have_as_many_columns_as_their_heads() -> None:
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        head = 0
+        for line in page.read_text(encoding="utf-8").splitlines():
+            bars = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+            assert not head or bars in (head, 0), f"{page.name}: {line}"
+            head = bars
 
 
 def test_a_block_is_replaced_and_nothing_else() -> None:
