@@ -31,7 +31,8 @@ def lost(error: Exception, doing: str, members: tuple[int, ...]) -> RankError:
         if before
         else f"Look at the other ranks' output for the first error; without one {_OTHERWISE}"
     )
-    return RankError(first_said(f"another rank is gone, or did not answer in time{where}. {look}"))
+    text = f"another rank is gone, or did not answer in time{where}. {look}"
+    return RankError(first_said(members, text))
 
 
 def is_of_group(error: Exception) -> bool:

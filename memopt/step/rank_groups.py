@@ -244,13 +244,13 @@ def waited(members: tuple[int, ...], doing: str) -> str:
     return ""
 
 
-def first_said(text: str) -> str:
-    """Return what the first of the ranks that waited in vain has said: this text, if it is this
-    one, or if the rank that kept the store is gone."""
+def first_said(members: tuple[int, ...], text: str) -> str:
+    """Return what the first of the ranks that run a model and waited in vain has said: this text,
+    if it is this one, or if the rank that kept the store is gone."""
     with suppress(RuntimeError, ValueError):
-        store = default_store()
-        _known().words.append(_WAITED)
-        return str(store.compare_set(_WAITED, "", text).decode())
+        store, key = default_store(), f"{_WAITED} by {_listed([*members])}"
+        _known().words.append(key)
+        return str(store.compare_set(key, "", text).decode())
     return text
 
 

@@ -128,7 +128,8 @@ def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Paramet
         )
     own = vars(optimizer).get("step")
     # A learning-rate scheduler's own wrapper only notes that there was a step.
-    if own is not None and getattr(own, "__wrapped__", None) is not kind.step:
+    whose = (getattr(own, "__func__", None), getattr(own, "__wrapped__", None))
+    if own is not None and kind.step not in whose:
         raise ValueError(
             f"this {kind.__name__}'s step was replaced by "
             f"{getattr(own, '__qualname__', type(own).__name__)}, which would run once per "

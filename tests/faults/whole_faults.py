@@ -14,7 +14,15 @@ from memopt.executor import undo as undo_module
 from memopt.pricing.memory import metered
 from memopt.step.step_optimizer import HostState
 from tests.faults.fault import Part, Room, fault
-from tests.faults.injected import AtAllocation, AtLine, AtOperator, Injected, error_of, failing
+from tests.faults.injected import (
+    AtAllocation,
+    AtLine,
+    AtOperator,
+    Injected,
+    error_of,
+    failing,
+    patch_step,
+)
 from tests.faults.states import CPU
 from tests.faults.subjects import Whole, accumulating, whole
 from tests.whole_steps.test_failing_steps import said
@@ -115,8 +123,7 @@ def patched(
 @fault(Part.WHOLE, "an optimizer fails at once", f"its own error; {_BEFORE}")
 def optimizer_at_once(room: Room) -> int:
     def patch(one: Whole, undone: pytest.MonkeyPatch) -> None:
-        broken = failing(one.optimizer.step, 1, Injected("at once"))
-        undone.setattr(one.optimizer, "step", broken)
+        patch_step(undone, one.optimizer, lambda real: failing(real, 1, Injected("at once")))
 
     return patched(room, patch, Injected)
 
@@ -124,13 +131,14 @@ def optimizer_at_once(room: Room) -> int:
 @fault(Part.WHOLE, "an optimizer fails when its update is done", f"its own error; {_BEFORE}")
 def optimizer_too_late(room: Room) -> int:
     def patch(one: Whole, undone: pytest.MonkeyPatch) -> None:
-        real = one.optimizer.step
+        def made(real: Callable[[], Any]) -> Callable[[], Any]:
+            def late() -> None:
+                real()
+                raise Injected("too late")
 
-        def late() -> None:
-            real()
-            raise Injected("too late")
+            return late
 
-        undone.setattr(one.optimizer, "step", late)
+        patch_step(undone, one.optimizer, made)
 
     return patched(room, patch, Injected)
 
@@ -197,17 +205,20 @@ def first_step(room: Room) -> int:
 def signalled(room: Room, at: int, times: int, make: Callable[[], Whole]) -> BaseException | None:
     """Ctrl-C, as a signal, in the update of a parameter."""
     one = make()
-    calls, real = [], one.optimizer.step
+    calls: list[int] = []
 
-    def step() -> None:
-        calls.append(1)
-        if len(calls) == at:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        real()
+    def made(real: Callable[[], Any]) -> Callable[[], Any]:
+        def step() -> None:
+            calls.append(1)
+            if len(calls) == at:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            real()
+
+        return step
 
     with room.patch.context() as undone:
-        undone.setattr(one.optimizer, "step", step)
+        patch_step(undone, one.optimizer, made)
         before, after = one.now(), one.after()
         error = one.fails(whole=True)
     one.check_same(one.now(), after if times == 1 else before)
@@ -250,14 +261,17 @@ def input_hook(_room: Room) -> int:
 )
 def nested(room: Room) -> int:
     one = whole(undo=True)
-    real, found = one.optimizer.step, []
+    found: list[str] = []
 
-    def step() -> None:
-        if not found:
-            found.append(str(error_of(one.run)))
-        real()
+    def made(real: Callable[[], Any]) -> Callable[[], Any]:
+        def step() -> None:
+            if not found:
+                found.append(str(error_of(one.run)))
+            real()
 
-    room.patch.setattr(one.optimizer, "step", step)
+        return step
+
+    patch_step(room.patch, one.optimizer, made)
     one.check_next()
     assert found
     assert "running already" in found[0]
