@@ -350,9 +350,10 @@ class InParts(SelfPlanning):
         kwargs = without_keys(self.model, args, kwargs)
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
+            stepped = self.around.has_stepped
             self.around.calling(kind, call)
             self.parts.look_further()
-            self.parts.shared.calling(kind, call)
+            self.parts.shared.calling(kind, call, stepped)
         output = plain_call(self.model, *args, **kwargs)
         self.around.called(kind, call, output, None, _nothing)
         self.parts.ran()

@@ -150,10 +150,10 @@ class SharedBudget:
             return None
         return self._needed(kind, kind.plans)
 
-    def calling(self, key: Any, call: Call) -> None:
+    def calling(self, key: Any, call: Call, stepped: bool) -> None:
         """Begin a call of the model; if calls before it still await their backward it is in the
-        same step."""
-        if any(self._waiting()):
+        same step, unless an optimizer has stepped: the loop holds outputs that it does not use."""
+        if any(self._waiting()) and not stepped:
             return
         self._stop()
         last, kind = self._now, self._kinds.setdefault(key, _Kind())
@@ -237,12 +237,17 @@ class SharedBudget:
         held = [*self._model.parameters(), *self._model.buffers(), *call.tensors(), *gradients]
         self._held = memory_of(held)
         plans = {part: self._of(self.plan_of(part)) for part in self._parts}
-        sections = self._sections = [StepSection({})]
+        # Calls of the step before whose outputs are held and not used, which the loop drops as soon
+        # as it has the next ones.
+        waiting = self._waiting()
+        left_bytes = sum(count * plans[part].held for part, count in waiting.items())
+        sections = self._sections = [StepSection(waiting)]
 
         def found(levels: list[int]) -> None:
             if kind.grown or len(levels) != len(sections):
                 return  # planning has measured meanwhile
-            base_bytes = in_blocks(sum(size for _, size in self._held.values()), block_bytes)
+            held_bytes = sum(size for _, size in self._held.values())
+            base_bytes = in_blocks(held_bytes, block_bytes) + left_bytes
             made = Measured(base_bytes, tuple(zip(levels, sections, strict=True)), plans)
             if self._ranks is None:
                 self._count(kind, made)

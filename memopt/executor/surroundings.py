@@ -120,6 +120,7 @@ class Surroundings:
 
     Attributes:
         settled: whether the model was called with gradients, or warned of since it was not.
+        has_stepped: whether an optimizer has stepped since the last call.
     """
 
     def __init__(self, model: nn.Module, with_state: bool) -> None:
@@ -132,7 +133,7 @@ class Surroundings:
         self._gathering, self._scheduled = NO_CHARGES, StageCall()
         self.has_engine = False
         self._waiting = Waiting()
-        self._backward, self._stepped = -1, False
+        self._backward, self.has_stepped = -1, False
         self._with_state, self.settled = with_state, False
         self._update: tuple[Any, torch.device, int] | None = None
         self._update_bytes = 0
@@ -184,10 +185,10 @@ class Surroundings:
         self.stop()
         _BEGUN.calls += 1
         self._waiting.count(call.tensors(), waiting)
-        if self._stepped or not waiting:
+        if self.has_stepped or not waiting:
             self._scheduled = scheduled(call)
             self._waiting.charge(halved, told=bool(self._scheduled.charges))
-        self._stepped = False
+        self.has_stepped = False
         flat = 0 if (model := self.model()) is None else flat_bytes(model)
         around = self._gathering.plus(self._zero)
         self._engine = Charges(bucket_bytes=bucket_bytes() + flat).plus(around)
@@ -369,7 +370,7 @@ class Surroundings:
     def stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, and find its state for the model's parameters."""
         self._update_ended()
-        self._stepped = True
+        self.has_stepped = True
         watched = self._watched.setdefault(optimizer, _Watched())
         watched.steps += 1
         model = self.model()

@@ -68,6 +68,19 @@ class Softened(nn.Module):
         return self.narrow(shares) * float(shares.detach().sum() > 0)
 
 
+class Spare(nn.Module):
+    """Returns what a part makes that a loss need not use, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.block, self.spare = layers(), Spoken(), layers()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.block(self.head(x))
+        return y, self.spare(y)
+
+
 class Selecting(Spoken):
     """Has as many rows as its values say, which only AOTAutograd refuses."""
 

@@ -35,6 +35,7 @@ from tests.users.part_models import (
     Routed,
     Selecting,
     Softened,
+    Spare,
     Spoken,
     Twice,
     UsesDoubled,
@@ -380,3 +381,17 @@ def test_outputs_that_are_used_later_are_planned_then() -> None:
             assert (found.grad is None) == (expected.grad is None)
             assert found.grad is None or torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
     assert model.calls == Calls(planned=7, original=1)
+
+
+def test_a_loop_that_holds_outputs_that_it_does_not_use_is_metered() -> None:
+    model = in_parts(Spare())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(6):
+        with metered(CPU) if step == 5 else nullcontext() as used:
+            held = model(X)
+            held[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert used is not None
+    measured = resident_bytes(model, optimizer, X) + used.peak_bytes
+    assert 0 < measured <= model.memopt.parts.shared.peak_bytes()
