@@ -136,13 +136,18 @@ class MeterUntilBackward:
     def _mark(self, what: str | int) -> None:
         """Mark the present time in the profile."""
         self._marked.append(what)
-        # A mode of the user's, such as one that counts operations, would call it a second time.
-        with dispatch_modes_off():
-            _MARK()
+        _mark_now()
 
     def _marks(self) -> dict[str | int, int]:
         """Return the times, in ns, of what was marked in the profile, which has ended."""
         return dict(zip(self._marked, _marked_at(self._profiler), strict=True))
+
+
+def _mark_now() -> None:
+    """Mark the present time in the profile that runs."""
+    # A mode of the user's, such as one that counts operations, would call it a second time.
+    with dispatch_modes_off():
+        _MARK()
 
 
 class LossMeter(MeterUntilBackward):
@@ -374,9 +379,9 @@ def metered_sections(
     with cpu_profile() as profiler:
         for prepare in sections:
             block = prepare()
-            _MARK()
+            _mark_now()
             kept = block()
-            _MARK()
+            _mark_now()
             del kept, block
     marks = iter(_marked_at(profiler))
     spans = list(zip(marks, marks, strict=True))
