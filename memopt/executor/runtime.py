@@ -39,11 +39,10 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
 from memopt.executor.values import Halves
-from memopt.executor.views import handed_out
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
-from memopt.step.model_outputs import as_users_see, in_memory_of_its_own
+from memopt.step.model_outputs import as_users_see, handed_out, in_memory_of_its_own
 from memopt.torch_private.modes import keeps_graph
 from memopt.torch_private.tensors import version_of
 

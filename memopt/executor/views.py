@@ -141,12 +141,3 @@ def _is_plain(value: Any) -> bool:
         and not value.is_conj()
         and not value.is_neg()
     )
-
-
-def handed_out(value: Any, shared: bool) -> Any:
-    """Return the tensor that the user gets for a forward output: the same memory, whose changes in
-    place are counted for both. An output that shares elements with others is a view, which autograd
-    refuses to change in place, since the others would not notice."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.ops.aten.alias.default(value) if shared else value.detach()

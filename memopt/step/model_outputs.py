@@ -346,6 +346,15 @@ def dense_strides(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(value, device="meta").stride())
 
 
+def handed_out(value: Any, shared: bool) -> Any:
+    """Return the tensor that the user gets for a forward output: the same memory, whose changes in
+    place are counted for both. An output that shares elements with others is a view, which autograd
+    refuses to change in place, since the others would not notice."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.ops.aten.alias.default(value) if shared else value.detach()
+
+
 def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
     """Return a traced model's output with repeated tensors in their places, with stand-ins for the
     outputs that are not returned, and with a node of autograd's behind each output."""

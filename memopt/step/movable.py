@@ -16,6 +16,7 @@ import torch
 from memopt.models.budget import format_bytes
 from memopt.models.device import Device, in_blocks
 from memopt.models.graph import Graph, Tensor, TensorKind
+from memopt.models.options import several
 from memopt.programs.serialize import fingerprint
 from memopt.step.build import Lowering
 from memopt.step.host_updates import host_updates, lowered, with_choices
@@ -35,8 +36,8 @@ def parse_movable(movable: str | Collection[str]) -> frozenset[str]:
     Raises:
         ValueError: it names something other than `KINDS`.
     """
-    listed = movable if isinstance(movable, tuple | list | set | frozenset) else (movable,)
-    named = KINDS if movable == "all" or tuple(listed) == ("all",) else listed
+    listed = several(movable)
+    named = KINDS if listed == ("all",) else listed
     if not all(isinstance(one, str) and one in KINDS for one in named):
         raise ValueError(
             'movable= takes "parameters", "gradients", "optimizer", several of them in a tuple, or '

@@ -107,8 +107,9 @@ class Ranks:
         Returns:
             The message as the others read it.
         """
-        text = f"rank {torch.distributed.get_rank()} {what}"
-        with suppress(RuntimeError, ValueError):
+        text = what
+        with suppress(RuntimeError, ValueError):  # the process group may be gone
+            text = f"rank {torch.distributed.get_rank()} {what}"
             default_store().set(_WORD, f"{step} {text}")
         return text
 
