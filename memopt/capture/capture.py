@@ -31,6 +31,7 @@ from memopt.capture.uncaptured import check_effects, check_initialised
 from memopt.capture.underived import not_derived
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
+from memopt.step.assumed import assumptions_of
 from memopt.step.captured import Captured, Hooks, Primal
 from memopt.step.dependencies import Dependencies, digest
 from memopt.step.inputs import Call, asks_for_gradients, named_tensors
@@ -187,6 +188,7 @@ def _export(
         hooks=hooks,
         model=weakref.ref(model),
         outputs=replace(outputs, values=()),
+        assumed=assumptions_of(traced),
     )
 
 

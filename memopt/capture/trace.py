@@ -31,6 +31,7 @@ from memopt.capture.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
+from memopt.capture.usual_branches import branches_as_usual, looks_at_values
 from memopt.errors import CaptureError
 from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
@@ -205,11 +206,13 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             leaving_out_words(),
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
+            branches_as_usual(model) as note,
         ):
             nonlocal failing
             failing = failing_here
             found = dynamo_capture(model, *call.opened)
             again = incomplete(found[0])
+            note(found[0])
         return trace() if again else found
 
     try:
@@ -222,7 +225,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             raise refusal from error
         if function is not None:
             declare_opaque(function)
-        if function is not None or hooks_set(model, call, error):
+        if function is not None or hooks_set(model, call, error) or looks_at_values(model, error):
             return _dynamo_trace(model, call)
         own = {name for name, _ in model.named_modules(remove_duplicate=False)}
         inside = tuple(name for name in names_of_modules(failing) if name in own)

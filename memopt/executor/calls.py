@@ -11,8 +11,11 @@ from torch.optim import Optimizer
 
 from memopt.errors import CaptureError
 from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
+from memopt.models.budget import format_bytes
 from memopt.models.warned import warn
+from memopt.step.memory_layout import storage_of
 from memopt.step.reader import described_text
+from memopt.step.shards import held_gradients, local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import hooks_on_all_forwards
 
@@ -89,6 +92,27 @@ def warn_of_hooks_around() -> None:
             "in the planned step, and run once more on the planned module around it. "
             "memopt.wrap(model, budget) runs them as often as the model itself does",
         )
+
+
+def warned_of_gradients(model: nn.Module, spare_bytes: int) -> bool:
+    """Warn if gradients are held when a step begins for which the budget has no room."""
+    # Gradients in one buffer count their own bytes each, at most the buffer.
+    parts: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for gradient in map(local_part, held_gradients(model)):
+        storage = storage_of(gradient)
+        parts[storage] = parts.get(storage, 0) + gradient.nbytes
+        whole[storage] = gradient.untyped_storage().nbytes()
+    held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
+    if held_bytes <= spare_bytes:
+        return False
+    warn(
+        f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
+        "the plan does not charge: it may exceed its budget by "
+        f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
+        "gradients to None before each step",
+    )
+    return True
 
 
 def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Parameter]) -> bool:

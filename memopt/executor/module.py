@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.calls import Calls, has_own
+from memopt.executor.calls import Calls, has_own, warned_of_gradients
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
     AsOriginal,
@@ -24,13 +24,10 @@ from memopt.executor.guard import Guard
 from memopt.executor.refused_outputs import gradients_of_other_loss, refusing_gradients, trained
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
-from memopt.models.budget import format_bytes
-from memopt.models.warned import warn
+from memopt.step.assumed import AssumptionError
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
-from memopt.step.memory_layout import storage_of
-from memopt.step.shards import held_gradients, local_part
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
@@ -220,8 +217,8 @@ class PlannedModule(nn.Module):
             calls.original += 1
             return model(*args, **kwargs)
         calls.planned += 1
-        if own.spare_bytes is not None:
-            _warn_of_gradients(own, own.spare_bytes)
+        if own.spare_bytes is not None and warned_of_gradients(model, own.spare_bytes):
+            own.spare_bytes = None
         held = captured.held_values(model, ())
 
         def used(why: str, planned: bool) -> None:
@@ -237,7 +234,16 @@ class PlannedModule(nn.Module):
         again = AsOriginal(
             captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
         )
-        run = own.runtime.run(own.program, held, call, again, own.arrived)
+        try:
+            run = own.runtime.run(own.program, held, call, again, own.arrived)
+        except AssumptionError as error:
+            otherwise: str | None = str(error)
+        else:
+            otherwise = None
+        if otherwise is not None:  # what the call has computed is freed by now
+            calls.planned -= 1
+            calls.fall_back(model, otherwise)
+            return model(*args, **kwargs)
         output = _refusing(own, run, call, again)
         if not captured.effects:
             return output
@@ -371,27 +377,6 @@ def _keeps(planned: PlannedModule, name: str) -> bool:
     """Return whether an attribute is the planned module's, not the model's."""
     own = "_memopt" not in planned.__dict__ or name in planned.__dict__
     return own or hasattr(PlannedModule, name)
-
-
-def _warn_of_gradients(own: _Inside, spare_bytes: int) -> None:
-    """Warn, once, if gradients are held when a step begins for which the budget has no room."""
-    # Gradients in one buffer count their own bytes each, at most the buffer.
-    parts: dict[int, int] = {}
-    whole: dict[int, int] = {}
-    for gradient in map(local_part, held_gradients(own.model)):
-        storage = storage_of(gradient)
-        parts[storage] = parts.get(storage, 0) + gradient.nbytes
-        whole[storage] = gradient.untyped_storage().nbytes()
-    held_bytes = sum(min(size, parts[storage]) for storage, size in whole.items())
-    if held_bytes <= spare_bytes:
-        return
-    own.spare_bytes = None
-    warn(
-        f"gradients of {format_bytes(held_bytes)} were there when a planned step began, which "
-        "the plan does not charge: it may exceed its budget by "
-        f"{format_bytes(held_bytes - spare_bytes)}. Plan with accumulate=True, or set "
-        "gradients to None before each step",
-    )
 
 
 def _shared_names(model: nn.Module) -> list[str]:

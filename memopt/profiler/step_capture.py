@@ -141,6 +141,12 @@ def _check_effects(captured: Captured) -> None:
             "train step does not do: clear it in loss_fn, or plan the module alone "
             "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
         )
+    if captured.assumed:
+        raise CaptureError(
+            f"the step looks at a value of its own ({captured.assumed[0].shown}), and a train step "
+            "does not run again, unplanned, where it is another than usual: plan the module alone "
+            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
+        )
 
 
 def _check_registered(captured: Captured) -> None:

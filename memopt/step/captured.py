@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.step.assumed import Assumption, check_assumed
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call
 from memopt.step.joint_graph import (
@@ -145,6 +146,8 @@ class Captured:
         other_results: results of the backward part besides gradients (whole steps).
         effects: the forward's side effects. If the graph returns values for them, `compiled`
             returns a pair of the model's output and these values.
+        assumed: how branches on values are assumed to go. If there are some, `compiled` returns a
+            pair: what it would return else, and the values that decide them.
     """
 
     module: GraphModule
@@ -164,6 +167,7 @@ class Captured:
     outputs: TracedOutputs = NO_OUTPUTS
     other_results: tuple[Any, ...] = ()
     effects: SideEffects = NO_EFFECTS
+    assumed: tuple[Assumption, ...] = ()
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
@@ -173,6 +177,16 @@ class Captured:
             i - mutated if mutated <= i < mutated + self.outputs.count else None
             for i in range(len(self.forward_outputs))
         )
+
+    def check_assumed(self, outputs: Sequence[Any]) -> None:
+        """Look at the values in a call's forward outputs that decide its branches.
+
+        Raises:
+            AssumptionError: one goes otherwise than assumed.
+        """
+        if self.assumed:
+            end = len(self.mutated) + self.outputs.count
+            check_assumed(self.assumed, outputs[end - len(self.assumed) : end])
 
     @cached_property
     def held_values(self) -> PrimalReader:

@@ -1,5 +1,5 @@
 """Replaces the frame that Dynamo traces around a model: it takes the flat arguments, calls the
-model, and also returns values that the model leaves in Python objects.
+model, and also returns values that the model leaves in Python objects, or branches on.
 
 Dynamo does not notice changes to lists and dicts among the arguments, since they are made anew
 inside the frame: the frame compares them before and after.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from memopt.step.changes import Change, Constant, Traced
@@ -18,6 +19,8 @@ from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import frame_replaced
 
 _FRAME = "L['self']"
+_usual: ContextVar[tuple[Callable[..., Any], dict[str, Any]]]
+"""The frame to trace, and its attributes."""
 
 Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
 """A container among the arguments: path, itself, its indices or keys, its items."""
@@ -47,6 +50,15 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def branches_returned(begin: Callable[[], None], values: Callable[[], Any]) -> Iterator[None]:
+    """Make the traces inside return a pair: what they return else, and what `values` gives at their
+    end. `begin` is called when one begins."""
+    forward, attributes = _usual.get()
+    with _frame(forward, {**attributes, "branched": values}, begin):
+        yield
+
+
 def with_arguments(changes: Iterable[Change]) -> Iterator[Change]:
     """Yield the changes of a trace. What the frame has recorded about the call's arguments is
     yielded as changes that have a path."""
@@ -67,30 +79,52 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _frame(forward: Callable[..., Any], attributes: dict[str, Any]) -> Iterator[None]:
+def _frame(
+    forward: Callable[..., Any], attributes: dict[str, Any], begin: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Make Dynamo trace another frame around the model, in place of torch's own."""
 
     def replaced(usual: Any, scope: dict[str, Any]) -> Callable[..., Any]:
         own = types.FunctionType(forward.__code__, scope, "forward")
+        usual = getattr(usual, "usual", usual)  # inside of another such context
 
         def made(model: Any, spec: Any) -> Any:
+            if begin is not None:
+                begin()
             frame = type("ModuleToTrace", (usual,), {"forward": own})(model, spec)
-            frame.__dict__.update(attributes)
+            frame.__dict__.update({"branched": None, **attributes})
             return frame
 
+        made.usual = usual  # type: ignore[attr-defined]
         return made
 
-    with frame_replaced(replaced):
-        yield
+    before = _usual.set((forward, attributes))
+    try:
+        with frame_replaced(replaced):
+            yield
+    finally:
+        _usual.reset(before)
 
 
 # The frames' functions, which run with the globals of torch's own.
 
 
+def _plain(self: Any, *flat_args: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
+    res = self._export_root(*args, **kwargs)
+    if self.branched is not None:
+        res = (res, self.branched())
+    out_flat, out_spec = pytree.tree_flatten(res)
+    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
+
+
 def _returning(self: Any, *flat_args: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
     res = self._export_root(*args, **kwargs)
-    out_flat, out_spec = pytree.tree_flatten((res, self.values(self, args, kwargs)))
+    res = (res, self.values(self, args, kwargs))
+    if self.branched is not None:
+        res = (res, self.branched())
+    out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 
 
@@ -101,8 +135,13 @@ def _comparing(self: Any, *flat_args: Any) -> Any:
     found = self.compare(before)
     if found:
         self.found = found
+    if self.branched is not None:
+        res = (res, self.branched())
     out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
+
+
+_usual = ContextVar("frame", default=(_plain, {}))
 
 
 def _contents(args: Any, kwargs: Any) -> list[Contents]:

@@ -114,6 +114,8 @@ def handlers_replaced(handlers: Mapping[Any, Callable[..., Any] | None]) -> Iter
                     known_handlers[function] = handler
             yield
         finally:
+            for one in handlers:
+                known_handlers.pop(one, None)
             known_handlers.update(kept)
 
 

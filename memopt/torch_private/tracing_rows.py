@@ -157,6 +157,12 @@ DYNAMO = (
         versions=("2.14",),
     ),
     *rows(
+        "trace a forward that looks at values",
+        "torch._dynamo.symbolic_convert",
+        "InstructionTranslatorBase",
+        "InstructionTranslatorBase.dispatch_table",
+    ),
+    *rows(
         "leave out what a forward says",
         f"{_VARIABLES}.misc",
         "IgnoredFunctionVariable.call_function",

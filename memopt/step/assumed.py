@@ -1,0 +1,51 @@
+"""How branches of a forward on values of its own are assumed to go, which is looked at in each
+planned call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+ASSUMED = "assumed"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """How a branch is assumed to go.
+
+    Attributes:
+        goes: the truth of the value that decides it.
+        shown: where it is, for people.
+    """
+
+    goes: bool
+    shown: str
+
+
+class AssumptionError(Exception):
+    """A branch does not go as assumed: the call is to run without a plan."""
+
+
+def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
+    """Return the assumptions of a trace. If it has some, its graph returns a pair: what the model
+    returns, and the values that decide the branches."""
+    found: tuple[Assumption, ...] = traced.meta.get(ASSUMED, ())
+    return found
+
+
+def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor]) -> None:
+    """Look at the values that decide the branches of a call. It waits for the device, as eager does
+    at each branch.
+
+    Raises:
+        AssumptionError: one goes otherwise than assumed.
+    """
+    for one, value in zip(assumed, values, strict=True):
+        if bool(value) is not one.goes:
+            raise AssumptionError(
+                f"the forward looks at a value of its own ({one.shown}), which is "
+                f"{not one.goes} in this call, and {one.goes} as a rule"
+            )
