@@ -31,7 +31,7 @@ from memopt.capture.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
-from memopt.capture.usual_branches import branches_as_usual, looks_at_values
+from memopt.capture.usual_branches import branches_as_usual, is_looking, looks_at_values
 from memopt.errors import CaptureError
 from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
@@ -167,7 +167,8 @@ def dynamo_capture(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
     with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is
-        blocks = forwards_of_blocks(model) if has_regions() else None
+        whole = is_looking(model) or not has_regions()
+        blocks = None if whole else forwards_of_blocks(model)
         if blocks:
             return _captured(model, args, kwargs, traced_once(blocks, alike))
     return _captured(model, args, kwargs, nullcontext(Reused()))
@@ -211,8 +212,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             nonlocal failing
             failing = failing_here
             found = dynamo_capture(model, *call.opened)
-            again = incomplete(found[0])
-            note(found[0])
+            again = incomplete(found[0]) or note(found[0])
         return trace() if again else found
 
     try:

@@ -1,14 +1,16 @@
-"""Traces a forward that looks whether its values are finite, as if they were.
+"""Traces a forward that looks at values of its own as it goes in a healthy training run.
 
 `if not torch.isfinite(h).all(): h = torch.clamp(h, ...)` stands in many of Hugging Face's models
-(DETR and its kin). Dynamo cannot trace a branch on a tensor's value. But all such checks go one way
-in a healthy training run, so that the branch is traced that way, and the values that decide it are
-returned by the graph: each planned call looks at them, and runs unplanned where one is otherwise.
+(DETR and its kin), `assert (x >= 0).all()` in many of the user's own. Dynamo cannot trace a branch
+on a tensor's value, and of an assertion it makes an operator that nothing reads. But as a rule all
+numbers are finite, and no check fails: so the forward is traced, and the values that decide are
+returned by its graph. Each planned call looks at them, and runs unplanned where one is otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +18,20 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
 from memopt.step.ranks import ranks_of
 from memopt.step.traced_arguments import branches_returned
-from memopt.torch_private.branches import branches_decided, values_met
+from memopt.torch_private.branches import (
+    branches_decided,
+    check_left,
+    values_met,
+    without_numbers,
+)
 
 _LOOKING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose trace met such a branch."""
+"""Models whose trace met such a value."""
+_REFUSED = re.compile(r"[Dd]ata-dependent|_local_scalar_dense")
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 _SAME = {"all", "any", "bool", "detach", "to"}
 _NOT = {"bitwise_not", "inv", "invert", "logical_not", "not_"}
@@ -31,32 +40,59 @@ _EITHER = {"bitwise_or", "logical_or", "or_"}
 
 
 def looks_at_values(model: nn.Module, error: Exception) -> bool:
-    """Return whether a model that could not be traced is to be traced with its branches as usual,
-    as it is from now on. Ranks that communicate in a forward cannot run it again alone."""
-    if model in _LOOKING or "Data-dependent branching" not in str(error):
-        return False
-    if ranks_of(model) is not None:
+    """Return whether a model that could not be traced is to be traced as it goes as a rule, as it
+    is from now on."""
+    if model in _LOOKING or not _REFUSED.search(str(error)):
         return False
     _LOOKING.add(model)
     return True
 
 
+def is_looking(model: nn.Module) -> bool:
+    """Return whether a model is one that looks at values."""
+    return model in _LOOKING
+
+
 @contextlib.contextmanager
-def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], None]]:
-    """Trace inside with a model's branches as they usually go, if it is one that has such.
+def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool]]:
+    """Trace inside with a model's branches as they go as a rule, if it is one that has such.
 
     Returns:
-        A function that notes in a graph that was traced what was assumed.
+        A function that notes in a graph that was traced what was assumed, and returns whether it
+        has to be traced again: it turns out to have such.
     """
     if model not in _LOOKING:
-        yield lambda _: None
-        return
-    with branches_decided(usual_outcome) as met, branches_returned(met.clear, values_met):
 
-        def note(traced: GraphModule) -> None:
-            traced.meta[ASSUMED] = tuple(Assumption(goes, _place(node)) for _, node, goes in met)
+        def found(traced: GraphModule) -> bool:
+            if check_left(traced) is None:
+                return False
+            _LOOKING.add(model)
+            return True
+
+        yield found
+        return
+    # Ranks that communicate in a forward cannot run it again alone.
+    decide = usual_outcome if ranks_of(model) is None else _unknown
+    with branches_decided(decide) as met, branches_returned(met.clear, values_met):
+
+        def note(traced: GraphModule) -> bool:
+            traced.meta[ASSUMED] = tuple(
+                Assumption(one.goes, _place(one.node), one.raises) for one in met
+            )
+            without_numbers(traced)
+            left = check_left(traced)
+            if left is not None:
+                warn(
+                    f"planned steps leave out a check of values ({_place(left)}), which stands in "
+                    "a checkpoint or another function that torch traces by itself: put it outside"
+                )
+            return False
 
         yield note
+
+
+def _unknown(_node: Node) -> None:
+    return None
 
 
 def usual_outcome(node: Node) -> bool | None:

@@ -28,6 +28,7 @@ from memopt.step.assumed import AssumptionError
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
+from memopt.step.ranks import ranks_of
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import with_engine_around
 from memopt.torch_private.modules import REGISTRIES, load_own_state
@@ -237,6 +238,8 @@ class PlannedModule(nn.Module):
         try:
             run = own.runtime.run(own.program, held, call, again, own.arrived)
         except AssumptionError as error:
+            if ranks_of(model) is not None:  # which wait for its collectives, once
+                raise
             otherwise: str | None = str(error)
         else:
             otherwise = None

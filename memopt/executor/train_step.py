@@ -28,6 +28,7 @@ from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
 from memopt.models.deferred_interrupt import ctrl_c_deferred
 from memopt.models.step_rules import scales
+from memopt.step.assumed import check_assumed
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.inputs import Call, align, to_call
@@ -315,6 +316,9 @@ class TrainStep:
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
         losses: list[torch.Tensor] = [outputs.pop()]
+        checked = len(outputs) - len(captured.assumed)
+        check_assumed(captured.assumed, outputs[checked:])
+        del outputs[checked:]
         results = self._program.backward(list(primals), self._tangents(losses[0]), saved)
         gradients, ends = results[: len(primals)], list(results[len(primals) :])
         if rules.clip_norm is not None:

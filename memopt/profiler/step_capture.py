@@ -23,6 +23,7 @@ from memopt.errors import CaptureError
 from memopt.kernels.compiled.choice import Fuse
 from memopt.models.graph import Operator, Phase
 from memopt.models.step_rules import PLAIN, StepRules
+from memopt.models.warned import warn
 from memopt.step.build import Lowering, build, held_by
 from memopt.step.captured import Captured
 from memopt.step.fused import Fused
@@ -63,7 +64,7 @@ def capture_step(
     captured = capture(module, step_call)
     _check_effects(captured)
     _check_registered(captured)
-    captured = _of_the_step(captured)
+    captured = _with_checks(_of_the_step(captured), rules.micro_batches)
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)
     if fuse is not None:
@@ -141,12 +142,34 @@ def _check_effects(captured: Captured) -> None:
             "train step does not do: clear it in loss_fn, or plan the module alone "
             "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
         )
-    if captured.assumed:
+
+
+def _with_checks(captured: Captured, micro_batches: int) -> Captured:
+    """Return the capture of a step whose forward looks at values of its own, with these before the
+    loss among its outputs.
+
+    Raises:
+        CaptureError: it goes on in another way where they are otherwise.
+    """
+    count = len(captured.assumed)
+    if not count:
+        return captured
+    other = next((one for one in captured.assumed if not one.raises), None)
+    if other is not None:
         raise CaptureError(
-            f"the step looks at a value of its own ({captured.assumed[0].shown}), and a train step "
-            "does not run again, unplanned, where it is another than usual: plan the module alone "
+            f"the step looks at a value of its own ({other.shown}), and a train step does not run "
+            "again, unplanned, where it is another than as a rule: plan the module alone "
             "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
         )
+    *before, loss = captured.forward_outputs[:-count]
+    if micro_batches == 1:
+        between = captured.forward_outputs[-count:]
+        return replace(captured, forward_outputs=(*before, *between, loss))
+    warn(
+        f"a step of several micro-batches does not look at the checks of its forward "
+        f"({captured.assumed[0].shown}): check the inputs before it"
+    )
+    return replace(captured, forward_outputs=(*before, loss), assumed=())
 
 
 def _check_registered(captured: Captured) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
+from memopt.errors import ExecutionError
+
 ASSUMED = "assumed"
 
 
@@ -19,13 +21,15 @@ class Assumption:
     Attributes:
         goes: the truth of the value that decides it.
         shown: where it is, for people.
+        raises: whether the forward raises an error where it goes the other way.
     """
 
     goes: bool
     shown: str
+    raises: bool = False
 
 
-class AssumptionError(Exception):
+class AssumptionError(ExecutionError):
     """A branch does not go as assumed: the call is to run without a plan."""
 
 
@@ -44,8 +48,11 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
         AssumptionError: one goes otherwise than assumed.
     """
     for one, value in zip(assumed, values, strict=True):
-        if bool(value) is not one.goes:
-            raise AssumptionError(
-                f"the forward looks at a value of its own ({one.shown}), which is "
-                f"{not one.goes} in this call, and {one.goes} as a rule"
-            )
+        if bool(value) is one.goes:
+            continue
+        if one.raises:
+            raise AssumptionError(f"a check in the forward fails: {one.shown}")
+        raise AssumptionError(
+            f"the forward looks at a value of its own ({one.shown}), which is {not one.goes} in "
+            f"this call, and {one.goes} as a rule"
+        )

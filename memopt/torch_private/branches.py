@@ -1,71 +1,214 @@
-"""Branches on tensors' values in a trace: Dynamo refuses them, unless it is told how they go."""
+"""Branches and checks of tensors' values in a trace: Dynamo refuses branches, unless it is told how
+they go, and makes of checks operators that nothing reads."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from memopt.torch_private.access import attribute_name, private
+from memopt.torch_private.access import attribute_name, patched, private
 from memopt.torch_private.dynamo import constant, handlers_replaced, taken_whole
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 _TABLE = f"{_TRANSLATOR}.dispatch_table"
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
+_NUMBER = "torch._dynamo.variables.SymNodeVariable"
+_CALL = f"{_TENSOR}.call_method"
+_IN_RANGE = "torch.ops.aten._assert_scalar.default"
+_HANDLERS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers"
+_CHECKS = {
+    "torch._assert": 0,
+    "torch._assert_async": 0,
+    "torch._check_tensor_all": 0,
+    "torch._check_tensor_all_with": 1,
+}
+"""Functions that raise where a tensor is not true, and which argument it is."""
 _JUMPS = tuple(
     number
     for name, number in dis.opmap.items()
     if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))
 )
+_ENDS = ("FOR_ITER", "JUMP", "POP_JUMP", "RERAISE", "RETURN", "SEND", "YIELD")
+"""What instructions begin with that end a block."""
 
-Met: TypeAlias = list[tuple[Any, Node, bool]]
-"""Dynamo's variables of the values that a trace has branched on, their nodes, and how it went."""
+
+@dataclass(frozen=True)
+class Met:
+    """A value that a trace has met in a branch or a check.
+
+    Attributes:
+        variable: Dynamo's variable of the value, one boolean.
+        node: its node in Dynamo's graph.
+        goes: how the branch goes.
+        raises: whether the forward raises an error where it goes the other way.
+    """
+
+    variable: Any
+    node: Node
+    goes: bool
+    raises: bool
+
+
+@dataclass
+class _Branches:
+    decide: Callable[[Node], bool | None]
+    met: list[Met] = field(default_factory=list)
+    tensor: Any = field(default_factory=lambda: private(_TENSOR))
+    number: Any = field(default_factory=lambda: private(_NUMBER))
+    numbers: dict[Node, Any] = field(default_factory=dict)
+
+    def in_whole(self, translator: Any, value: Any) -> bool:
+        """Return whether a variable is a tensor of the graph itself, not of one inside it."""
+        output = translator.output
+        return isinstance(value, self.tensor) and output.current_tracer is output.root_tracer
+
+    def add(self, variable: Any, goes: bool, raises: bool) -> None:
+        node = variable.as_proxy().node
+        if all(node is not one.node for one in self.met):
+            self.met.append(Met(variable, node, goes, raises))
+
+    def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
+        value = self.asked(translator)
+        if value is not None:
+            goes = _past_error(translator, instruction)
+            self.settle(translator, value, goes, goes is not None)
+        return usual(translator, instruction)
+
+    def negate(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
+        value = self.asked(translator)
+        if value is not None:
+            self.settle(translator, value, None, False)
+        return usual(translator, instruction)
+
+    def asked(self, translator: Any) -> Any:
+        """Return the tensor whose truth, or whose number's, an instruction asks for; else None."""
+        value = translator.stack[-1]
+        if isinstance(value, self.number):
+            value = self.numbers.get(value.as_proxy().node)
+        return value if self.in_whole(translator, value) else None
+
+    def settle(self, translator: Any, value: Any, goes: bool | None, raises: bool) -> None:
+        """Replace the value of which is asked by its truth, if that is known."""
+        if goes is None:
+            goes = self.decide(value.as_proxy().node)
+        if goes is not None:
+            self.add(value, goes, raises)
+            translator.stack[-1] = constant(goes)
+
+    def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep the tensor of which a number is made."""
+        found = usual(variable, *args, **kwargs)
+        if isinstance(found, self.number) and "item" in args:
+            self.numbers[found.as_proxy().node] = variable
+        return found
+
+    def check(
+        self, usual: Any, position: int, function: Any, translator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand for a function that raises where an argument is not true."""
+        given: Any = args[position].realize() if len(args) > position else None
+        if self.in_whole(translator, given):
+            self.add(given.call_method(translator, "all", [], {}), True, True)
+            return constant(None)
+        return usual(function, translator, *args, **kwargs) if usual else None
 
 
 def values_met() -> Any:
-    """Stand, in traced code, for a tuple of the values that the trace has branched on so far."""
+    """Stand, in traced code, for a tuple of the values that the trace has met so far."""
     return ()
 
 
 @contextlib.contextmanager
-def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[Met]:
-    """Trace inside with branches on tensors that go as `decide` says of the tensor's node in
-    Dynamo's graph; None: Dynamo refuses it, as it does all in a graph inside the graph.
+def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[list[Met]]:
+    """Trace inside with branches on tensors that go past an error that the forward would raise, or
+    as `decide` says of the tensor's node in Dynamo's graph. Where neither tells, Dynamo refuses
+    them, as it does all in a graph inside the graph.
 
     Returns:
-        A list to which each value is added that decides a branch; clear it when a trace begins.
+        A list to which what is met is added; clear it when a trace begins.
     """
-    met: Met = []
-    tensor, several = private(_TENSOR), private(_TUPLE)
-
-    def jump(usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
-        stack, output = translator.stack, translator.output
-        if isinstance(stack[-1], tensor) and output.current_tracer is output.root_tracer:
-            node = stack[-1].as_proxy().node
-            goes = decide(node)
-            if goes is not None:
-                if all(node is not one for _, one, _ in met):
-                    met.append((stack[-1], node, goes))
-                stack[-1] = constant(goes)
-        return usual(translator, instruction)
-
-    def all_met(_variable: Any, _translator: Any) -> Any:
-        return several([one for one, _, _ in met])
-
+    branches, several = _Branches(decide), private(_TUPLE)
+    functions = {private(name): position for name, position in _CHECKS.items()}
+    known: dict[Any, Any] = private(_HANDLERS)()
+    handlers: dict[Any, Any] = {
+        one: partial(branches.check, known.get(one), position)
+        for one, position in functions.items()
+    }
+    handlers[values_met] = lambda _self, _tx: several([one.variable for one in branches.met])
     with contextlib.ExitStack() as entered:
         entered.enter_context(ONE_TRACE_AT_A_TIME)
-        entered.enter_context(taken_whole([values_met]))
-        entered.enter_context(handlers_replaced({values_met: all_met}))
+        entered.enter_context(taken_whole(handlers))
+        entered.enter_context(handlers_replaced(handlers))
+        call = partial(branches.call, private(_CALL))
+        entered.enter_context(patched(_CALL, lambda *args, **more: call(*args, **more)))
         for table in _tables():
-            for number in _JUMPS:
+            changed = dict.fromkeys(_JUMPS, branches.jump)
+            changed[dis.opmap["UNARY_NOT"]] = branches.negate
+            for number, function in changed.items():
                 entered.callback(table.__setitem__, number, table[number])
-                table[number] = partial(jump, table[number])
-        yield met
+                table[number] = partial(function, table[number])
+        yield branches.met
+
+
+def check_left(traced: GraphModule) -> Node | None:
+    """Return a check in a graph, or in one inside it, whose value nothing reads; None: there is
+    none."""
+    targets = {*map(private, _CHECKS), "_is_all_true"}
+    for module in traced.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if node.op in ("call_function", "call_method") and node.target in targets:
+                found: Node = node
+                return found
+    return None
+
+
+def without_numbers(traced: GraphModule) -> None:
+    """Remove the numbers from a graph, in place, that it makes of tensors and reads only to check
+    that they are within their range."""
+    checks = private(_IN_RANGE)
+    found = dict[Node, None]()
+
+    def unread(node: Node) -> bool:
+        alone = node.op != "output" and all(unread(user) for user in node.users)
+        return alone and (bool(node.users) or node.target in (checks, "item"))
+
+    def collect(node: Node) -> None:
+        for user in node.users:
+            collect(user)
+        found.setdefault(node)  # after all that read it
+
+    for item in traced.graph.find_nodes(op="call_method", target="item"):
+        if unread(item):
+            collect(item)
+    for node in found:
+        traced.graph.erase_node(node)
+    traced.recompile()
+
+
+def _past_error(translator: Any, instruction: Any) -> bool | None:
+    """Return the truth of a value with which a jump goes past code that does nothing but raise an
+    error; None: there is none, or both ways lead to one."""
+    at = translator.indexof
+    ways = {"TRUE" in instruction.opname: at[instruction.target]}
+    ways["TRUE" not in instruction.opname] = at[instruction] + 1
+    raising = [truth for truth, index in ways.items() if _raises(translator.instructions[index:])]
+    return not raising[0] if len(raising) == 1 else None
+
+
+def _raises(instructions: Any) -> bool:
+    for one in instructions:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if one.opname.startswith(_ENDS):
+            return False
+    return False
 
 
 def _tables() -> Iterator[list[Any]]:

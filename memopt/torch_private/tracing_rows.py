@@ -162,6 +162,16 @@ DYNAMO = (
         "InstructionTranslatorBase",
         "InstructionTranslatorBase.dispatch_table",
     ),
+    *rows("trace a forward that looks at values", f"{_VARIABLES}.TensorVariable", "call_method"),
+    *rows("trace a forward that looks at values", "torch.ops.aten", "_assert_scalar.default"),
+    *rows(
+        "trace a forward that checks values",
+        "torch",
+        "_assert",
+        "_assert_async",
+        "_check_tensor_all",
+        "_check_tensor_all_with",
+    ),
     *rows(
         "leave out what a forward says",
         f"{_VARIABLES}.misc",
