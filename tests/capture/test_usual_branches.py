@@ -1,0 +1,181 @@
+"""A forward that looks at values of its own is planned as it goes as a rule, and runs unplanned
+where a value is otherwise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.errors import CaptureError, ExecutionError
+from memopt.executor.module import PlannedModule
+from tests.capture.checking import CHECKS, Checking, asserts, raises
+
+CLAMPED = 100.0
+
+
+class Block(nn.Module):
+    """Looks whether its values are finite, as Hugging Face's detection models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.more = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.more(self.norm(self.linear(x)).relu())
+        if self.training and not torch.isfinite(h).all():
+            h = torch.clamp(h, min=-CLAMPED, max=CLAMPED)
+        if torch.isinf(h).any() or torch.isnan(h).any().item():
+            h = torch.nan_to_num(h)
+        bad = not (~torch.isnan(h)).all()
+        return h * 2 if bad else h
+
+
+def run(make: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    """Losses, gradients, buffers and a random number of six steps; in one the values are not
+    finite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    called = make(model)
+    torch.manual_seed(1)
+    found = []
+    for step in range(6):
+        x = torch.randn(8, 16)
+        if step == 3:
+            x[0, 0] = float("inf")
+        loss = called(x).pow(2).mean()
+        loss.backward()
+        found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+        model.zero_grad()
+    return [*found, *(one.clone() for one in model.buffers()), torch.rand(3)]
+
+
+def mean_square(out: Tensor) -> Tensor:
+    return out.pow(2).mean()
+
+
+def planned(model: nn.Module) -> PlannedModule:
+    plan = memopt.plan(model, torch.randn(8, 16), budget="min", strategy="rotor", progress=False)
+    return plan.apply(model)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    memopt.wrap(model, "min", strategy="rotor", progress=False, improve=False)
+    return model
+
+
+@pytest.mark.parametrize("make", [planned, wrapped])
+def test_a_step_whose_values_are_not_finite_runs_unplanned(
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
+    made: list[nn.Module] = []
+
+    def kept(model: nn.Module) -> nn.Module:
+        made.append(make(model))
+        return made[0]
+
+    expected = run(lambda model: model)
+    with pytest.warns(UserWarning, match="isfinite.*which is False in this call, and True as a"):
+        found = run(kept)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    calls = memopt.running(made[0]).calls
+    assert (calls.planned, calls.original) == (5, 1)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_fails_as_without_memopt(check: Callable[[Tensor], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Checking(check), Checking(check))
+    bad = torch.randn(8, 16)
+    bad[0, 0] = -1000.0
+    with pytest.raises((AssertionError, ValueError, RuntimeError), match="too small") as eager:
+        model(bad)
+    step = planned(model)
+    step(torch.randn(8, 16)).sum().backward()
+    assert step.calls.planned == 1
+    state = torch.get_rng_state()
+    with (
+        pytest.warns(UserWarning, match="a check in the forward fails"),
+        pytest.raises(type(eager.value), match="too small"),
+    ):
+        step(bad)
+    assert torch.equal(torch.get_rng_state(), state)
+    step(torch.randn(8, 16)).sum().backward()
+    assert (step.calls.planned, step.calls.original) == (2, 1)
+
+
+def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Checking(asserts), nn.BatchNorm1d(16), Checking(raises))
+    optimizer = torch.optim.Adam(model.parameters())
+    plan = memopt.plan(
+        model,
+        torch.randn(8, 16),
+        budget="min",
+        strategy="rotor",
+        loss_fn=mean_square,
+        optimizer=optimizer,
+        whole_step=True,
+        progress=False,
+    )
+    step = plan.train_step(model, mean_square, optimizer)
+    step(torch.randn(8, 16))
+    bad = torch.randn(8, 16)
+    bad[0, 0] = -1000.0
+    before = [one.clone() for one in model.state_dict().values()]
+    state = torch.get_rng_state()
+    with pytest.raises(ExecutionError, match="a check in the forward fails: assert"):
+        step(bad)
+    after = model.state_dict().values()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    step(torch.randn(8, 16))
+
+
+def test_a_whole_step_that_goes_on_otherwise_is_refused() -> None:
+    model = nn.Sequential(Block(), Block())
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CaptureError, match="does not run again, unplanned"):
+        memopt.plan(
+            model,
+            torch.randn(8, 16),
+            budget="min",
+            strategy="rotor",
+            loss_fn=mean_square,
+            optimizer=optimizer,
+            whole_step=True,
+            progress=False,
+        )
+
+
+def test_what_is_not_looked_at_is_said() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(Checking(asserts), nn.Linear(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return found
+
+    with pytest.warns(UserWarning, match="leave out a check of values.*in a checkpoint"):
+        planned(nn.Sequential(Inside(), nn.Linear(16, 16)))
+
+
+def test_other_branches_are_refused() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.mean() > 0 else x
+
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(CaptureError, match="data-dependent Python control flow"),
+    ):
+        planned(nn.Sequential(nn.Linear(16, 16), Branching(), nn.Linear(16, 16)))
