@@ -52,8 +52,8 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def branches_returned(begin: Callable[[], None], values: Callable[[], Any]) -> Iterator[None]:
-    """Make the traces inside return a pair: what they return else, and what `values` gives at their
-    end. `begin` is called when one begins."""
+    """Make the traces inside return a pair, if `values` gives some at their end: what they return
+    else, and these. `begin` is called when one begins."""
     forward, attributes = _usual.get()
     with _frame(forward, {**attributes, "branched": values}, begin):
         yield
@@ -112,8 +112,9 @@ def _frame(
 def _plain(self: Any, *flat_args: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
     res = self._export_root(*args, **kwargs)
-    if self.branched is not None:
-        res = (res, self.branched())
+    met = () if self.branched is None else self.branched()
+    if met:
+        res = (res, met)
     out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 
@@ -122,8 +123,9 @@ def _returning(self: Any, *flat_args: Any) -> Any:
     args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
     res = self._export_root(*args, **kwargs)
     res = (res, self.values(self, args, kwargs))
-    if self.branched is not None:
-        res = (res, self.branched())
+    met = () if self.branched is None else self.branched()
+    if met:
+        res = (res, met)
     out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 
@@ -135,8 +137,9 @@ def _comparing(self: Any, *flat_args: Any) -> Any:
     found = self.compare(before)
     if found:
         self.found = found
-    if self.branched is not None:
-        res = (res, self.branched())
+    met = () if self.branched is None else self.branched()
+    if met:
+        res = (res, met)
     out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
 

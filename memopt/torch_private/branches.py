@@ -21,6 +21,7 @@ _TABLE = f"{_TRANSLATOR}.dispatch_table"
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
+_WRAPPED = "torch._C._functorch.is_functorch_wrapped_tensor"
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
 _HANDLERS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers"
 _CHECKS = {
@@ -65,9 +66,12 @@ class _Branches:
     numbers: dict[Node, Any] = field(default_factory=dict)
 
     def in_whole(self, translator: Any, value: Any) -> bool:
-        """Return whether a variable is a tensor of the graph itself, not of one inside it."""
+        """Return whether a variable is a tensor of the graph itself, not of one inside it, nor of a
+        transform (`torch.func.grad`)."""
         output = translator.output
-        return isinstance(value, self.tensor) and output.current_tracer is output.root_tracer
+        if not isinstance(value, self.tensor) or output.current_tracer is not output.root_tracer:
+            return False
+        return not private(_WRAPPED)(value.as_proxy().node.meta["example_value"])
 
     def add(self, variable: Any, goes: bool, raises: bool) -> None:
         node = variable.as_proxy().node

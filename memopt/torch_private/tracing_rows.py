@@ -165,6 +165,11 @@ DYNAMO = (
     *rows("trace a forward that looks at values", f"{_VARIABLES}.TensorVariable", "call_method"),
     *rows("trace a forward that looks at values", "torch.ops.aten", "_assert_scalar.default"),
     *rows(
+        "trace a forward that looks at values",
+        "torch._C._functorch",
+        "is_functorch_wrapped_tensor",
+    ),
+    *rows(
         "trace a forward that checks values",
         "torch",
         "_assert",

@@ -155,18 +155,33 @@ def test_a_whole_step_that_goes_on_otherwise_is_refused() -> None:
         )
 
 
-def test_what_is_not_looked_at_is_said() -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(Checking(asserts), nn.Linear(16, 16))
+class InCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Checking(asserts), nn.Linear(16, 16))
 
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-            return found
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
 
+
+class InTransform(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Checking(asserts), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope: Tensor = torch.func.grad(lambda one: self.inner(one).sum())(x)
+        return slope + self.inner[1](x)
+
+
+@pytest.mark.parametrize("kind", [InCheckpoint, InTransform])
+def test_what_is_not_looked_at_is_said(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(), nn.Linear(16, 16))
     with pytest.warns(UserWarning, match="leave out a check of values.*in a checkpoint"):
-        planned(nn.Sequential(Inside(), nn.Linear(16, 16)))
+        step = planned(model)
+    step(torch.randn(8, 16)).sum().backward()
+    assert step.calls.planned == 1
 
 
 def test_other_branches_are_refused() -> None:
