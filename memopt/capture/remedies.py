@@ -341,17 +341,6 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
 )
 
 
-def said_of_check(where: str) -> str | None:
-    """Return the remedy for a check of values at a line of a library's that can leave it out; None
-    for others."""
-    if "transformers" in where and re.search(r"\btorch\._check", where):
-        return (
-            "transformers checks its inputs there, and leaves such checks out with "
-            'os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"'
-        )
-    return None
-
-
 def said_of_selection(where: str) -> str | None:
     """Return the remedy for a selection by values at a library's line; None for others."""
     if re.search(r"torch_geometric/utils/loop\.py", where):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.remedies import said_of_check, said_of_selection, said_remedy, without_labels
+from memopt.capture.remedies import said_of_selection, said_remedy, without_labels
 from memopt.capture.uncaptured import first_line, line_of
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -64,13 +64,10 @@ def _refused_at(
             "place, rate.fill_(0.5)), or pass it as one"
         )
     if node is not None:
-        where = line_of(node)
-        remedy = said_of_check(where) or (
+        return node, (
+            f"the model reads a number out of a tensor{line_of(node)}, which no graph can hold: "
             "leave out such a check of values, or write it with tensor operators (torch.where)"
             + without_labels(model, call, _modules_of(node))
-        )
-        return node, (
-            f"the model reads a number out of a tensor{where}, which no graph can hold: {remedy}"
         )
     return None, _why_no_backward(traced, error, first)
 

@@ -8,6 +8,7 @@ import dis
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -19,6 +20,7 @@ from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 _TABLE = f"{_TRANSLATOR}.dispatch_table"
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
+_FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
 _WRAPPED = "torch._C._functorch.is_functorch_wrapped_tensor"
@@ -121,7 +123,11 @@ class _Branches:
         if self.in_whole(translator, given):
             self.add(given.call_method(translator, "all", [], {}), True, True)
             return constant(None)
-        return usual(function, translator, *args, **kwargs) if usual else None
+        if usual:
+            return usual(function, translator, *args, **kwargs)
+        if isinstance(function.value, FunctionType):  # its code is traced
+            return private(_FUNCTION)(function.value).call_function(translator, args, kwargs)
+        return None
 
 
 def values_met() -> Any:

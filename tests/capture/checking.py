@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import torch_compilable_check
 
 
 class Checking(nn.Module):
@@ -57,6 +58,10 @@ def all_by_torch(x: Tensor) -> None:
     torch._check_tensor_all(x > -50, lambda: "too small")
 
 
+def by_transformers(x: Tensor) -> None:
+    torch_compilable_check((x > -50).all(), "too small")  # as LLaVA does
+
+
 CHECKS = [
     asserts,
     raises,
@@ -66,4 +71,5 @@ CHECKS = [
     by_torch,
     by_torch_at_once,
     all_by_torch,
+    by_transformers,
 ]

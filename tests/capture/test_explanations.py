@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import torch_compilable_check
 
 from memopt.capture.capture import capture
 from memopt.capture.uncaptured import why_not_captured
@@ -112,27 +111,6 @@ def test_labels_are_named_where_a_loss_may_fail(model: nn.Module, may_be_loss: b
     with pytest.raises(CaptureError, match="data-dependent") as refused:
         capture(model, call)
     assert ("call it without labels" in str(refused.value)) == may_be_loss
-
-
-class ChecksInTransformers(nn.Linear):
-    """Checks its input as LLaVA does."""
-
-    def forward(self, x: Tensor, **_: Any) -> Tensor:
-        torch_compilable_check(x.sum() > 0, "negative")
-        return super().forward(x)
-
-
-def test_checks_that_transformers_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither leaving out labels nor writing the check otherwise was possible."""
-    name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
-    monkeypatch.delenv(name, raising=False)
-    call = to_call({"x": torch.ones(2, 3), "labels": torch.ones(2, 3)})
-    model = ChecksInTransformers(3, 3)
-    with pytest.raises(CaptureError, match=rf'os\.environ\["{name}"\] = "1"') as refused:
-        capture(model, call)
-    assert "labels" not in str(refused.value)
-    monkeypatch.setenv(name, "1")
-    capture(model, call)
 
 
 class Convolves(nn.Linear):
