@@ -28,7 +28,6 @@ from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
 from memopt.models.deferred_interrupt import ctrl_c_deferred
 from memopt.models.step_rules import scales
-from memopt.step.assumed import check_assumed
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.inputs import Call, align, to_call
@@ -118,7 +117,7 @@ class TrainStep:
             RankError: they do not.
         """
         in_step.check_plan(plan)
-        self._program = in_step.installed(self._program)
+        self._program = in_step.installed(self._program, self._captured.check_assumed)
         self._in_step = in_step
 
     @property
@@ -316,9 +315,8 @@ class TrainStep:
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
         losses: list[torch.Tensor] = [outputs.pop()]
-        checked = len(outputs) - len(captured.assumed)
-        check_assumed(captured.assumed, outputs[checked:])
-        del outputs[checked:]
+        captured.check_assumed(outputs)
+        del outputs[len(outputs) - len(captured.assumed) :]
         results = self._program.backward(list(primals), self._tangents(losses[0]), saved)
         gradients, ends = results[: len(primals)], list(results[len(primals) :])
         if rules.clip_norm is not None:

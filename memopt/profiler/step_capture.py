@@ -163,8 +163,9 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
         )
     *before, loss = captured.forward_outputs[:-count]
     if micro_batches == 1:
-        between = captured.forward_outputs[-count:]
-        return replace(captured, forward_outputs=(*before, *between, loss))
+        ordered = (*before, *captured.forward_outputs[-count:], loss)
+        leaves = replace(captured.outputs, count=count)
+        return replace(captured, forward_outputs=ordered, outputs=leaves)
     warn(
         f"a step of several micro-batches does not look at the checks of its forward "
         f"({captured.assumed[0].shown}): check the inputs before it"
