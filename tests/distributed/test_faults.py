@@ -291,7 +291,7 @@ def test_a_check_that_fails_on_a_rank_is_told() -> None:
     )
     with pytest.raises(ExecutionError, match=r"a check fails: \[1\]"):
         checking.forward([])
-    with pytest.raises(RankError, match="rank 1 failed in the forward of a planned step.*a check"):
+    with pytest.raises(RankError, match=r"rank 1 failed in the forward of a planned step.*a check"):
         InStep(word).installed(failing(LOST), unseen).forward([])
 
 
