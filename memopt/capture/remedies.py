@@ -65,8 +65,9 @@ _SAID: tuple[tuple[str, str], ...] = (
         "is drawn as an input",
     ),
     (
-        r"torch/distributions/constraints\.py",
-        "torch.distributions checks the values of its parameters, which no graph can: make "
+        r"torch/distributions/\w+\.py",
+        "torch.distributions checks the values of its parameters, which no graph inside a graph "
+        "can: take them out of the checkpoint or transform, make "
         "distributions with validate_args=False, or call "
         "torch.distributions.Distribution.set_default_validate_args(False) once",
     ),

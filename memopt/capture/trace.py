@@ -50,6 +50,7 @@ from memopt.step.unheard import unheard
 from memopt.torch_private.access import known, optional, patched, private
 from memopt.torch_private.aot import code_written_late, values_described_once
 from memopt.torch_private.distributed import nothing_tried_out
+from memopt.torch_private.divergences import with_divergences
 from memopt.torch_private.dynamo import (
     capture_errors,
     constant,
@@ -211,7 +212,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         ):
             nonlocal failing
             failing = failing_here
-            found = dynamo_capture(model, *call.opened)
+            found = with_divergences(lambda: dynamo_capture(model, *call.opened))
             again = incomplete(found[0]) or note(found[0])
         return trace() if again else found
 

@@ -11,6 +11,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
 
 from memopt.torch_private.access import attribute_name, patched, private
@@ -151,6 +152,8 @@ def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[list[Met
         one: partial(branches.check, known.get(one), position)
         for one, position in functions.items()
     }
+    dependent: Any = is_dependent  # whether the parameter of a distribution has no check
+    handlers[dependent] = lambda _self, _tx, one: constant(dependent(one.realize().value))
     handlers[values_met] = lambda _self, _tx: several([one.variable for one in branches.met])
     with contextlib.ExitStack() as entered:
         entered.enter_context(ONE_TRACE_AT_A_TIME)

@@ -169,6 +169,7 @@ DYNAMO = (
         "torch._C._functorch",
         "is_functorch_wrapped_tensor",
     ),
+    *rows("trace divergences", "torch.distributions.kl", "_dispatch_kl", "_KL_MEMOIZE"),
     *rows(
         "trace a forward that checks values",
         "torch",

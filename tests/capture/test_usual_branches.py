@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Bernoulli, Beta, Independent, Normal, kl_divergence
+from torch.distributions.kl import _KL_MEMOIZE
 from torch.utils.checkpoint import checkpoint
 
 import memopt
@@ -109,6 +111,49 @@ def test_a_check_fails_as_without_memopt(check: Callable[[Tensor], None]) -> Non
     assert torch.equal(torch.get_rng_state(), state)
     step(torch.randn(8, 16)).sum().backward()
     assert (step.calls.planned, step.calls.original) == (2, 1)
+
+
+class Autoencoder(nn.Module):
+    """A variational autoencoder whose distributions check their parameters and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 8), nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.encoder(x).chunk(2, -1)
+        latent = Normal(mean, deviation.exp())
+        code = latent.rsample() * Beta(0.8, 0.8).sample()
+        decoded = Independent(Bernoulli(logits=self.decoder(code)), 1)
+        kl = kl_divergence(latent, Normal(torch.zeros_like(mean), torch.ones_like(mean)))
+        loss: Tensor = kl.sum() - decoded.log_prob((x > 0).float()).sum()
+        return loss
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_distributions_are_planned_with_their_checks(known: bool) -> None:
+    def trained(make: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Autoencoder()
+        called = make(model)
+        torch.manual_seed(1)
+        found = []
+        for _ in range(3):
+            loss = called(torch.randn(8, 16))
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+            model.zero_grad()
+        with pytest.raises(ValueError, match="Expected parameter loc"):
+            called(torch.full((8, 16), float("nan")))
+        return found
+
+    if not known:  # torch keeps the divergences that were looked up
+        _KL_MEMOIZE.clear()
+    expected = trained(lambda model: model) if known else []
+    with pytest.warns(UserWarning, match="a check in the forward fails"):
+        found = trained(planned)
+    expected = expected or trained(lambda model: model)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
