@@ -235,15 +235,8 @@ class PlannedModule(nn.Module):
         again = AsOriginal(
             captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
         )
-        try:
-            run = own.runtime.run(own.program, held, call, again, own.arrived)
-        except AssumptionError as error:
-            if ranks_of(model) is not None:  # which wait for its collectives, once
-                raise
-            otherwise: str | None = str(error)
-        else:
-            otherwise = None
-        if otherwise is not None:  # what the call has computed is freed by now
+        run, otherwise = _ran(own, held, call, again)
+        if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
             calls.fall_back(model, otherwise)
             return model(*args, **kwargs)
@@ -336,6 +329,16 @@ def most_halved(*planned: nn.Module) -> int:
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     """Return whether all leaves of the output at these positions have a planned backward."""
     return positions.isdisjoint(captured_of(planned).outputs.gradients.refused)
+
+
+def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[Any, str]:
+    """Return a planned call's output, and why it is to run unplanned; "": it is not."""
+    try:
+        return own.runtime.run(own.program, held, call, again, own.arrived), ""
+    except AssumptionError as error:
+        if ranks_of(own.model) is not None:  # they have run its collectives, and would wait
+            raise
+        return None, str(error)
 
 
 def _refusing(own: _Inside, output: Any, call: Call, again: AsOriginal) -> Any:
