@@ -65,6 +65,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "is drawn as an input",
     ),
     (
+        r"DataPtrVariable",
+        "it reads where a tensor lies in memory (data_ptr()), which differs from step to step: "
+        "tell tensors apart by `is`, and keep what is kept of them under names of your own",
+    ),
+    (
         r"torch/distributions/\w+\.py",
         "torch.distributions checks the values of its parameters, which no graph inside a graph "
         "can: take them out of the checkpoint or transform, make "

@@ -236,7 +236,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, call, error)) from error
     except NotImplementedError as error:
-        if "argument of type" in str(error):
+        if "argument of type" in str(error) or "is not a constant" in str(error):
             raise CaptureError(why_not_captured(model, call, error)) from error
         # Dynamo has no message of its own for an object that the forward makes and leaves behind.
         if "TempLocalSource" not in str(error):

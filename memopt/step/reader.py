@@ -235,15 +235,12 @@ class TraceReader:
         self._changed = (*places, "\0")
 
     def dependencies(self) -> list[Dependency]:
-        """Return everything that was read, except what the forward changes and changes back. A
-        dependency comes after those on the way to it."""
-        undone = self._guards.undone or ("\0",)
+        """Return everything that was read, with what the forward changes and changes back: it may
+        compute with what was there. A dependency comes after those on the way to it."""
         relevant = [
             guard
             for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
-            if guard.name
-            and not _ELSEWHERE.search(guard.name)
-            and not guard.name.startswith(undone)
+            if guard.name and not _ELSEWHERE.search(guard.name)
         ]
         found = [dependency for guard in relevant if (dependency := self._watch(guard)) is not None]
         found += [*self._methods(found), *self._aliased(), *self._settings()]

@@ -269,6 +269,10 @@ OTHERS: dict[str, tuple[Form, str]] = {
         r"fails there: '[^']*broadcast[^']*'\. If the model runs without memopt",
     ),
     "input": (lambda m, x: (input(), x)[1], r"`input` .*take it out of the forward"),
+    "address": (
+        lambda m, x: m.linear(x) * (x.data_ptr() == m.linear.weight.data_ptr()),
+        r"it reads where a tensor lies in memory \(data_ptr\(\)\)",
+    ),
     "thread": (Net.step_aside, "it uses a thread, .*outside of the model"),
 }
 SAYS: dict[str, Form] = {

@@ -383,3 +383,18 @@ class Timed(Net):
 def _() -> Setting:
     model = Timed()
     return Setting(model, lambda: len(model._times))
+
+
+class SetToItself(Net):
+    rate = 1
+
+    def touch(self, h: Tensor) -> Tensor:
+        self.rate = getattr(self, "rate", 1)
+        return h * self.rate
+
+
+@situation("an attribute set to itself", "rate", exact=("wrap",), quick=True)
+def _() -> Setting:
+    model = SetToItself()
+    model.rate = 1  # and the loop changes it
+    return Setting(model, after=lambda step: setattr(model, "rate", step + 2))
