@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.torch_private.dynamo import comptime
 from tests.executor.harness import prepare
 from tests.executor.test_steps import Model, batch
 
@@ -70,34 +69,3 @@ def test_threads_replay_their_own_random_numbers() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_an_optimizer_steps_in_another_thread_as_ever_while_a_model_is_traced() -> None:
-    """Adam computes otherwise where torch says that the process compiles."""
-
-    def stepped() -> Tensor:
-        weight = nn.Parameter(torch.linspace(-1, 1, 32))
-        optimizer = torch.optim.Adam([weight], 0.01)
-        for _ in range(8):
-            weight.square().sum().backward()
-            optimizer.step()
-        return weight.detach()
-
-    meanwhile: list[Tensor] = []
-
-    def trained_meanwhile(_context: object) -> None:
-        thread = threading.Thread(target=lambda: meanwhile.append(stepped()))
-        thread.start()
-        thread.join()
-
-    while_traced = comptime()
-
-    class Traced(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            while_traced(trained_meanwhile)
-            return super().forward(x)
-
-    expected = stepped()
-    prepare(Traced(4, 4), torch.randn(2, 4))
-    assert meanwhile
-    assert all(torch.equal(found, expected) for found in meanwhile)
