@@ -21,6 +21,7 @@ from memopt.step.shards import local_part, with_local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.access import patched
 from memopt.torch_private.aot import FakeTensorMode
+from memopt.torch_private.dynamo import captured_around
 
 
 class Fakes:
@@ -87,7 +88,8 @@ def fused_attention() -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+        drawn_inside = 0.0 if captured_around() else dropout_p  # not so in another thread
+        return original(query, key, value, attn_mask, drawn_inside, *args, **kwargs)
 
     with patched("torch.nn.functional.scaled_dot_product_attention", fused):
         yield

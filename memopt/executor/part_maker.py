@@ -105,9 +105,11 @@ class PartMaker(PlanMaker):
             self._shared.forget()
         self._shared.arrived(part)
 
-    def keeps(self, made: Made, kind: Any) -> bool:
-        """Return whether a plan stays: while it is for the outputs that the loss uses."""
-        return not isinstance(made, MadePart) or made.used == self._planner.outputs
+    def keeps(self, made: Made, kind: Any, call: Call) -> bool:
+        """Return whether a plan stays: it is for the outputs that the loss uses, or cannot be made
+        now."""
+        of_others = isinstance(made, MadePart) and made.used != self._planner.outputs
+        return not (of_others and self._around.can_measure(call))
 
     def met(self, kind: Any, made: Made) -> None:
         """Leave it to the whole model to look at its budget."""

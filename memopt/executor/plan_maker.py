@@ -225,11 +225,12 @@ class PlanMaker:
         when_arrived(found.module, partial(self._arrived, kind, weakref.ref(found)))
         return found
 
-    def keeps(self, made: Made, kind: Any) -> bool:
+    def keeps(self, made: Made, kind: Any, call: Call) -> bool:
         """Return whether a plan stays: it keeps its budget with all that was met around its steps,
-        or was made again often enough. If not, count one more."""
-        if made.once:
-            return False
+        was made again often enough, or cannot be made now. If not, count one more."""
+        can_plan = self._around.can_measure(call)
+        if made.once or (self.alone and not can_plan):
+            return not can_plan
         charges = self._around.charges(kind)
         if not self.alone:
             self._calls += 1
@@ -247,7 +248,7 @@ class PlanMaker:
         if last:
             return True
         made.again += 1
-        return False
+        return not can_plan
 
     def _largest(self, own: Charges, kind: int = 0) -> Charges:
         """Return the largest of each charge that any rank has; none where ranks run calls of

@@ -328,8 +328,7 @@ class SelfPlanning:
         if (ready := self.plans.last_used(kind)) is None:
             return None
         made = self._improved(kind, call, ready)
-        again = not self._maker.keeps(made, kind) and self.around.can_measure(call)
-        if again and not cumulative_average(self.model):
+        if not (self._maker.keeps(made, kind, call) or cumulative_average(self.model)):
             made = self._made(kind, call, made)
         if made.plan.program.offsets is None:
             self.family.idle.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -202,11 +203,22 @@ def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
     return {one: handlers[one] for one in asked}
 
 
+class _TrueInThisThread:
+    """A truth of the thread that makes it, and of no other."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 @contextlib.contextmanager
 def _not_exporting() -> Iterator[None]:
     """Make `torch.compiler.is_exporting()` False while Dynamo traces, since the step is only run.
     Models ask for it: Hugging Face's exported attention has a mask in place of `is_causal`, and
-    keys and values repeated for every head."""
+    keys and values repeated for every head. `is_compiling()` is True in this thread alone: torch's
+    flag is the process's, and in other threads optimizers that see it round otherwise."""
     name = f"{_EXPORT}._compiling_state_context"
     states = private(f"{_VARIABLES}.torch.tracing_state_functions")()
     private("torch.compiler._is_exporting_flag")
@@ -216,7 +228,8 @@ def _not_exporting() -> Iterator[None]:
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
-        with entered():  # restores the flag
+        in_this_thread = patched("torch.compiler._is_compiling_flag", _TrueInThisThread())
+        with entered(), in_this_thread:  # the first restores the flag
             torch.compiler._is_exporting_flag = False
             yield
 

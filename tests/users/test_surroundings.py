@@ -331,6 +331,17 @@ def test_a_profile_with_a_schedule_goes_on(new_shape_at: int) -> None:
     assert len(said) == min(1, unplanned)
 
 
+def test_steps_under_a_profile_are_no_tries_to_plan_again() -> None:
+    """What is met in them is charged once they are over."""
+    model = memopt.wrap(language_model(), "min", progress=False)
+    training(model, dropped, 1)
+    with torch.profiler.profile(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training(model, dropped, AGAIN + 2)
+    training(model, dropped, 2)
+    assert over_bytes(model, dropped) <= 0
+
+
 def test_there_is_one_hook_on_optimizers_and_it_goes() -> None:
     from torch.optim.optimizer import _global_optimizer_post_hooks
 

@@ -27,7 +27,7 @@ from memopt.step.dropout import dropout_as_eager
 from memopt.step.functions import functions_as_eager
 from memopt.step.operators import Substitute
 from memopt.step.updates import InPlaceAsEager, with_own_names
-from memopt.torch_private.dynamo import comptime
+from memopt.torch_private.dynamo import captured_around, comptime
 from memopt.torch_private.operators import aten as _ATEN
 from memopt.torch_private.pytree import tree_map_only
 
@@ -88,14 +88,17 @@ def _one_sequence() -> Iterator[None]:
     if not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    at_trace = comptime()
+    at_trace, found = comptime(), vars(masking)["find_packed_sequence_indices"]
     given: list[bool] = []
 
     def look(context: Any) -> None:
         given.append(bool(arguments_of(context.get_local("position_ids").as_proxy().node)))
 
-    def none_packed(position_ids: Any) -> None:
+    def none_packed(position_ids: Any) -> Any:
+        if not captured_around():  # another thread's call
+            return found(position_ids)
         at_trace(look)
+        return None
 
     with mock.patch.object(masking, "find_packed_sequence_indices", none_packed):
         yield

@@ -25,7 +25,7 @@ from torch.fx import Node
 from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
-from memopt.torch_private.dynamo import comptime
+from memopt.torch_private.dynamo import captured_around, comptime
 
 T = TypeVar("T")
 
@@ -119,6 +119,8 @@ def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
 
     def seen(original: Callable[..., bool]) -> Callable[..., bool]:
         def skips(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+            if not captured_around():  # another thread's call
+                return original(padding_mask, *args, **kwargs)
             if padding_mask is not None:
                 at_trace(look)
             return original(None if leaves_out else padding_mask, *args, **kwargs)
