@@ -168,21 +168,20 @@ class SharedBudget:
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
+        self._check_metered(last)
         begun, kind.begun, kind.grown = kind.begun, True, False
         if begun and is_metered(kind.metered + 1):
             kind.to_agree = True
             self._begin(kind, call)
-        self._check_metered(kind)
 
-    def _check_metered(self, kind: _Kind) -> None:
-        """Warn if none of the first steps could be metered."""
-        self._unmetered = 0 if kind.metered else self._unmetered + 1
-        if self._unmetered == METERED + 1 and self._written not in (None, MINIMUM):
+    def _check_metered(self, last: _Kind | None) -> None:
+        """Warn if each of the last steps made plans, so that none could be metered."""
+        self._unmetered = self._unmetered + 1 if last is not None and last.grown else 0
+        if self._unmetered == METERED and self._written not in (None, MINIMUM):
             warn(
-                f"none of the first {METERED} steps of the model in parts could be metered, and "
-                "the budget may be exceeded until one is: each made plans of parts for inputs of "
-                "other shapes (pad these to a few sizes, or name parts without such inputs in "
-                "parts=), or ran inside of torch's profiler",
+                f"none of the last {METERED} steps of the model in parts could be metered, and the "
+                "budget may be exceeded until one is: each made plans of parts for inputs of other "
+                "shapes. Pad these to a few sizes, or name parts without such inputs (parts=)",
             )
 
     def _floor(self, ranks: Ranks, first: PlanRecord) -> PlanRecord:
