@@ -22,7 +22,8 @@ _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
 _SAID: tuple[tuple[str, str], ...] = (
     (
-        r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete",
+        r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete"
+        r"|SymNodeVariable\(\) is not a constant",
         "it reads a size or a factor out of a tensor (.item(), int(x), or a tensor given as one), "
         "which no graph can hold: pass it as a Python number, which is part of the plan, or make "
         "the part around it one operator (memopt.opaque), or plan the sub-modules around it",
