@@ -79,8 +79,8 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Found <class '(?P<what>[\w.]+)'> in output, which is not a known type",
-        "it returns a {what} beside its tensors, which a graph does not: leave it out of what it "
-        "returns, or return numbers or a text in its place",
+        "it returns a {what} beside its tensors, or keeps one in a list or dict that it makes, "
+        "which a graph does not: leave it out there, or take numbers or a text in its place",
     ),
     (
         r"Encountered unrecognized type SetVariable",

@@ -241,7 +241,24 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     except (TypeError, AttributeError, LookupError) as error:
         raise _failed_in_dynamo(error) from error
     check_not_drawn_in_numpy(found[0])
+    _check_code(found[0])
     return found
+
+
+def _check_code(module: GraphModule) -> None:
+    """Refuse a graph whose code cannot be written: torch writes an object as its `repr`.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    try:
+        str(module.code)
+    except SyntaxError as error:
+        raise CaptureError(
+            "the model returns an object of Python beside its tensors, such as a function, of "
+            "which no graph can be written: leave it out of what it returns, or plan the "
+            'sub-modules (parts="auto" of memopt.wrap)'
+        ) from error
 
 
 def _failed_in_dynamo(error: Exception) -> CaptureError:
