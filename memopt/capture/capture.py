@@ -48,6 +48,7 @@ from memopt.step.joint_graph import (
 )
 from memopt.step.late import last_name
 from memopt.step.model_outputs import RETURNS_DTENSOR, TracedOutputs, hand_out, separate_outputs
+from memopt.step.unheard import unheard
 from memopt.torch_private import aot
 from memopt.user_code.told_layouts import operator_without_fake, tell_layouts
 
@@ -201,11 +202,12 @@ def _joint(stack: contextlib.ExitStack, model: nn.Module, traced: Any, call: Cal
     found = equal_blocks(traced)
     try:
         if found is not None:
-            with without_most(traced, found):
+            with without_most(traced, found), unheard():
                 joint = aot.export_joint(stack, traced, *call.plain)
             if with_all_blocks(joint.graph_module, found):
                 return joint
-        return aot.export_joint(stack, traced, *call.plain)
+        with unheard():
+            return aot.export_joint(stack, traced, *call.plain)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise not_derived(model, traced, call, error) from error
 

@@ -22,7 +22,8 @@ _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
 _SAID: tuple[tuple[str, str], ...] = (
     (
-        r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete",
+        r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete"
+        r"|SymNodeVariable\(\) is not a constant",
         "it reads a size or a factor out of a tensor (.item(), int(x), or a tensor given as one), "
         "which no graph can hold: pass it as a Python number, which is part of the plan, or make "
         "the part around it one operator (memopt.opaque), or plan the sub-modules around it",
@@ -84,8 +85,8 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Found <class '(?P<what>[\w.]+)'> in output, which is not a known type",
-        "it returns a {what} beside its tensors, which a graph does not: leave it out of what it "
-        "returns, or return numbers or a text in its place",
+        "it returns a {what} beside its tensors, or keeps one in a list or dict that it makes, "
+        "which a graph does not: leave it out there, or take numbers or a text in its place",
     ),
     (
         r"Encountered unrecognized type SetVariable",

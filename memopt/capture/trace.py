@@ -58,6 +58,7 @@ from memopt.torch_private.dynamo import (
     graph_of,
     own_lists_given,
 )
+from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
@@ -236,27 +237,54 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     except AssertionError as error:
         raise CaptureError(why_not_taken(model, call, error)) from error
     except NotImplementedError as error:
-        if "argument of type" in str(error) or "is not a constant" in str(error):
+        if any(words in str(error) for words in ("argument of type", "is not a constant")):
             raise CaptureError(why_not_captured(model, call, error)) from error
         # Dynamo has no message of its own for an object that the forward makes and leaves behind.
-        if "TempLocalSource" not in str(error):
-            raise
-        raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
+        if "TempLocalSource" in str(error):
+            raise CaptureError(why_not_left_behind(["an object that it makes"])) from error
+        raise _failed_in_dynamo(error) from error
     except (TypeError, AttributeError, LookupError) as error:
-        if not _is_raised_by_dynamo(error):
-            raise
-        raise CaptureError(
-            f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "
-            'sub-modules (parts="auto" of memopt.wrap)'
-        ) from error
+        raise _failed_in_dynamo(error) from error
     check_not_drawn_in_numpy(found[0])
+    _check_code(found[0])
     return found
 
 
-def _is_raised_by_dynamo(error: Exception) -> bool:
-    """Return whether an error comes from dynamo's own code."""
+_WRITTEN = (Node, type(None), bool, int, float, complex, str)
+
+
+def _check_code(module: GraphModule) -> None:
+    """Refuse a graph whose code cannot be written: torch writes an object as its `repr`.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    returned: Any = module.graph.output_node().args
+    if all(isinstance(one, _WRITTEN) for one in tree_leaves(returned)):
+        return  # writing the code of a large graph takes long
+    try:
+        str(module.code)
+    except SyntaxError as error:
+        raise CaptureError(
+            "the model returns an object of Python beside its tensors, such as a function, of "
+            "which no graph can be written: leave it out of what it returns, or plan the "
+            'sub-modules (parts="auto" of memopt.wrap)'
+        ) from error
+
+
+def _failed_in_dynamo(error: Exception) -> CaptureError:
+    """Return the refusal of a model on which dynamo's own code fails.
+
+    Raises:
+        Exception: the error itself, if other code has raised it.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
+    if not str(frame.f_globals.get("__name__")).startswith("torch._dynamo."):
+        raise error
+    return CaptureError(
+        f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "
+        'sub-modules (parts="auto" of memopt.wrap)'
+    )
 
 
 _CLONE = "torch._dynamo.variables.builder._clone_input"

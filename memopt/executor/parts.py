@@ -20,7 +20,7 @@ from torch import nn
 
 from memopt.capture.taken import is_taken
 from memopt.capture.training_call import without_keys
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, ProfilerBusyError
 from memopt.executor.calls import Calls
 from memopt.executor.differentiated import OTHER_LOSS, PARTIAL
 from memopt.executor.measured_parts import NothingToSaveError
@@ -137,6 +137,11 @@ class PartPlanning(SelfPlanning):
         except NothingToSaveError:
             self._idle.add(kind)
             made = None
+        except ProfilerBusyError:
+            if not self.parts.shared.metered_in_the_way():
+                raise
+            self.calls.original += 1
+            return None
         self._kinds.add(kind)
         return made
 

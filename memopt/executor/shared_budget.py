@@ -28,7 +28,7 @@ from memopt.executor.measured_parts import (
     StepSection,
     saves_nothing,
 )
-from memopt.executor.surroundings import Surroundings, is_metered
+from memopt.executor.surroundings import METERED, Surroundings, is_metered
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.models.warned import warn
@@ -71,7 +71,8 @@ class _Kind:
         metered: how many were.
         beside_bytes: what the loop holds that the plans were made for.
         changed: whether something was met that the plans do not know of.
-        begun: whether one has run; the first makes plans, and is not metered.
+        begun: whether one has run since it is known what its backward plans; one that makes plans
+            is not metered.
         grown: whether the present one makes plans.
         to_agree: whether the last one was to be metered, and ranks have not exchanged what they
             found.
@@ -114,6 +115,7 @@ class SharedBudget:
         self._sections: list[StepSection] = []
         self._held = memory_of(())
         self._told = False
+        self._unmetered = 0
         self._ranks: Ranks | None = None
 
     def part(self, name: str, first: PlanRecord, waiting: Callable[[], int]) -> PlannedPart:
@@ -166,10 +168,21 @@ class SharedBudget:
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
+        self._check_metered(last)
         begun, kind.begun, kind.grown = kind.begun, True, False
         if begun and is_metered(kind.metered + 1):
             kind.to_agree = True
             self._begin(kind, call)
+
+    def _check_metered(self, last: _Kind | None) -> None:
+        """Warn if each of the last steps made plans, so that none could be metered."""
+        self._unmetered = self._unmetered + 1 if last is not None and last.grown else 0
+        if self._unmetered == METERED and self._written not in (None, MINIMUM):
+            warn(
+                f"none of the last {METERED} steps of the model in parts could be metered, and the "
+                "budget may be exceeded until one is: each made plans of parts for inputs of other "
+                "shapes. Pad these to a few sizes, or name parts without such inputs (parts=)",
+            )
 
     def _floor(self, ranks: Ranks, first: PlanRecord) -> PlanRecord:
         """Return the plan of the smallest peak that the first rank makes."""
@@ -261,6 +274,14 @@ class SharedBudget:
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.close()
+
+    def metered_in_the_way(self) -> bool:
+        """Return whether a part that a backward calls (a custom autograd function, a reentrant
+        checkpoint) cannot be planned since this step is metered; the next one is not, then."""
+        if self._meter is None or self._now is None:
+            return False
+        self._now.begun = False
+        return True
 
     def forget(self) -> None:
         """Forget what was measured: other parts run from now on."""

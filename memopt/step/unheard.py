@@ -2,8 +2,9 @@
 times.
 
 Inside, one thread's writes to standard output and standard error, its log records, and its warnings
-from the user's code are dropped, and dynamo's, whose advice is for `torch.compile`. Other threads
-stay audible, and so do torch's other warnings and memopt's own.
+from the user's code are dropped, dynamo's, whose advice is for `torch.compile`, and what anomaly
+detection adds to an error. Other threads stay audible, and so do torch's other warnings and
+memopt's own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from memopt.models.locks import ForkedLock
 
 _STREAMS = ("stdout", "stderr")
 _OWN = ("torch", "memopt")
+_OF_DERIVED = "Error detected in "
+"""How anomaly detection begins, which torch switches on to derive a backward. The error itself is
+raised."""
 
 
 class _Thread(threading.local):
@@ -98,7 +102,8 @@ def _listen() -> Iterator[Callable[[], None]]:
             handled(self, record)
 
     def showing(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
-        if _HERE.unheard and _is_unheard(sys._getframe(1)):
+        derived = str(message).startswith(_OF_DERIVED)
+        if _HERE.unheard and (derived or _is_unheard(sys._getframe(1))):
             _forget(str(message), category, lineno)
             return
         with _heard():

@@ -20,6 +20,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from queue import Queue
 from threading import Thread, local
 from typing import Any
@@ -111,6 +112,8 @@ class ReachedState:
                 return [*items, *self._attributes(one)]
             case tuple():
                 return one
+            case ContextVar():
+                return (one.get(None),)
             case functools.partial():
                 return (one.func, one.args, one.keywords)
             case types.MethodType():

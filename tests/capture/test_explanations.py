@@ -136,3 +136,35 @@ def test_graphs_get_their_self_loops_before_the_call(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"add_self_loops=False"):
         capture(Convolves(library["remove"]), call)
     capture(Convolves(lambda edges: edges), call)
+
+
+class Keeping(nn.Module):
+    """Keeps an object in a dict that it makes."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.found: Any = {"kept": self.kept, "y": y}
+        return y
+
+
+class Returning(Keeping):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "said"),
+    [
+        (Keeping, torch.relu, "changes Python state of model.found"),
+        (Keeping, torch.float32, "or keeps one in a list or dict that it makes"),
+        (Returning, torch.relu, "returns an object of Python .*leave it out of what it returns"),
+    ],
+)
+def test_objects_beside_tensors(kind: type[Keeping], kept: Any, said: str) -> None:
+    """A function there ended in a SyntaxError of the graph's code."""
+    with pytest.raises(CaptureError, match=said):
+        capture(kind(kept), to_call(torch.ones(2, 4)))

@@ -154,6 +154,7 @@ ROWS: dict[str, Row] = {
     "choice": Row(lambda m, x: x * random.choice([1.0, 2.0]), PYTHON),
     "index": Row(lambda m, x: x * m.numbers[int(torch.rand(1).item() * 2)], VALUES),
     "own Random": Row(lambda m, x: x * m.random.random(), PYTHON),
+    "seed": Row(lambda m, x: x * random.Random(torch.randint(9, ()).item()).random(), SIZES),
     "beartype": Row(CHECKED, "beartype draws random numbers .*BeartypeStrategy.O0"),
     "numpy": Row(lambda m, x: x * np.random.uniform(), NUMPY),
     "numpy array": Row(

@@ -77,6 +77,29 @@ def test_advice_for_compilation_is_unheard() -> None:
     assert not [str(one.message) for one in said]
 
 
+class Scattered(nn.Module):
+    """Its backward selects by the mask, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = torch.zeros(len(mask), 2)
+        y[mask] = self.layer(x)
+        return y
+
+
+def test_a_refusal_of_a_backward_warns_of_nothing() -> None:
+    """Anomaly detection, which torch switches on there, warned of an error in a backward."""
+    mask = torch.arange(6) % 2 == 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(memopt.CaptureError, match="a shape depends on the values"):
+            memopt.plan(Scattered(), (torch.randn(3, 4), mask), progress=False, cache=False)
+    assert not [str(one.message) for one in said]
+
+
 def test_others_are_heard(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,30 @@ def test_hooks_that_collect() -> None:
     output = planned(x)
     assert len(seen) == 1
     assert torch.equal(seen[0], output)
+
+
+_COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
+
+
+class Collecting(nn.Linear):
+    """Appends to a list that a caller keeps in a context variable, as transformers' hooks do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        collected = _COLLECTED.get()
+        if collected is not None:
+            collected.append(y)
+        return y
+
+
+def test_what_a_context_variable_holds() -> None:
+    """A part's trial runs left hidden states in the list, and its model took the wrong one."""
+    model, collected = Collecting(8, 3), list[Tensor]()
+    token = _COLLECTED.set(collected)
+    with state_restored(model, Call((torch.ones(2, 8),), {})):
+        model(torch.ones(2, 8))
+    _COLLECTED.reset(token)
+    assert collected == []
 
 
 class Refused(nn.Module):

@@ -282,3 +282,39 @@ class ReadsState(nn.Module):
         if x.mean().item() > 1e9:
             return x
         return self.head(self.tower(x)[self.last])
+
+
+class _Again(torch.autograd.Function):
+    """Keeps its input alone: its backward calls the block again, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: ByMethod) -> torch.Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block.features(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        x = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.block.features(x).backward(gradient)
+        return x.grad, None
+
+
+class _Layer(ByMethod):
+    """Could be called itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.features(x)
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(16, 16), _Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Again.apply(self.first(x), self.block)  # type: ignore[no-untyped-call]
+        return y
