@@ -62,6 +62,19 @@ def mean_square(out: Tensor) -> Tensor:
     return out.pow(2).mean()
 
 
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> memopt.Plan:
+    return memopt.plan(
+        model,
+        torch.randn(8, 16),
+        budget="min",
+        strategy="rotor",
+        loss_fn=mean_square,
+        optimizer=optimizer,
+        whole_step=True,
+        progress=False,
+    )
+
+
 def planned(model: nn.Module) -> PlannedModule:
     plan = memopt.plan(model, torch.randn(8, 16), budget="min", strategy="rotor", progress=False)
     return plan.apply(model)
@@ -160,16 +173,7 @@ def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Checking(asserts), nn.BatchNorm1d(16), Checking(raises))
     optimizer = torch.optim.Adam(model.parameters())
-    plan = memopt.plan(
-        model,
-        torch.randn(8, 16),
-        budget="min",
-        strategy="rotor",
-        loss_fn=mean_square,
-        optimizer=optimizer,
-        whole_step=True,
-        progress=False,
-    )
+    plan = whole_step(model, optimizer)
     step = plan.train_step(model, mean_square, optimizer)
     step(torch.randn(8, 16))
     bad = torch.randn(8, 16)
@@ -188,16 +192,7 @@ def test_a_whole_step_that_goes_on_otherwise_is_refused() -> None:
     model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(CaptureError, match="does not run again, unplanned"):
-        memopt.plan(
-            model,
-            torch.randn(8, 16),
-            budget="min",
-            strategy="rotor",
-            loss_fn=mean_square,
-            optimizer=optimizer,
-            whole_step=True,
-            progress=False,
-        )
+        whole_step(model, optimizer)
 
 
 class InCheckpoint(nn.Module):
