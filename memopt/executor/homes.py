@@ -168,18 +168,18 @@ class Homes:
     @contextmanager
     def updating(self, parameter: nn.Parameter) -> Iterator[None]:
         """Let the model and the optimizer hold the device copies of a parameter and its state
-        inside; if the block fails, the copies that they held before."""
+        inside; if that or the block fails, the copies that they held before."""
         own, state = self._tensors.get(id(parameter)), self._state_tensors.get(id(parameter))
         states, data = self._optimizer.state, data_of(parameter)
         before = states.get(parameter)
-        if own is not None:
-            set_data(parameter, self._there[own][""])
-        if state is not None and before is not None:
-            # A counter is changed in place: copy it, so that a failure changes nothing.
-            counters = {k: v.clone() for k, v in before.items() if _is_counter(v)}
-            there = {k: like_part(before[k], v) for k, v in self._there[state].items()}
-            states[parameter] = {**before, **counters, **there}
         try:
+            if own is not None:
+                set_data(parameter, self._there[own][""])
+            if state is not None and before is not None:
+                # A counter is changed in place: copy it, so that a failure changes nothing.
+                counters = {k: v.clone() for k, v in before.items() if _is_counter(v)}
+                there = {k: like_part(before[k], v) for k, v in self._there[state].items()}
+                states[parameter] = {**before, **counters, **there}
             yield
         except BaseException:
             set_data(parameter, data)

@@ -212,8 +212,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"model\.unlisted\[0\] has the forward hook nothing",
     ),
     "hook of all modules": (
-        lambda m: nn.modules.module.register_module_forward_hook(nothing),
-        r"module has the forward hook nothing",
+        lambda m: nn.modules.module.register_module_forward_hook(double),
+        r"module has the forward hook double",
     ),
     "hook gone": (
         lambda m: m.layers[0]._forward_hooks.clear(),
@@ -259,6 +259,7 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "an unregistered module of the same kind": lambda m: m.unlisted.__setitem__(0, nn.Linear(6, 6)),
     "another parameter": lambda m: setattr(m.a, "bias", nn.Parameter(torch.ones(6))),
     "parameters that became one": lambda m: setattr(m.a, "bias", m.b.bias),
+    "idle hook of all modules": lambda m: nn.modules.module.register_module_forward_hook(nothing),
     "what no forward reads": setting(unread=3, spare=nn.Linear(2, 2)),
 }
 

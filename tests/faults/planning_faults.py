@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
@@ -270,24 +270,28 @@ def _steps_fail(make: Callable[..., nn.Module], room: Room) -> int:
     twin = built()
     other = adam(twin)
     begin = torch.get_rng_state()
-    assert_same(step(model, optimizer, begin), step(twin, other, begin))
+    # A plan that charges what the loop needs, or a better one, is made in one of the first calls.
+    for _ in range(3):
+        assert_same(step(model, optimizer, begin), step(twin, other, begin))
     x, y = batch()
 
-    def attempt(point: AbstractContextManager[Any]) -> None:
-        with point:
+    def attempt(point: AtOperator) -> None:
+        # Under any mode the guards on tensors fail, and the call would be compiled again.
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True), point:
             LOSS(model(x), y).backward()
 
-    with AtOperator() as count:
-        attempt(nullcontext())
     happened = 0
-    inner.load_state_dict(twin.state_dict())
-    for number in range(1, count.seen + 1, 1 if room.everywhere else 20):
+    for number in itertools.count(1, 1 if room.everywhere else 20):
         model.zero_grad(set_to_none=True)
         inner.load_state_dict(twin.state_dict())
         trained = [p.detach().clone() for p in model.parameters()]
-        error = error_of(lambda number=number: attempt(AtOperator(number)))
-        assert isinstance(error, Injected), error
+        point = AtOperator(number)
+        error = error_of(functools.partial(attempt, point))
         assert_same([p.detach() for p in model.parameters()], trained)
+        if error is None:
+            assert point.seen < number, "the operator was reached"
+            break
+        assert isinstance(error, Injected), error
         happened += 1
     model.zero_grad(set_to_none=True)
     inner.load_state_dict(twin.state_dict())

@@ -86,8 +86,12 @@ def without_undo(room: Room) -> int:
     one.run_with(count := AtOperator())
     begin.into(one.model, one.optimizer)
     for number in room.places(count.seen, 6):
-        error = error_of(lambda number=number: one.run_with(AtOperator(number)))
-        assert error is not None, number
+        point = AtOperator(number)
+        error = error_of(partial(one.run_with, point))
+        if error is None:  # a step that ran before had an operator more
+            assert point.seen < number, number
+            begin.into(one.model, one.optimizer)
+            continue
         updated, half = said(error)
         happened += 1
         found = one.now()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.executor import homes
 from memopt.executor.swap import ThreadSwap
 from memopt.pricing import measure, updates
 from memopt.pricing.memory import metered
@@ -253,6 +254,26 @@ def test_a_failing_transfer(what: str, undo: bool, monkeypatch: pytest.MonkeyPat
         assert_same(everything(made)[1]["state"], before[1]["state"])
     made.model.load_state_dict(before[0])
     made.optimizer.load_state_dict(before[1])
+    made.run(1, 2)
+    made.assert_same()
+
+
+def test_a_failing_copy_of_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameter does not stay on the device."""
+    made = Made(layers(64, 2), 0.7, undo=True)
+    made.run(0, 1)
+    x, y = batch(1)
+
+    def failing(_: Any) -> bool:
+        raise Fault("counter")
+
+    monkeypatch.setattr(homes, "_is_counter", failing)
+    with pytest.raises(Fault):
+        made.step(x, targets=(y,))
+    monkeypatch.undo()
+    views = made.step._homes._views
+    for tensor, parameter in made.step._homes.parameters.items():
+        assert parameter.data_ptr() == views[tensor, ""].data_ptr()
     made.run(1, 2)
     made.assert_same()
 
