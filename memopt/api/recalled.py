@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from memopt.api.request import PlanRequest
 from memopt.errors import PlanFileError
@@ -18,6 +19,11 @@ from memopt.plan_record import STOPPED, BaselineFigures, PlanRecord
 from memopt.stages import Preparation
 from memopt.strategies import STRATEGIES, Strategy
 from memopt.strategies.host_budget import parse_host_budget
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memopt.step.inputs import Call
 
 KEPT_FROM_S = 1.0
 """Plans solved in less time are not kept: reading and checking one takes about as long."""
@@ -104,3 +110,34 @@ def _key(
         profiled.stages,
     )
     return digest([code_digest(), "solved", encoded, repr(asked)])
+
+
+def key_of_call(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
+    """Digest all that a plan depends on and that is known without capturing the model; None: the
+    loss or an argument has no text that tells it from others."""
+    from memopt.pricing.baseline import loss_text
+    from memopt.profiler import Loss
+    from memopt.step.inputs import device_of
+    from memopt.step.optimizer_state import optimizer_state
+    from memopt.step.record import record_of
+    from memopt.step.shards import held_gradients
+
+    text: str | None = ""
+    if request.step.loss_fn is not None:
+        text = loss_text(Loss(request.step.loss_fn, request.step.targets))
+        if text is None:
+            return None
+    try:
+        record = codec.encode(record_of(model, call, device_of(model, call)))
+    except PlanFileError:
+        return None  # an argument that a file cannot hold
+    options = request.options
+    asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
+    state = optimizer_state(request.step.optimizer, model.parameters())
+    held_bytes = sum(gradient.nbytes for gradient in held_gradients(model))
+    marks = (call.whole_masks, call.orders)
+    return digest([code_digest(), record, asked, repr(state), marks, held_bytes, text])
+
+
+_NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
+"""Left out of keys: plans do not depend on `cache`; loss and optimizer's state have own texts."""

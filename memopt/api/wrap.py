@@ -12,13 +12,12 @@ from memopt.api.improving import Improving
 from memopt.api.parts import planned_in_parts
 from memopt.api.plan import Plan
 from memopt.api.ranks import find_ranks, planning_ranks, telling_ranks
-from memopt.api.recalled import is_within
+from memopt.api.recalled import is_within, key_of_call
 from memopt.api.request import PlanRequest
 from memopt.api.solving import make_plan
 from memopt.errors import InfeasibleBudgetError, PlanFileError
-from memopt.files.plan_store import PlanStore, code_digest
-from memopt.models import codec
-from memopt.models.budget import MINIMUM, check_budget
+from memopt.files.plan_store import PlanStore
+from memopt.models.budget import MINIMUM, check_budget, is_share
 from memopt.models.device import Device
 from memopt.models.options import (
     Mismatch,
@@ -32,7 +31,6 @@ from memopt.models.options import (
     parse_returns,
 )
 from memopt.models.progress import Progress
-from memopt.models.reader import digest
 from memopt.plan_record import PlanRecord
 from memopt.programs.placed import arena_use
 from memopt.strategies import Strategy, resolve
@@ -86,7 +84,8 @@ def wrap(
     Args:
         model: the module that is called in training, or what Lightning Fabric's `setup` made of
             it.
-        budget: as for `memopt.plan`, for each kind of call.
+        budget: as for `memopt.plan`, for each kind of call. A share that is too small for one of
+            them is that of the kind planned so far that needs most.
         strategy: as for `memopt.plan`.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: the
             output's `loss`, if the call has `labels` or the like (`return_loss`); the other
@@ -215,6 +214,8 @@ class OwnCallsPlanner:
     """Whether calls with `labels` or the like compute their own loss."""
     outputs: frozenset[int] = frozenset()
     """The leaves of the output that the loss was seen to use; empty: unknown."""
+    most_bytes: int = 0
+    """The largest budget of a plan made for a share: that of the kind of call that needs most."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
@@ -246,6 +247,8 @@ class OwnCallsPlanner:
     ) -> tuple[PlannedModule, Plan]:
         """Plan a call; return the model under its plan, and the plan."""
         module, plan = self._planned(model, call, asked, instead, family)
+        if is_share(self.request.limits.budget):
+            self.most_bytes = max(self.most_bytes, plan.budget or 0)
         if self.made is not None:
             self.made(plan)
         return module, plan
@@ -300,7 +303,19 @@ class OwnCallsPlanner:
     def _plan(
         self, model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
-        """Return a plan and, if it was read from disk, the function that makes it anew."""
+        """Return a plan and, if it was read from disk, the function that makes it anew. A share
+        that is too small for one kind of call (a last, smaller batch) is another's."""
+        try:
+            return self._plan_within(model, call, request)
+        except InfeasibleBudgetError as error:
+            if not is_share(request.limits.budget) or self.most_bytes <= (error.budget_bytes or 0):
+                raise
+        limits = replace(request.limits, budget=self.most_bytes)
+        return self._plan_within(model, call, replace(request, limits=limits))
+
+    def _plan_within(
+        self, model: nn.Module, call: Call, request: PlanRequest
+    ) -> tuple[Plan, Callable[[], Plan] | None]:
         searched = find_ranks(model, call, request.pricing.mode)
         # Of ranks that plan together, not all might find the plan on disk.
         alone = planning_ranks(model, request.pricing.mode) is None
@@ -314,7 +329,7 @@ class OwnCallsPlanner:
             return make_plan(model, call, request)
 
         store = PlanStore() if request.pricing.cache and alone else None
-        key = None if store is None else _key(model, call, request)
+        key = None if store is None else key_of_call(model, call, request)
         if store is None or key is None:
             return Plan.of(make()), None
 
@@ -337,7 +352,7 @@ class OwnCallsPlanner:
         limit_s = request.limits.time_limit_s
         if not strategy.worth_improving(plan.step_time_s, plan.lower_bound_s, limit_s):
             return None
-        key = _key(model, call, request) if request.pricing.cache else None
+        key = key_of_call(model, call, request) if request.pricing.cache else None
 
         def keep(made: PlanRecord) -> None:
             if key is not None:
@@ -365,34 +380,3 @@ class OwnCallsPlanner:
             step=replace(step, loss_fn=loss_fn, targets=targets, accumulate=asked.holding),
             charges=asked.charges,
         )
-
-
-def _key(model: nn.Module, call: Call, request: PlanRequest) -> str | None:
-    """Digest all that a plan depends on and that is known without capturing the model; None: the
-    loss or an argument has no text that tells it from others."""
-    from memopt.pricing.baseline import loss_text
-    from memopt.profiler import Loss
-    from memopt.step.inputs import device_of
-    from memopt.step.optimizer_state import optimizer_state
-    from memopt.step.record import record_of
-    from memopt.step.shards import held_gradients
-
-    text: str | None = ""
-    if request.step.loss_fn is not None:
-        text = loss_text(Loss(request.step.loss_fn, request.step.targets))
-        if text is None:
-            return None
-    try:
-        record = codec.encode(record_of(model, call, device_of(model, call)))
-    except PlanFileError:
-        return None  # an argument that a file cannot hold
-    options = request.options
-    asked = [repr(options[name]) for name in sorted(options.keys() - _NOT_IN_KEYS)]
-    state = optimizer_state(request.step.optimizer, model.parameters())
-    held_bytes = sum(gradient.nbytes for gradient in held_gradients(model))
-    marks = (call.whole_masks, call.orders)
-    return digest([code_digest(), record, asked, repr(state), marks, held_bytes, text])
-
-
-_NOT_IN_KEYS = {"loss_fn", "targets", "cache", "optimizer"}
-"""Left out of keys: plans do not depend on `cache`; loss and optimizer's state have own texts."""

@@ -85,6 +85,11 @@ def parse_budget(budget: object, baseline_peak_bytes: int) -> int | None:
     return math.floor(float(budget) * baseline_peak_bytes)
 
 
+def is_share(budget: object) -> bool:
+    """Return whether a budget, as the user passed it, is a share of the baseline's peak."""
+    return isinstance(budget, float) or (isinstance(budget, str) and bool(_SHARE.fullmatch(budget)))
+
+
 def _whole(budget_bytes: int, written: object) -> int:
     if budget_bytes > MOST_BYTES:
         raise ValueError(

@@ -348,3 +348,16 @@ def test_a_model_that_fails_raises_its_own_error_and_goes_on() -> None:
         model(torch.ones(4, 8)).sum().backward()
     assert all(map(torch.equal, planned.buffers(), plain.buffers()))
     assert planned.calls.planned == 1
+
+
+def test_a_last_smaller_batch_has_the_budget_of_the_others() -> None:
+    """Three quarters of what a small batch takes hold no more than parameters and gradients."""
+    batches = (1024, 1024, 1024, 4, 1024)
+    losses, model = trained(network(), batches), network()
+    memopt.wrap(model, 0.75, "rotor", progress=False, improve=False)
+    assert trained(model, batches) == losses
+    assert memopt.running(model).calls.planned == len(batches)
+    first, *_, small = sorted(
+        memopt.running(model).plans, key=lambda plan: plan.baseline.peak_bytes, reverse=True
+    )
+    assert small.baseline.peak_bytes * 0.75 < small.peak_bytes <= first.budget == small.budget
