@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
 
@@ -48,7 +50,7 @@ class Met:
     """A value that a trace has met in a branch or a check.
 
     Attributes:
-        variable: Dynamo's variable of the value, one boolean.
+        variable: Dynamo's variable of a copy of the value.
         node: its node in Dynamo's graph.
         goes: how the branch goes.
         raises: whether the forward raises an error where it goes the other way.
@@ -67,19 +69,27 @@ class _Branches:
     tensor: Any = field(default_factory=lambda: private(_TENSOR))
     number: Any = field(default_factory=lambda: private(_NUMBER))
     numbers: dict[Node, Any] = field(default_factory=dict)
+    thread: int = field(default_factory=threading.get_ident)
 
     def in_whole(self, translator: Any, value: Any) -> bool:
         """Return whether a variable is a tensor of the graph itself, not of one inside it, nor of a
-        transform (`torch.func.grad`)."""
+        transform (`torch.func.grad`), nor of another thread's."""
         output = translator.output
         if not isinstance(value, self.tensor) or output.current_tracer is not output.root_tracer:
             return False
-        return not private(_WRAPPED)(value.as_proxy().node.meta["example_value"])
+        made = value.as_proxy().node.meta.get("example_value")
+        here = threading.get_ident() == self.thread
+        return here and isinstance(made, torch.Tensor) and not private(_WRAPPED)(made)
 
-    def add(self, variable: Any, goes: bool, raises: bool) -> None:
-        node = variable.as_proxy().node
-        if all(node is not one.node for one in self.met):
-            self.met.append(Met(variable, node, goes, raises))
+    def add(self, translator: Any, value: Any, goes: bool, raises: bool) -> bool:
+        """Note how a branch goes on a value; return that, or how an earlier one on it went."""
+        node = value.as_proxy().node
+        for one in self.met:
+            if one.node is node:
+                return one.goes
+        # A copy: the value may be changed in place later.
+        self.met.append(Met(value.call_method(translator, "clone", [], {}), node, goes, raises))
+        return goes
 
     def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
@@ -106,8 +116,7 @@ class _Branches:
         if goes is None:
             goes = self.decide(value.as_proxy().node)
         if goes is not None:
-            self.add(value, goes, raises)
-            translator.stack[-1] = constant(goes)
+            translator.stack[-1] = constant(self.add(translator, value, goes, raises))
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep the tensor of which a number is made."""
@@ -122,7 +131,7 @@ class _Branches:
         """Stand for a function that raises where an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
-            self.add(given.call_method(translator, "all", [], {}), True, True)
+            self.add(translator, given.call_method(translator, "all", [], {}), True, True)
             return constant(None)
         if usual:
             return usual(function, translator, *args, **kwargs)
@@ -202,7 +211,8 @@ def without_numbers(traced: GraphModule) -> None:
             collect(item)
     for node in found:
         traced.graph.erase_node(node)
-    traced.recompile()
+    if found:
+        traced.recompile()
 
 
 def _past_error(translator: Any, instruction: Any) -> bool | None:

@@ -3,6 +3,7 @@ where a value is otherwise."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -14,8 +15,10 @@ from torch.distributions.kl import _KL_MEMOIZE
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from memopt.capture.usual_branches import usual_outcome
 from memopt.errors import CaptureError, ExecutionError
 from memopt.executor.module import PlannedModule
+from memopt.torch_private.branches import branches_decided
 from tests.capture.checking import CHECKS, Checking, asserts, raises
 
 CLAMPED = 100.0
@@ -222,6 +225,62 @@ def test_what_is_not_looked_at_is_said(kind: type[nn.Module]) -> None:
         step = planned(model)
     step(torch.randn(8, 16)).sum().backward()
     assert step.calls.planned == 1
+
+
+class Counting(nn.Module):
+    """Checks a buffer that it then changes, and the same value twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        finite = torch.isfinite(x).all()
+        if self.calls > 100:
+            raise ValueError("called too often")
+        if not finite:
+            raise ValueError("not finite")
+        self.calls.add_(1)
+        h: Tensor = self.linear(x)
+        return h if finite else h * 2
+
+
+def test_a_value_is_looked_at_as_it_was() -> None:
+    model = Counting()
+    step = planned(nn.Sequential(model, nn.Linear(16, 16)))
+    model.calls.fill_(100)
+    step(torch.randn(8, 16)).sum().backward()
+    assert step.calls.planned == 1
+    assert int(model.calls) == 101
+    with (
+        pytest.raises(ValueError, match="too often"),
+        pytest.warns(UserWarning, match="self.calls"),
+    ):
+        step(torch.randn(8, 16))
+    model.calls.fill_(0)
+    with pytest.raises(ValueError, match="not finite"):
+        step(torch.full((8, 16), float("inf")))
+    assert int(model.calls) == 0
+    step(torch.randn(8, 16)).sum().backward()
+    assert (step.calls.planned, step.calls.original) == (2, 2)
+
+
+def test_another_thread_compiles_as_ever() -> None:
+    found: list[BaseException] = []
+
+    def compiled() -> None:
+        try:
+            torch.compile(Checking(raises), fullgraph=True, backend="eager")(torch.randn(8, 16))
+        except RuntimeError as error:
+            found.append(error)
+
+    with branches_decided(usual_outcome) as met:
+        thread = threading.Thread(target=compiled)
+        thread.start()
+        thread.join()
+    assert "Data-dependent branching" in str(found[0])
+    assert met == []
 
 
 def test_other_branches_are_refused() -> None:
