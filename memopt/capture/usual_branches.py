@@ -31,7 +31,10 @@ from memopt.torch_private.branches import (
 
 _LOOKING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose trace met such a value."""
-_REFUSED = re.compile(r"[Dd]ata-dependent|_local_scalar_dense|distributions/constraints\.py")
+_REFUSED = re.compile(
+    r"[Dd]ata-dependent|_local_scalar_dense|Pending unbacked|_check_tensor_all"
+    r"|distributions/constraints\.py"
+)
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
 _SAME = {"all", "any", "bool", "detach", "to"}
 _NOT = {"bitwise_not", "inv", "invert", "logical_not", "not_"}
