@@ -103,7 +103,7 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
     check_settings(module)
     guards = lasting_changes(model, call, guards)
     if not guards.changes or not to_be_run:
-        return module, Dependencies.of(model, guards)
+        return module, Dependencies.of(model, guards, call)
     settled = _settled(model, call, module, guards)
     if settled is not None:
         return settled
@@ -122,16 +122,16 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
             with arguments_compared(call):
                 later, after = _dynamo_trace(model, call)
             after = lasting_changes(model, call, after)
-            same = _digest(later, model, after) == _digest(plain, model, guards)
+            same = _digest(later, model, call, after) == _digest(plain, model, call, guards)
             again = side_effects(model, call, TraceReader(model, after))
             if not same or str(again) != str(effects):
                 raise CaptureError(why_not_left_behind(effects.shown))
     module.meta[EFFECTS] = effects
-    return module, Dependencies.of(model, guards)
+    return module, Dependencies.of(model, guards, call)
 
 
-def _digest(module: GraphModule, model: nn.Module, guards: TraceGuards) -> str:
-    return digest(module, model, Dependencies.of(model, guards))
+def _digest(module: GraphModule, model: nn.Module, call: Call, guards: TraceGuards) -> str:
+    return digest(module, model, Dependencies.of(model, guards, call))
 
 
 def _settled(
@@ -144,8 +144,8 @@ def _settled(
     def unchanged() -> bool:
         nonlocal found
         later, after = _dynamo_trace(model, call)
-        found = later, Dependencies.of(model, after)
-        if digest(later, model, found[1]) != _digest(module, model, guards):
+        found = later, Dependencies.of(model, after, call)
+        if digest(later, model, found[1]) != _digest(module, model, call, guards):
             return False
         # Another kind of call may set them otherwise in between.
         after = lasting_changes(model, call, after)

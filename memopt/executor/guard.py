@@ -17,7 +17,7 @@ from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, repeated
 from memopt.step.objects import Opened
-from memopt.step.reader import Dependency, described, described_text
+from memopt.step.reader import GONE, Dependency, described, described_text, same
 from memopt.torch_private.modules import TENSOR_REGISTRIES, buffers_of, parameters_of
 
 _LOG = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class Guard:
         autocast: its dtype on the CPU and the accelerator.
         keeps_casts: whether autocast caches the casts of parameters.
         dependencies: everything else that the trace relied on; None: not known.
+        attributes: those of the arguments that it read, see `Dependencies.arguments`.
     """
 
     spec: Any
@@ -138,6 +139,7 @@ class Guard:
     autocast: tuple[str | None, ...]
     keeps_casts: bool
     dependencies: DependencyCheck | None = None
+    attributes: tuple[tuple[int, str, Any], ...] = ()
 
     @staticmethod
     def of(
@@ -160,11 +162,10 @@ class Guard:
         tensors = _registered(modules)
         named = list(tensors.items())
         mutated = [captured.primals[i] for i in captured.mutated] if captured is not None else []
+        relied = dependencies or (Dependencies() if captured is None else captured.dependencies)
         checked = None
         if captured is not None:
-            checked = DependencyCheck(
-                captured, dependencies or captured.dependencies, _structure(modules)
-            )
+            checked = DependencyCheck(captured, relied, _structure(modules))
         return Guard(
             spec=call.spec,
             text=_call_text(call),
@@ -180,6 +181,7 @@ class Guard:
             autocast=autocast_state(),
             keeps_casts=torch.is_autocast_cache_enabled(),
             dependencies=checked,
+            attributes=relied.arguments,
         )
 
     def of_sizes(self, call: Call) -> Guard:
@@ -214,6 +216,10 @@ class Guard:
             found = described(leaf)
             if found != planned:
                 yield f"argument {i}: {_difference(planned, found)}"
+        for i, name, value in self.attributes:
+            now = getattr(call.leaves[i], name, GONE)
+            if not same(now, value):
+                yield f"argument {i}: planned with .{name} {value!r}, got {now!r}"
         as_planned = self.dependencies is not None and self.dependencies.unchanged(model)
         if not as_planned:
             modules = dict(model.named_modules())

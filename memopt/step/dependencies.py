@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from memopt.step.dynamo_guards import TraceGuards
+from memopt.step.inputs import Call
 from memopt.step.late import is_late, last_name, late_names
 from memopt.step.reader import (
     GONE,
@@ -34,6 +35,7 @@ from memopt.torch_private.tensors import TensorsKnown
 
 EFFECTS = "side_effects"
 """Key under which a traced graph's `meta` has its forward's side effects."""
+_ARGUMENT = re.compile(r"L\['flat_args'\]\[(\d+)\]")
 _PATH = r"(\w+(?:\.\w+|\[(?:\d+|'[^'\\\[\]]*')\])*)"
 _SIMPLE = re.compile(rf"{_PATH}|(\w+)\({_PATH}(\.values\(\))?\)")
 """What nearly all looks are: a path, a function of it, or of its values."""
@@ -48,17 +50,19 @@ class Dependencies:
         names: values of the names in their expressions.
         tensors: the unregistered tensors, each after the expression that reads it.
         late_names: names that the backward itself may read in eager; None: any.
+        arguments: the attributes of the call's tensors, other than all tensors have, that were
+            read: number of the flat argument, name, and value (`GONE`: it had none).
     """
 
     items: tuple[Dependency, ...] = ()
     names: tuple[tuple[str, Any], ...] = ()
     tensors: tuple[tuple[str, torch.Tensor], ...] = ()
     late_names: frozenset[str] | None = frozenset()
+    arguments: tuple[tuple[int, str, Any], ...] = ()
 
     @staticmethod
-    def of(model: nn.Module, guards: TraceGuards) -> Dependencies:
-        """Make dependencies of a trace's guards, with their present values. Leaves out what the
-        forward changes and changes back."""
+    def of(model: nn.Module, guards: TraceGuards, call: Call) -> Dependencies:
+        """Make dependencies of a trace's guards, with their present values."""
         reader = TraceReader(model, guards)
         dependencies = tuple(reader.dependencies())
         return Dependencies(
@@ -66,6 +70,7 @@ class Dependencies:
             tuple(reader.names.items()),
             reader.unregistered(),
             late_names(model, guards.code),
+            tuple(_of_arguments(guards, call)),
         )
 
     def unchanged(self, model: nn.Module) -> bool:
@@ -139,6 +144,16 @@ class Dependencies:
     @cached_property
     def _all_as_planned(self) -> Callable[[nn.Module], bool]:
         return _generate(self.items, dict(self.names))
+
+
+def _of_arguments(guards: TraceGuards, call: Call) -> Iterator[tuple[int, str, Any]]:
+    """Yield `Dependencies.arguments`."""
+    leaves = call.leaves
+    for one in guards.guards:
+        found = _ARGUMENT.fullmatch(one.name) if one.kind == "HASATTR" else None
+        if found is not None and not hasattr(torch.Tensor, str(one.detail)):
+            number = int(found[1])
+            yield number, str(one.detail), getattr(leaves[number], str(one.detail), GONE)
 
 
 def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) -> str:

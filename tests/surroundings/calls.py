@@ -198,3 +198,19 @@ def _() -> Setting:
             return y
 
     return Setting(Keeps())
+
+
+@situation("an argument has an attribute of its own", "doubled", quick=True)
+def _() -> Setting:
+    class Reads(Net):
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            y: Tensor = super().forward(x + shift)
+            return y * 2 if getattr(shift, "doubled", False) else y
+
+    def shift(step: int) -> tuple[Any, ...]:
+        made: Any = torch.zeros(6)
+        if step > 1:
+            made.doubled = True
+        return (made,)
+
+    return Setting(Reads(), inputs=shift)
