@@ -20,6 +20,7 @@ from memopt.executor.module import (
 )
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.shared_budget import SharedBudget
+from memopt.executor.surroundings import Surroundings
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
@@ -45,6 +46,7 @@ class PlannedCalls(Protocol):
     name: str
     model: nn.Module
     family: ArenaFamily
+    around: Surroundings
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
         """Return the module for a call whose plan no longer fits (an `OnMismatch`)."""
@@ -109,7 +111,7 @@ class PartMaker(PlanMaker):
         """Return whether a plan stays: it is for the outputs that the loss uses, or cannot be made
         now."""
         of_others = isinstance(made, MadePart) and made.used != self._planner.outputs
-        return not (of_others and self._around.can_measure(call))
+        return not (of_others and self._planning.around.can_measure(call))
 
     def met(self, kind: Any, made: Made) -> None:
         """Leave it to the whole model to look at its budget."""

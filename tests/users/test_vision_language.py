@@ -1,4 +1,4 @@
-"""Vision-language models, which look at the values of their tokens, train in parts."""
+"""Vision-language models, which look at the values of their tokens, train whole and in parts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+import memopt
 from tests.users.test_parts import in_parts, training
 
 IMAGE = 98
@@ -66,9 +67,13 @@ def batch(kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*Its sub-modules are planned instead")
+PARTS = ("model.vision_tower", "model.language_model")
+
+
+@pytest.mark.parametrize("parts", ["auto", PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize("kind", ["llava", "paligemma"])
-def test_twenty_steps_in_parts_as_without_memopt(kind: str) -> None:
+def test_twenty_steps_as_without_memopt(kind: str, parts: Any) -> None:
+    """The whole is planned with its check of the tokens, or the parts that are named."""
     torch.manual_seed(0)
     plain = {"llava": llava, "paligemma": paligemma}[kind]().train()
     model, inputs = copy.deepcopy(plain), batch(kind)
@@ -79,14 +84,28 @@ def test_twenty_steps_in_parts_as_without_memopt(kind: str) -> None:
         return loss
 
     expected, unplanned_bytes = training(plain, 20, 16, loss_of, given)
-    in_parts(model, "min")
+    if kind == "paligemma" and parts is PARTS:  # it hands its language model a cache
+        parts = ("model.vision_tower", "model.language_model.layers.1.mlp")
+    in_parts(model, "min", parts=parts)
     losses, most = training(model, 20, 16, loss_of, given)
     assert all(map(torch.equal, losses, expected))
-    assert most <= model.memopt.parts.shared.peak_bytes() <= unplanned_bytes
-    report = model.memopt.report()
-    # PaliGemma hands its language model a cache, inside of which only the layers' MLPs are planned.
-    inner = {"llava": "", "paligemma": ".layers.1.mlp"}[kind]
-    for part in ("vision_tower", "multi_modal_projector", f"language_model{inner}"):
-        assert f"planned: model.{part}: rotor" in report
-    assert model.calls.planned == {"llava": 60, "paligemma": 80}[kind]
-    assert model.calls.original == 0
+    running = memopt.running(model)
+    if parts == "auto":
+        (plan,) = running.plans
+        assert most <= plan.peak_bytes <= unplanned_bytes
+    else:
+        assert most <= running.parts.shared.peak_bytes() <= unplanned_bytes
+        assert all(f"planned: {part}: rotor" in running.report() for part in parts)
+    assert running.calls.planned == 20 * (1 if parts == "auto" else len(parts))
+    assert running.calls.original == 0
+
+
+def test_tokens_that_do_not_match_the_image_are_refused_by_the_model() -> None:
+    model, inputs = llava().train(), batch("llava")
+    in_parts(model, "min")
+    model(**inputs).loss.backward()
+    wrong = {**inputs, "input_ids": inputs["input_ids"].clone()}
+    wrong["input_ids"][:, 1] = 5
+    with pytest.raises(ValueError, match="do not match"), pytest.warns(match="a check in the"):
+        model(**wrong)
+    assert memopt.running(model).calls.planned == 1
