@@ -228,9 +228,8 @@ class PlanMaker:
     def keeps(self, made: Made, kind: Any, call: Call) -> bool:
         """Return whether a plan stays: it keeps its budget with all that was met around its steps,
         was made again often enough, or cannot be made now. If not, count one more."""
-        can_plan = self._around.can_measure(call)
-        if made.once or (self.alone and not can_plan):
-            return not can_plan
+        if made.once:
+            return not self._around.can_measure(call)
         charges = self._around.charges(kind)
         if not self.alone:
             self._calls += 1
@@ -241,6 +240,9 @@ class PlanMaker:
             return True
         if self._over_bytes(made, charges) <= 0:
             made.enough = charges.largest(made.enough)
+            return True
+        can_plan = self._around.can_measure(call)  # only now: it ends what is being metered
+        if self.alone and not can_plan:
             return True
         last = made.again == AGAIN
         if last or charges.waiting_calls > made.charges.waiting_calls:
@@ -326,8 +328,7 @@ class PlanMaker:
     def _planned(self, call: Call, asked: Asked) -> Made:
         module, plan = self._planner(self._model, call, asked, self._instead, self._family)
         if self.alone and ranks_of(self._model) is not None:
-            # Its graph has shown that other ranks run it, too.
-            self.alone = False
+            self.alone = False  # its graph has shown that other ranks run it, too
         charges = self._largest(asked.charges)
         made = Made(module, plan, charges, charges)
         if self.alone:
@@ -349,8 +350,7 @@ class PlanMaker:
                 self._planned(call, Asked(True, self._around.certain()))
             except InfeasibleBudgetError as other:
                 least = other.smallest_budget_bytes or least
-            except ValueError:
-                # Gradients of a whole step are not kept.
+            except ValueError:  # gradients of a whole step are not kept
                 pass
         remedy = "" if least is None else f": give at least budget={least}"
         if least != alone:
