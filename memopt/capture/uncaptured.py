@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parameter import is_lazy
 
 from memopt.capture.remedies import known_remedy, said_remedy, without_labels
+from memopt.capture.usual_branches import is_looking
 from memopt.errors import CaptureError
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
@@ -281,24 +282,29 @@ def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
-    """Return the entries of the registries that dynamo's `sources` name that one forward on fake
-    tensors replaces (nothing is computed)."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
+    """Return the entries of the registries that dynamo's `sources` name that one forward replaces:
+    on fake tensors (nothing is computed), unless the model looks at values."""
     names = {"model": model, "L": {"self": model}}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
     held = [buffers_of(module) for module in model.modules()]
     held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
-    with state_restored(model, call):
-        for buffers in {id(one): one for one in held}.values():
-            buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
-        given = [dict(registry) for registry in registries]
-        faked = call.with_tensors(mode.from_tensor)
-        try:
-            with mode, unheard():
-                model(*faked.args, **faked.kwargs)
-        finally:
-            # Autocast would keep casts of these fake parameters for the real ones.
-            torch.clear_autocast_cache()
+    with state_restored(model, call) as kept:
+        if is_looking(model):
+            given = [dict(registry) for registry in registries]
+            with kept.first_run(), torch.no_grad(), unheard():
+                model(*call.args, **call.kwargs)
+        else:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
+            for buffers in {id(one): one for one in held}.values():
+                buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
+            given = [dict(registry) for registry in registries]
+            faked = call.with_tensors(mode.from_tensor)
+            try:
+                with mode, unheard():
+                    model(*faked.args, **faked.kwargs)
+            finally:
+                # Autocast would keep casts of these fake parameters for the real ones.
+                torch.clear_autocast_cache()
         return [
             f"{python_name(source).rpartition('.')[0]}.{name}"
             for source, registry, old in zip(sources, registries, given, strict=True)

@@ -33,7 +33,7 @@ _LOOKING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose trace met such a value."""
 _REFUSED = re.compile(r"[Dd]ata-dependent|_local_scalar_dense|distributions/constraints\.py")
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
-_SAME = {"all", "any", "bool", "detach", "to"}
+_SAME = {"all", "any", "bool", "clone", "cpu", "detach", "to"}
 _NOT = {"bitwise_not", "inv", "invert", "logical_not", "not_"}
 _BOTH = {"and_", "bitwise_and", "logical_and"}
 _EITHER = {"bitwise_or", "logical_or", "or_"}

@@ -3,13 +3,14 @@ planned call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
 
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, MemoptError
 
 ASSUMED = "assumed"
 
@@ -38,6 +39,25 @@ def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
     returns, and the values that decide the branches."""
     found: tuple[Assumption, ...] = traced.meta.get(ASSUMED, ())
     return found
+
+
+@contextmanager
+def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
+    """Turn an error of an operator inside into one that says that the call is to run unplanned: the
+    forward may look at a value first, and raise another error or leave the operator out.
+
+    Raises:
+        AssumptionError: an operator fails, and there are assumptions.
+    """
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        if not assumed or isinstance(error, (MemoptError, torch.OutOfMemoryError)):
+            raise
+        raise AssumptionError(
+            f"an operator fails ({type(error).__name__}: {error}), perhaps since the forward looks "
+            f"at a value ({assumed[0].shown}) that is not as usual"
+        ) from error
 
 
 def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor]) -> None:

@@ -48,8 +48,8 @@ class Met:
     """A value that a trace has met in a branch or a check.
 
     Attributes:
-        variable: Dynamo's variable of the value, one boolean.
-        node: its node in Dynamo's graph.
+        variable: Dynamo's variable of the value as it was there: the forward may change it later.
+        node: its node in Dynamo's graph, where the value is looked at.
         goes: how the branch goes.
         raises: whether the forward raises an error where it goes the other way.
     """
@@ -76,10 +76,10 @@ class _Branches:
             return False
         return not private(_WRAPPED)(value.as_proxy().node.meta["example_value"])
 
-    def add(self, variable: Any, goes: bool, raises: bool) -> None:
-        node = variable.as_proxy().node
-        if all(node is not one.node for one in self.met):
-            self.met.append(Met(variable, node, goes, raises))
+    def add(self, translator: Any, value: Any, how: str, goes: bool, raises: bool) -> None:
+        """Add what a method makes of a value, which nothing else has."""
+        own = value.call_method(translator, how, [], {})
+        self.met.append(Met(own, own.as_proxy().node, goes, raises))
 
     def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
@@ -106,14 +106,14 @@ class _Branches:
         if goes is None:
             goes = self.decide(value.as_proxy().node)
         if goes is not None:
-            self.add(value, goes, raises)
+            self.add(translator, value, "clone", goes, raises)
             translator.stack[-1] = constant(goes)
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep the tensor of which a number is made."""
+        """Keep the value of the tensor of which a number is made."""
         found = usual(variable, *args, **kwargs)
-        if isinstance(found, self.number) and "item" in args:
-            self.numbers[found.as_proxy().node] = variable
+        if isinstance(found, self.number) and "item" in args and self.in_whole(args[0], variable):
+            self.numbers[found.as_proxy().node] = variable.call_method(args[0], "clone", [], {})
         return found
 
     def check(
@@ -122,7 +122,7 @@ class _Branches:
         """Stand for a function that raises where an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
-            self.add(given.call_method(translator, "all", [], {}), True, True)
+            self.add(translator, given, "all", True, True)
             return constant(None)
         if usual:
             return usual(function, translator, *args, **kwargs)
