@@ -75,6 +75,7 @@ class ChecksNumbers(Looking):
 
 class CountsSteps(Looking):
     def look(self, h: Tensor, *more: Tensor) -> Any:
+        torch._assert_async((h >= 0).logical_or(h.isnan()).all(), "negative")
         self.steps += 1
         if torch.isnan(h).any().cpu().item():
             h = torch.nan_to_num(h)
@@ -125,3 +126,36 @@ def test_values_are_looked_at_as_they_are_there(kind: type[Looking]) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     ran = memopt.running(models[1]).calls
     assert (ran.planned, ran.original) == (3, 1)
+
+
+def test_a_counting_model_is_planned_for_a_device_that_is_not_here() -> None:
+    plan = memopt.plan(
+        CountsSteps().to("meta"),
+        torch.randn(8, 16, device="meta"),
+        strategy="store-all",
+        mode="estimate",
+        device="H100",
+        progress=False,
+    )
+    assert plan.peak_bytes > 0
+
+
+def test_a_counting_model_that_looks_in_another_order_is_told_how_to_count() -> None:
+    class InAnotherOrder(Looking):
+        in_place = False
+
+        def look(self, h: Tensor, *more: Tensor) -> Any:
+            bad, good = torch.isnan(h).any().item(), torch.isfinite(h).all().item()
+            if not good:
+                raise ValueError("not finite")
+            if self.in_place:
+                self.steps.add_(1)
+            else:
+                self.steps += 1
+            return self.last(h) * 2 if bad else self.last(h)
+
+    model = InAnotherOrder()
+    with pytest.raises(memopt.CaptureError, match=r"another order .*in place \(self.steps.add_"):
+        memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
+    model.in_place = True
+    memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
