@@ -74,5 +74,6 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
             raise AssumptionError(f"a check in the forward fails: {one.shown}")
         raise AssumptionError(
             f"the forward looks at a value of its own ({one.shown}), which is {not one.goes} in "
-            f"this call, and {one.goes} as a rule"
+            f"this call, and {one.goes} as a rule: where it often is, write that part with "
+            "tensor operators (torch.where)"
         )
