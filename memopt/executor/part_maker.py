@@ -109,7 +109,7 @@ class PartMaker(PlanMaker):
         """Return whether a plan stays: it is for the outputs that the loss uses, or cannot be made
         now."""
         of_others = isinstance(made, MadePart) and made.used != self._planner.outputs
-        return not (of_others and self._around.can_measure(call))
+        return not (of_others and self._shared.can_measure(call))
 
     def met(self, kind: Any, made: Made) -> None:
         """Leave it to the whole model to look at its budget."""

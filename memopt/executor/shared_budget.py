@@ -141,6 +141,10 @@ class SharedBudget:
         """Whether no other ranks plan the parts, too."""
         return self._ranks is None
 
+    def can_measure(self, call: Call) -> bool:
+        """Return whether a plan for a part's call can be measured now."""
+        return self._around.can_measure(call)
+
     def plan_of(self, part: PlannedPart) -> PlanRecord:
         """Return the plan with which a part is to run now."""
         return part.floor if self._now is None else self._now.plans.get(part, part.floor)
