@@ -212,11 +212,11 @@ def plain(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if not is_plain(value):
             return id(value)
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        whole_bytes = value.untyped_storage().nbytes()
+        sizes = (*value.shape, *value.stride(), value.storage_offset(), whole_bytes)
         if any(type(size) is not int for size in sizes):
             return id(value)
-        whole_bytes = value.untyped_storage().nbytes()
-        about = (value.dtype, value.device, value.requires_grad, value.dim(), whole_bytes)
+        about = (value.dtype, value.device, value.requires_grad, value.dim())
         return (torch.Tensor, *sizes, *about)
     if isinstance(value, (tuple, list)):
         return (type(value), *map(plain, value))

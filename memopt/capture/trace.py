@@ -101,7 +101,7 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
     with arguments_compared(call):
         module, guards = _dynamo_trace(model, call)
     check_settings(module)
-    guards = lasting_changes(model, call, guards)
+    guards = lasting_changes(model, call, module, guards)
     if not guards.changes or not to_be_run:
         return module, Dependencies.of(model, guards, call)
     settled = _settled(model, call, module, guards)
@@ -121,7 +121,7 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
         with effects.constants_set(model, call):
             with arguments_compared(call):
                 later, after = _dynamo_trace(model, call)
-            after = lasting_changes(model, call, after)
+            after = lasting_changes(model, call, later, after)
             same = _digest(later, model, call, after) == _digest(plain, model, call, guards)
             again = side_effects(model, call, TraceReader(model, after))
             if not same or str(again) != str(effects):
@@ -148,7 +148,7 @@ def _settled(
         if digest(later, model, found[1]) != _digest(module, model, call, guards):
             return False
         # Another kind of call may set them otherwise in between.
-        after = lasting_changes(model, call, after)
+        after = lasting_changes(model, call, later, after)
         effects = side_effects(model, call, TraceReader(model, after))
         later.meta[EFFECTS] = effects
         return effects.are_constant

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from memopt.capture.remedies import known_remedy, said_remedy, without_labels
 from memopt.errors import CaptureError
+from memopt.step.assumed import assumptions_of
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.inputs import Call
@@ -25,6 +26,7 @@ from memopt.step.unheard import unheard
 from memopt.torch_private import pytree
 from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH
 from memopt.torch_private.aot import FakeTensorMode
+from memopt.torch_private.branches import LooksAnswered
 from memopt.torch_private.expressions import ROOT, draws_in_numpy
 from memopt.torch_private.modules import (
     BatchNorm,
@@ -252,14 +254,16 @@ def line_of(node: Node) -> str:
     return " at {}:{} ({})".format(*places[-1]) if places else ""
 
 
-def lasting_changes(model: nn.Module, call: Call, guards: TraceGuards) -> TraceGuards:
+def lasting_changes(
+    model: nn.Module, call: Call, traced: GraphModule, guards: TraceGuards
+) -> TraceGuards:
     """Return a trace's guards without changes that do not last: `self.buffer += 1` assigns the same
     tensor again, and torch.func.functional_call replaces tensors and restores them."""
     registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
     if not registries:
         return guards
     sources = list(dict.fromkeys(one.source for one in registries))
-    reassigned = _reassigned(model, call, sources)
+    reassigned = _reassigned(model, call, traced, sources)
 
     def lasts(change: Change) -> bool:
         name = f"{python_name(change.source).rpartition('.')[0]}.{change.name}"
@@ -280,9 +284,12 @@ def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, names)))
 
 
-def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[str]:
+def _reassigned(
+    model: nn.Module, call: Call, traced: GraphModule, sources: Sequence[str]
+) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""
+    assumed = assumptions_of(traced)
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     names = {"model": model, "L": {"self": model}}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
@@ -294,8 +301,16 @@ def _reassigned(model: nn.Module, call: Call, sources: Sequence[str]) -> list[st
         given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
-            with mode, unheard():
+            with mode, LooksAnswered([one.goes for one in assumed]), unheard():
                 model(*faked.args, **faked.kwargs)
+        except Exception as error:
+            if not assumed:
+                raise
+            raise CaptureError(
+                f"the forward assigns to {', '.join(map(python_name, sources))}, and looks at "
+                f"values in another order than its trace ({first_line(error)}): update the tensors "
+                "there in place (self.steps.add_(1), not self.steps += 1)"
+            ) from error
         finally:
             # Autocast would keep casts of these fake parameters for the real ones.
             torch.clear_autocast_cache()

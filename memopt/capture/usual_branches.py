@@ -36,7 +36,7 @@ _REFUSED = re.compile(
     r"|distributions/constraints\.py"
 )
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
-_SAME = {"all", "any", "bool", "detach", "to"}
+_SAME = {"all", "any", "bool", "clone", "cpu", "detach", "to"}
 _NOT = {"bitwise_not", "inv", "invert", "logical_not", "not_"}
 _BOTH = {"and_", "bitwise_and", "logical_and"}
 _EITHER = {"bitwise_or", "logical_or", "or_"}

@@ -337,7 +337,7 @@ def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[
         return own.runtime.run(own.program, held, call, again, own.arrived), ""
     except AssumptionError as error:
         if ranks_of(own.model) is not None:  # they have run its collectives, and would wait
-            raise
+            raise error.__cause__ or error from None
         return None, str(error)
 
 

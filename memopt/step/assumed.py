@@ -3,13 +3,14 @@ planned call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule
 
-from memopt.errors import ExecutionError
+from memopt.errors import ExecutionError, MemoptError
 
 ASSUMED = "assumed"
 
@@ -40,6 +41,25 @@ def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
     return found
 
 
+@contextmanager
+def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
+    """Turn an error of an operator inside into one that says that the call is to run unplanned: the
+    forward may look at a value first, and raise another error or leave the operator out.
+
+    Raises:
+        AssumptionError: an operator fails, and there are assumptions.
+    """
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        if not assumed or isinstance(error, (MemoptError, torch.OutOfMemoryError)):
+            raise
+        raise AssumptionError(
+            f"an operator fails ({type(error).__name__}: {error}), perhaps since the forward looks "
+            f"at a value ({assumed[0].shown}) that is not as usual"
+        ) from error
+
+
 def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor]) -> None:
     """Look at the values that decide the branches of a call. It waits for the device, as eager does
     at each branch.
@@ -54,5 +74,6 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
             raise AssumptionError(f"a check in the forward fails: {one.shown}")
         raise AssumptionError(
             f"the forward looks at a value of its own ({one.shown}), which is {not one.goes} in "
-            f"this call, and {one.goes} as a rule"
+            f"this call, and {one.goes} as a rule: where it often is, write that part with "
+            "tensor operators (torch.where)"
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from memopt.torch_private.access import attribute_name, patched, private
 from memopt.torch_private.dynamo import constant, handlers_replaced, taken_whole
+from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
@@ -28,6 +29,8 @@ _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
 _WRAPPED = "torch._C._functorch.is_functorch_wrapped_tensor"
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
+_READ = "torch.ops.aten._local_scalar_dense.default"
+_ASSERTS = ("torch.ops.aten._assert_async.default", "torch.ops.aten._assert_async.msg")
 _HANDLERS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers"
 _CHECKS = {
     "torch._assert": 0,
@@ -50,8 +53,8 @@ class Met:
     """A value that a trace has met in a branch or a check.
 
     Attributes:
-        variable: Dynamo's variable of a copy of the value.
-        node: its node in Dynamo's graph.
+        variable: Dynamo's variable of the value as it was there: the forward may change it later.
+        node: its node in Dynamo's graph, where the value is looked at.
         goes: how the branch goes.
         raises: whether the forward raises an error where it goes the other way.
     """
@@ -81,15 +84,10 @@ class _Branches:
         here = threading.get_ident() == self.thread
         return here and isinstance(made, torch.Tensor) and not private(_WRAPPED)(made)
 
-    def add(self, translator: Any, value: Any, goes: bool, raises: bool) -> bool:
-        """Note how a branch goes on a value; return that, or how an earlier one on it went."""
-        node = value.as_proxy().node
-        for one in self.met:
-            if one.node is node:
-                return one.goes
-        # A copy: the value may be changed in place later.
-        self.met.append(Met(value.call_method(translator, "clone", [], {}), node, goes, raises))
-        return goes
+    def add(self, translator: Any, value: Any, how: str, goes: bool, raises: bool) -> None:
+        """Add what a method makes of a value, which nothing else has."""
+        own = value.call_method(translator, how, [], {})
+        self.met.append(Met(own, own.as_proxy().node, goes, raises))
 
     def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
@@ -116,13 +114,14 @@ class _Branches:
         if goes is None:
             goes = self.decide(value.as_proxy().node)
         if goes is not None:
-            translator.stack[-1] = constant(self.add(translator, value, goes, raises))
+            self.add(translator, value, "clone", goes, raises)
+            translator.stack[-1] = constant(goes)
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep the tensor of which a number is made."""
+        """Keep the value of the tensor of which a number is made."""
         found = usual(variable, *args, **kwargs)
-        if isinstance(found, self.number) and "item" in args:
-            self.numbers[found.as_proxy().node] = variable
+        if isinstance(found, self.number) and "item" in args and self.in_whole(args[0], variable):
+            self.numbers[found.as_proxy().node] = variable.call_method(args[0], "clone", [], {})
         return found
 
     def check(
@@ -131,13 +130,33 @@ class _Branches:
         """Stand for a function that raises where an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
-            self.add(translator, given.call_method(translator, "all", [], {}), True, True)
+            self.add(translator, given, "all", True, True)
             return constant(None)
         if usual:
             return usual(function, translator, *args, **kwargs)
         if isinstance(function.value, FunctionType):  # its code is traced
             return private(_FUNCTION)(function.value).call_function(translator, args, kwargs)
         return None
+
+
+class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what a forward asks of fake tensors' values, in turn, while there are answers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, answers: Sequence[bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = iter(answers)
+        self._checks = set(map(private, _ASSERTS))
+        self._looks = {private(_READ), *self._checks}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        answer = next(self._answers, None) if function in self._looks else None
+        if answer is None:
+            return function(*args, **kwargs or {})
+        return None if function in self._checks else answer
 
 
 def values_met() -> Any:

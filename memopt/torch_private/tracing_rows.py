@@ -163,7 +163,13 @@ DYNAMO = (
         "InstructionTranslatorBase.dispatch_table",
     ),
     *rows("trace a forward that looks at values", f"{_VARIABLES}.TensorVariable", "call_method"),
-    *rows("trace a forward that looks at values", "torch.ops.aten", "_assert_scalar.default"),
+    *rows(
+        "trace a forward that looks at values",
+        "torch.ops.aten",
+        "_assert_async.default",
+        "_assert_async.msg",
+        "_assert_scalar.default",
+    ),
     *rows(
         "trace a forward that looks at values",
         "torch._C._functorch",

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 import memopt
 from memopt.capture import block_copies, equal_blocks
 from memopt.capture import capture as capturing
+from memopt.errors import CaptureError
 from memopt.models.periods import Period, longest_period
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
@@ -312,6 +313,16 @@ def test_a_deep_model_trains_as_in_eager(strategy: str) -> None:
         one(x).square().sum().backward()
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_deep_model_whose_shapes_depend_on_values_is_refused_as_a_shallow_one() -> None:
+    class Selecting(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x)
+            return out + out[out > 0][0]
+
+    with pytest.raises(CaptureError, match="a shape depends on the values"):
+        captured(Selecting(), torch.randn(4, WIDTH))
 
 
 def test_the_longest_period() -> None:

@@ -1,0 +1,161 @@
+"""A forward that looks at its values may change them afterwards, return them, or keep an operator
+from failing: planned, it does and raises what eager does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+
+
+class Looking(nn.Module):
+    """Trains a layer, and looks at values."""
+
+    ready: Tensor
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.words = nn.Embedding(10, 16)
+        self.register_buffer("ready", torch.tensor(True))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        return self.look(self.linear(x).relu(), *more)
+
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class ChangesBuffer(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        if not self.ready:
+            raise ValueError("not ready")
+        self.ready.fill_(True)
+        return self.last(h)
+
+
+class ChangesValue(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        ready = self.ready.clone()
+        if not ready:
+            raise ValueError("not ready")
+        ready.fill_(True)
+        return self.last(h) * ready
+
+
+class ChangesAfterNumber(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        ready = self.ready.item()
+        self.ready.fill_(True)
+        if not ready:
+            raise ValueError("not ready")
+        return self.last(h)
+
+
+class ReturnsValue(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        finite = torch.isfinite(h).all()
+        if not finite:
+            h = torch.nan_to_num(h)
+        return self.last(h), finite
+
+
+class ChecksNumbers(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        if (more[0] >= 10).any():
+            raise ValueError("no such word")
+        return self.last(h + self.words(more[0]))
+
+
+class CountsSteps(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        torch._assert_async((h >= 0).logical_or(h.isnan()).all(), "negative")
+        self.steps += 1
+        if torch.isnan(h).any().cpu().item():
+            h = torch.nan_to_num(h)
+        return self.last(h) * self.steps
+
+
+def trained(model: Looking, calls: list[tuple[Tensor, ...]]) -> list[Any]:
+    """What each call returns or raises, and the gradients and buffers after its step. The third
+    finds a model that is not ready."""
+    found: list[Any] = []
+    for number, call in enumerate(calls):
+        model.ready.fill_(number != 2)
+        try:
+            out = model(*call)
+            loss = (out[0] if isinstance(out, tuple) else out).pow(2).mean()
+            loss.backward()
+            found.append(out)
+        except ValueError as error:
+            found.append(str(error))
+        found += [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+        found += [one.clone() for one in model.buffers()]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ChangesBuffer, ChangesValue, ChangesAfterNumber, ReturnsValue, ChecksNumbers, CountsSteps],
+)
+def test_values_are_looked_at_as_they_are_there(kind: type[Looking]) -> None:
+    calls: list[tuple[Tensor, ...]] = [(torch.randn(8, 16),) for _ in range(4)]
+    if kind is ChecksNumbers:
+        calls = [(x, torch.full((8,), 11 if i == 2 else i)) for i, (x,) in enumerate(calls)]
+    calls[2][0][0, 0] = float("nan")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(kind())
+    expected = trained(models[0], calls)
+    memopt.wrap(models[1], "min", strategy="rotor", progress=False, improve=False)
+    with pytest.warns(UserWarning, match="a training step ran without its plan"):
+        found = trained(models[1], calls)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, str):
+            assert one == other
+        else:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    ran = memopt.running(models[1]).calls
+    assert (ran.planned, ran.original) == (3, 1)
+
+
+def test_a_counting_model_is_planned_for_a_device_that_is_not_here() -> None:
+    plan = memopt.plan(
+        CountsSteps().to("meta"),
+        torch.randn(8, 16, device="meta"),
+        strategy="store-all",
+        mode="estimate",
+        device="H100",
+        progress=False,
+    )
+    assert plan.peak_bytes > 0
+
+
+def test_a_counting_model_that_looks_in_another_order_is_told_how_to_count() -> None:
+    class InAnotherOrder(Looking):
+        in_place = False
+
+        def look(self, h: Tensor, *more: Tensor) -> Any:
+            bad, good = torch.isnan(h).any().item(), torch.isfinite(h).all().item()
+            if not good:
+                raise ValueError("not finite")
+            if self.in_place:
+                self.steps.add_(1)
+            else:
+                self.steps += 1
+            return self.last(h) * 2 if bad else self.last(h)
+
+    model = InAnotherOrder()
+    with pytest.raises(memopt.CaptureError, match=r"another order .*in place \(self.steps.add_"):
+        memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
+    model.in_place = True
+    memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
