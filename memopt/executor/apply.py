@@ -147,7 +147,7 @@ def apply_plan(
         if ranks is not None:
             in_step = InStep(ranks)
             in_step.check_plan(plan)
-            installed = in_step.installed(installed, captured.check_assumed)
+            installed = in_step.installed(installed)
         if cuda_graph:
             device = captured.device or torch.device("cpu")
             capturer = CudaGraphs(device) if isinstance(cuda_graph, bool) else cuda_graph

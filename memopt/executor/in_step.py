@@ -70,22 +70,12 @@ class InStep:
                     "memopt.plan or memopt.wrap returned there for the same call, or one plan file"
                 )
 
-    def installed(self, program: Installed, look: Callable[[list[Any]], None]) -> Installed:
-        """Wrap the program, so that its halves fail on all ranks if they fail on one.
-
-        Args:
-            program: the program.
-            look: looks at the forward's outputs, and raises an error where a check fails.
-        """
-
-        def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs, saved = program.forward(primals)
-            look(outputs)
-            return outputs, saved
-
+    def installed(self, program: Installed) -> Installed:
+        """Wrap the program, so that its halves fail on all ranks if they fail on one."""
         return replace(
             program,
-            forward=self._failing(forward, "the forward"),
+            forward=self._failing(program.forward, "the forward"),
+            look=self._failing(program.look, "the forward"),
             backward=self._failing(program.backward, "the backward"),
             handover=None,
             partial=self._partial(program.partial),

@@ -58,8 +58,7 @@ def install(
         homes: the host copies of moved parameters and state (train steps).
         family: programs whose arena it shares; None: it has its own.
         together: position of an update → the positions of those that run with it (train steps).
-        between: positions of the instructions that run between CUDA graphs; None: nothing is to be
-            captured.
+        between: positions of the instructions that run between CUDA graphs; None: none capture it.
     """
     halves = Halves(captured, lowering, program, together=together or {})
     device = _device(captured)
@@ -105,6 +104,7 @@ def install(
         recomputes=len({run.op for _, run in program.computes}) < len(program.computes),
         by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,
+        look=captured.check_assumed,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
     )
 

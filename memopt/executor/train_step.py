@@ -117,7 +117,7 @@ class TrainStep:
             RankError: they do not.
         """
         in_step.check_plan(plan)
-        self._program = in_step.installed(self._program, self._captured.check_assumed)
+        self._program = in_step.installed(self._program)
         self._in_step = in_step
 
     @property
@@ -315,7 +315,7 @@ class TrainStep:
         primals = self._primals(call)
         outputs, saved = self._program.forward(list(primals))
         losses: list[torch.Tensor] = [outputs.pop()]
-        captured.check_assumed(outputs)
+        self._program.look(outputs)
         del outputs[len(outputs) - len(captured.assumed) :]
         results = self._program.backward(list(primals), self._tangents(losses[0]), saved)
         gradients, ends = results[: len(primals)], list(results[len(primals) :])

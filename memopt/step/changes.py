@@ -102,16 +102,16 @@ _KNOWN = (
 
 
 @contextlib.contextmanager
-def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str, ...]]]]:
-    """Record the side effects of the traces made inside. Yields a function that returns those of
-    the last trace: its lasting changes, and the places that it changed and changed back.
+def changes_heard() -> Iterator[Callable[[], tuple[Change, ...]]]:
+    """Record the side effects of the traces made inside. Yields a function that returns the lasting
+    changes of the last trace.
 
     Only one thread at a time may enter it.
 
     Raises:
         CaptureError: in the trace, if this torch keeps its side effects elsewhere.
     """
-    heard: tuple[tuple[Change, ...], tuple[str, ...]] = ((), ())
+    heard: tuple[Change, ...] = ()
 
     def listening(effects: Any) -> None:
         nonlocal heard
@@ -130,9 +130,8 @@ def changes_heard() -> Iterator[Callable[[], tuple[tuple[Change, ...], tuple[str
         yield lambda: heard
 
 
-def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+def _changes(effects: Any) -> tuple[Change, ...]:
     found: list[Change] = []
-    undone: list[str] = []
     for variable in modified(effects):
         if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
             continue
@@ -141,26 +140,17 @@ def _changes(effects: Any) -> tuple[tuple[Change, ...], tuple[str, ...]]:
                 "the forward sets torch's default device, or leaves a mode behind, which decides "
                 "what is computed from then on, and planned steps would not: set it before planning"
             )
-        source = expression_of(variable.source)
-        made = list(_of(variable, source, effects))
-        found += made
-        if not made:
-            set_back = [Change(source, "attribute", n) for n in _attributes(variable, effects)]
-            undone += [place for one in set_back or [Change(source, "")] for place in one.places]
+        found += _of(variable, expression_of(variable.source), effects)
     # Hooks on tensors that the forward makes are in the graph.
     for tensor, *_ in effects.tensor_hooks.values():
         if _has_place(tensor):
             found.append(Change(expression_of(tensor.source), HOOK))
-    return tuple(found), tuple(undone)
-
-
-def _attributes(variable: Any, effects: Any) -> dict[str, Any]:
-    return dict(effects.store_attr_mutations.get(variable, {}))
+    return tuple(found)
 
 
 def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
     """Yield the lasting changes of one of Dynamo's variables."""
-    attributes = _attributes(variable, effects)
+    attributes = dict(effects.store_attr_mutations.get(variable, {}))
     # The items of an object that is a container are a variable of their own.
     inner = container_inside(variable)
     if inner is not None and effects.is_modified(inner):

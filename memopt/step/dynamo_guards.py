@@ -51,7 +51,6 @@ class TraceGuards:
         scope: values of the globals that the expressions read.
         code: the code objects of all Python functions that were traced.
         changes: the forward's changes to objects that existed before it.
-        undone: the places that it changes and changes back.
     """
 
     guards: tuple[DynamoGuard, ...] = ()
@@ -59,7 +58,6 @@ class TraceGuards:
     scope: Mapping[str, Any] = field(default_factory=dict)
     code: frozenset[types.CodeType] = frozenset()
     changes: tuple[Change, ...] = ()
-    undone: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -83,7 +81,7 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
         result = captured(*args, **kwargs)
         varies = _has_varying_shapes(result.backend_input)
         try:
-            heard = _heard(result.graph_capture_output, reused or Reused(), *changed())
+            heard = _heard(result.graph_capture_output, reused or Reused(), changed())
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
@@ -109,9 +107,7 @@ def _has_varying_shapes(traced: Any) -> bool:
     return bool(getattr(shape_env, "var_to_range", True))
 
 
-def _heard(
-    output: Any, reused: Reused, changes: tuple[Change, ...], undone: tuple[str, ...]
-) -> TraceGuards:
+def _heard(output: Any, reused: Reused, changes: tuple[Change, ...]) -> TraceGuards:
     graph = output.output_graph
     guards = [
         _guard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
@@ -127,7 +123,7 @@ def _heard(
     scope = {name: graph.global_scope[name] for name in read if name in graph.global_scope}
     helpers = guard_helpers()
     code = frozenset(output.traced_code)
-    return TraceGuards(tuple(distinct), helpers, scope, code, changes, undone)
+    return TraceGuards(tuple(distinct), helpers, scope, code, changes)
 
 
 def _guard(kind: str, name: str, detail: Any) -> DynamoGuard:

@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,10 +252,6 @@ def failing(error: BaseException) -> Installed:
     return Installed(run, run, (), ())
 
 
-def unseen(_: object) -> None:
-    """Look at no value of a step."""
-
-
 LOST = RuntimeError("[gloo/transport] Connection closed by peer")
 
 
@@ -265,10 +261,10 @@ def test_a_failure_in_a_step_is_told_and_no_other_step_runs() -> None:
     alone = mock.patch("memopt.step.rank_errors.last_failure_alone", return_value=None)
     waiting = "another rank is gone, or did not answer.*padded to the same shapes"
     with alone, pytest.raises(RankError, match=waiting):
-        InStep(word).installed(failing(LOST), unseen).forward([])
+        InStep(word).installed(failing(LOST)).forward([])
     for error in (MemoryError("no memory"), KeyboardInterrupt("no memory")):
         here = InStep(word)
-        broken = here.installed(failing(error), unseen)
+        broken = here.installed(failing(error))
         with pytest.raises(type(error), match="no memory") as caught:
             broken.backward([], [], [])
         with pytest.raises(ExecutionError, match="the ranks are not in step any more"):
@@ -278,7 +274,7 @@ def test_a_failure_in_a_step_is_told_and_no_other_step_runs() -> None:
         there = InStep(word)
         for _ in range(2):  # the second time as the reason for not running
             with pytest.raises((RankError, ExecutionError), match=told):
-                there.installed(failing(LOST), unseen).backward([], [], [])
+                there.installed(failing(LOST)).backward([], [], [])
 
 
 def test_a_check_that_fails_on_a_rank_is_told() -> None:
@@ -286,13 +282,11 @@ def test_a_check_that_fails_on_a_rank_is_told() -> None:
         raise ExecutionError(f"a check fails: {outputs}")
 
     word: Any = Word()
-    checking = InStep(word).installed(
-        Installed(lambda _: ([1], []), failing(LOST).backward, (), ()), look
-    )
+    checking = InStep(word).installed(replace(failing(LOST), look=look))
     with pytest.raises(ExecutionError, match=r"a check fails: \[1\]"):
-        checking.forward([])
+        checking.look([1])
     with pytest.raises(RankError, match=r"rank 1 failed in the forward of a planned step.*a check"):
-        InStep(word).installed(failing(LOST), unseen).forward([])
+        InStep(word).installed(failing(LOST)).forward([])
 
 
 def test_a_rank_that_has_done_a_step_that_failed_elsewhere_is_told_so() -> None:
@@ -304,7 +298,7 @@ def test_a_rank_that_has_done_a_step_that_failed_elsewhere_is_told_so() -> None:
         pass
     told = "rank 1 failed in a planned step: ValueError: late. This rank had done that step"
     with pytest.raises(RankError, match=told), there.whole_step(Changes(1, 0)):
-        there.installed(failing(LOST), unseen).forward([])
+        there.installed(failing(LOST)).forward([])
     # Ctrl-C that has waited for the end of a step leaves a rank that may go on.
     with pytest.raises(KeyboardInterrupt), InStep(word).whole_step(Changes(1, 0, complete=True)):
         raise KeyboardInterrupt
