@@ -58,7 +58,8 @@ def install(
         homes: the host copies of moved parameters and state (train steps).
         family: programs whose arena it shares; None: it has its own.
         together: position of an update → the positions of those that run with it (train steps).
-        between: positions of the instructions that run between CUDA graphs; None: none capture it.
+        between: positions of the instructions that run between CUDA graphs; None: nothing is to be
+            captured.
     """
     halves = Halves(captured, lowering, program, together=together or {})
     device = _device(captured)
@@ -69,9 +70,8 @@ def install(
     segments = None if between is None else Segments(between, random, mover)
     halves = replace(halves, segments=segments)
     layout = None if interpreted else arena_layout(lowering, program, device)
-    arenas = order = None
-    if layout is not None:
-        arenas = (CheckedArenas if checked else Arenas)(layout, family)
+    arenas = None if layout is None else (CheckedArenas if checked else Arenas)(layout, family)
+    order: HandoverOrder | None = None
     if interpreted:
         forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
