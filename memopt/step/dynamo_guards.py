@@ -20,6 +20,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.step.changes import Change, changes_heard, expression_of
+from memopt.torch_private.absences import absences_heard
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
 from memopt.torch_private.regions import Reused
@@ -74,6 +75,10 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
     """
     captured = private(_CAPTURE)
     heard, varies = TraceGuards(), True
+    absent: list[DynamoGuard] = []
+
+    def missed(kind: str, source: Any, detail: Any) -> None:
+        absent.append(DynamoGuard(kind, expression_of(source), detail))
 
     @functools.wraps(captured)
     def listening(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +86,7 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
         result = captured(*args, **kwargs)
         varies = _has_varying_shapes(result.backend_input)
         try:
-            heard = _heard(result.graph_capture_output, reused or Reused(), changed())
+            heard = _heard(result.graph_capture_output, absent, reused or Reused(), changed())
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a trace read elsewhere ({error}); "
@@ -92,6 +97,7 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
     with (
         changes_heard() as changed,
         patched(_CAPTURE, listening),
+        absences_heard(missed),
         shapes_compared_if(lambda: varies),
     ):
         yield lambda: heard
@@ -107,9 +113,11 @@ def _has_varying_shapes(traced: Any) -> bool:
     return bool(getattr(shape_env, "var_to_range", True))
 
 
-def _heard(output: Any, reused: Reused, changes: tuple[Change, ...]) -> TraceGuards:
+def _heard(
+    output: Any, absent: list[DynamoGuard], reused: Reused, changes: tuple[Change, ...]
+) -> TraceGuards:
     graph = output.output_graph
-    guards = [
+    guards = absent + [
         _guard(one.create_fn_name(), one.name, _detail(one.create_fn)) for one in graph.guards
     ]
     guards += [

@@ -279,12 +279,40 @@ DEVICES = (
     ),
 )
 
+ABSENCES = (
+    *rows(
+        "hear what a trace does not find",
+        "torch._dynamo",
+        "exc.ObservedAttributeError",
+        "symbolic_convert.is_stdlib",
+        "symbolic_convert.InstructionTranslatorBase._load_attr",
+        "variables.PythonModuleVariable.call_obj_hasattr",
+        "variables.ConstDictVariable.getitem_const_raise_exception_if_absent",
+    ),
+    *rows(
+        "hear what a trace does not find",
+        "torch._dynamo.variables",
+        "BuiltinVariable.call_function",
+        "UserDefinedObjectVariable.has_key_in_generic_dict",
+        versions=("2.11",),
+    ),
+    *rows(
+        "hear what a trace does not find",
+        "torch._dynamo.variables",
+        "builtin.GetAttrBuiltinVariable.call_function",
+        "dicts.DunderDictVariable.install_dict_contains_guard",
+        "dicts.DunderDictVariable.install_dict_keys_match_guard",
+        versions=("2.13", "2.14"),
+    ),
+)
+
 ROWS: tuple[Row, ...] = (
     *TENSORS,
     *MODULES,
     *AUTOGRAD,
     *MODES,
     *DEVICES,
+    *ABSENCES,
     *TRACING,
     *OPERATORS,
 )

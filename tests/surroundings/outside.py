@@ -145,6 +145,25 @@ def _() -> Setting:
     return Setting(Reads(), after=after)
 
 
+@situation(
+    "os.getenv finds no variable",
+    "environ|SURROUNDINGS",
+    quick=True,
+    torchs="Dynamo guards no key that is missing, and nothing of the standard library's",
+)
+def _() -> Setting:
+    class Looks(Net):
+        def touch(self, h: Tensor) -> Tensor:
+            return h * int(os.getenv("SURROUNDINGS", "5"))
+
+    os.environ.pop("SURROUNDINGS", None)
+
+    def after(step: int) -> None:
+        os.environ["SURROUNDINGS"] = str(step + 2)
+
+    return Setting(Looks(), after=after)
+
+
 class StartsThread(Net):
     def touch(self, h: Tensor) -> Tensor:
         thread = threading.Thread(target=SCALARS.append, args=(tuple(h.shape),))
