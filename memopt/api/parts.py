@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memopt.api.forward_again import small_plans
 from memopt.api.plan import Plan
 from memopt.api.ranks import find_ranks
 from memopt.api.request import PlanRequest
@@ -69,6 +70,10 @@ class PartPlans:
             progress=False,
         )
         return Plan.of(make_plan(first.profiled, None, request))
+
+    def small(self, first: PlanRecord, floor: PlanRecord) -> tuple[PlanRecord, ...]:
+        """Return a part's plans that need little (`small_plans`)."""
+        return small_plans(first, floor)
 
 
 def planned_in_parts(

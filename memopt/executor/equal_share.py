@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ _SHARES = 16
 
 def equal_share(
     together: Iterable[T],
-    budget_bytes: int | None,
+    budget_bytes: int,
     floors: Mapping[T, P],
     stored: Mapping[T, P],
     solved: Callable[[T, int], P],
@@ -26,7 +26,7 @@ def equal_share(
 
     Args:
         together: the graphs.
-        budget_bytes: of the step; None: the smallest that can be.
+        budget_bytes: of the step.
         floors, stored: each graph's plan of the smallest peak, and its store-all plan.
         solved: plans one within a budget of its own.
         needed: returns the bytes of the step under these plans.
@@ -34,8 +34,6 @@ def equal_share(
     Returns:
         The plans; None: even the smallest exceed the budget.
     """
-    if budget_bytes is None:
-        return floors
     if budget_bytes >= needed(stored):
         return stored
     if budget_bytes < needed(floors):
@@ -50,11 +48,38 @@ def equal_share(
     return best
 
 
+def chosen(
+    budget_bytes: int | None,
+    stored: Mapping[T, P],
+    small: Sequence[Mapping[T, P]],
+    solved: Callable[[T, int], P],
+    needed: Callable[[Mapping[T, P]], int],
+) -> Mapping[T, P]:
+    """Return the fastest plans of several graphs within the budget of their step; or, if none are
+    within it, those that need least.
+
+    Args:
+        budget_bytes: of the step; None: those that need least.
+        stored, solved, needed: as of `equal_share`.
+        small: plans that need little: each graph's of the smallest peak, and others.
+    """
+    least = min(small, key=needed)
+    if budget_bytes is None or budget_bytes < needed(least):
+        return least
+
+    def fits(plans: Mapping[T, P]) -> bool:
+        return needed(plans) <= budget_bytes
+
+    shared = equal_share(stored, budget_bytes, small[0], stored, solved, needed)
+    made = [filled(one, stored, fits) for one in (shared, *small[1:]) if one and fits(one)]
+    return min(made, key=lambda plans: sum(one.step_time_s for one in plans.values()))
+
+
 def filled(
-    plans: Mapping[T, PlanRecord],
-    stored: Mapping[T, PlanRecord],
-    fits: Callable[[Mapping[T, PlanRecord]], bool],
-) -> Mapping[T, PlanRecord]:
+    plans: Mapping[T, P],
+    stored: Mapping[T, P],
+    fits: Callable[[Mapping[T, P]], bool],
+) -> Mapping[T, P]:
     """Let those graphs keep everything for which there is room, the slowest under its plan
     first."""
     slower = sorted(plans, key=lambda one: stored[one].step_time_s - plans[one].step_time_s)

@@ -23,12 +23,12 @@ from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError, ProfilerBusyError
 from memopt.executor.calls import Calls
 from memopt.executor.differentiated import OTHER_LOSS, PARTIAL
-from memopt.executor.measured_parts import NothingToSaveError
+from memopt.executor.measured_parts import NothingToSaveError, PartSolver
 from memopt.executor.part_maker import MadePart, PartMaker
 from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
-from memopt.executor.shared_budget import PartSolver, SharedBudget
+from memopt.executor.shared_budget import SharedBudget
 from memopt.executor.unplanned import runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.warned import warn

@@ -3,9 +3,11 @@
 What lies between the parts is the user's code, so a step's memory is measured: first under the
 parts' plans of the smallest peak, section by section (a part's forward or backward, or what lies
 between). Under other plans a section needs what was measured, and what the plans' programs say that
-the waiting parts keep more, and that the running one needs more. Each part's budget lies the same
-share of the way from its smallest peak to its store-all's; that share is the largest with which
-every section is within the budget. What is left of it lets single parts keep everything.
+the waiting parts keep more, and that the running one needs more; and what parts keep that only
+other steps have run (layers that are dropped at random). Each part's budget lies the same share of
+the way from its smallest peak to its store-all's, the largest with which every section is within
+the budget; or each runs its forward again, if that is faster. What is left lets single parts keep
+everything.
 """
 
 from __future__ import annotations
@@ -13,19 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from memopt.errors import ProfilerBusyError
-from memopt.executor.equal_share import equal_share, filled
+from memopt.executor.equal_share import chosen
 from memopt.executor.held_memory import memory_of
 from memopt.executor.measured_parts import (
     Measured,
     NothingToSaveError,
     PartFigures,
+    PartSolver,
     PlannedPart,
     StepSection,
+    least_unmeasured,
     saves_nothing,
 )
 from memopt.executor.surroundings import METERED, Surroundings, is_metered
@@ -41,24 +45,6 @@ from memopt.step.shards import held_gradients
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
-
-
-class PartSolver(Protocol):
-    """Makes the plans of parts as the user asked for them."""
-
-    def first(
-        self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
-    ) -> PlanRecord:
-        """Return the plan that keeps everything, of a part's kind of call, for a backward from the
-        leaves `used` of its output; none: from all.
-
-        Raises:
-            CaptureError: the part cannot be captured. NothingToTrainError: nothing is trained.
-        """
-
-    def solved(self, first: PlanRecord, budget: WrittenBudget) -> PlanRecord:
-        """Return another plan of the same kind of call, within a budget of its own, made by this
-        process alone."""
 
 
 @dataclass
@@ -78,6 +64,7 @@ class _Kind:
             found.
         found: what this rank found, until then.
         budget_bytes: the budget; None: none, or the smallest.
+        most: how many calls of each part a step has made that await their backward at once.
     """
 
     plans: dict[PlannedPart, PlanRecord] = field(default_factory=dict)
@@ -90,6 +77,7 @@ class _Kind:
     to_agree: bool = False
     found: Measured | None = None
     budget_bytes: int | None = None
+    most: dict[PlannedPart, int] = field(default_factory=dict)
 
     def count(self, one: Measured) -> None:
         """Count a metered step."""
@@ -114,7 +102,8 @@ class SharedBudget:
         self._meter: StepMeter | None = None
         self._sections: list[StepSection] = []
         self._held = memory_of(())
-        self._told = False
+        self._left: dict[PlannedPart, int] = {}
+        self._told = self._told_of_more = False
         self._unmetered = 0
         self._ranks: Ranks | None = None
 
@@ -130,9 +119,10 @@ class SharedBudget:
         floor = self.solver.solved(first, MINIMUM) if ranks is None else self._floor(ranks, first)
         if self._now is not None:
             self._now.grown = True
-        if ranks is None and saves_nothing(first, floor):
+        small = self.solver.small(first, floor)
+        if ranks is None and all(saves_nothing(first, one) for one in small):
             raise NothingToSaveError(f"no plan of {name} needs less than it does without one")
-        made = PlannedPart(name, first, floor, waiting)
+        made = PlannedPart(name, first, small, waiting)
         self._parts.append(made)
         return made
 
@@ -159,7 +149,7 @@ class SharedBudget:
             return
         self._stop()
         last, kind = self._now, self._kinds.setdefault(key, _Kind())
-        self._now = kind
+        self._now, self._left = kind, self._waiting()
         charges = self._around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
         if self._ranks is not None:
@@ -168,6 +158,8 @@ class SharedBudget:
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
+        elif kind.most and not (kind.plans or self._ranks or self._written is None):
+            kind.plans, kind.changed = least_unmeasured(kind.most, self._of), True
         self._check_metered(last)
         begun, kind.begun, kind.grown = kind.begun, True, False
         if begun and is_metered(kind.metered + 1):
@@ -224,7 +216,24 @@ class SharedBudget:
             self._held |= memory_of(held_gradients(self._model))
         self._mark(StepSection(self._waiting(), part, True))
         yield
-        self._mark(StepSection(self._waiting()))
+        waiting = self._waiting()
+        self._mark(StepSection(waiting))
+        self._called(part, waiting.get(part, 0) - self._left.get(part, 0))
+
+    def _called(self, part: PlannedPart, times: int) -> None:
+        """Count calls of a part in this step. More than any step before has made are charged in the
+        next one."""
+        kind = self._now
+        if kind is None or times <= kind.most.get(part, 0):
+            return
+        kind.most[part] = times
+        limit = kind.budget_bytes
+        if limit is None or not kind.measured:
+            return
+        needed_bytes = self._needed(kind, kind.plans)
+        if needed_bytes > limit:
+            kind.changed = True
+            self._tell_of_more(part, limit, needed_bytes)
 
     def arrived(self, part: PlannedPart) -> None:
         """Note that the backward of a part's call begins."""
@@ -298,53 +307,39 @@ class SharedBudget:
     def _needed(self, kind: _Kind, plans: Mapping[PlannedPart, PlanRecord]) -> int:
         """Return the peak of a kind of step, total bytes, under these plans."""
         figures = {part: self._of(plans.get(part, part.floor)) for part in self._parts}
-        return kind.beside_bytes + max(one.needed_bytes(figures) for one in kind.measured)
+        most = kind.most
+        return kind.beside_bytes + max(one.needed_bytes(figures, most) for one in kind.measured)
 
     def _divide(self, kind: _Kind) -> None:
         """Plan the parts of a kind of step within the budget."""
         together = list(dict.fromkeys(part for one in kind.measured for part in one.plans))
         stored = {part: part.first for part in together}
-        floors = {part: part.floor for part in together}
         if self._written is None:
             kind.plans = stored
             return
-        most_bytes, least_bytes = self._needed(kind, stored), self._needed(kind, floors)
         least = self._written == MINIMUM
+        most_bytes = self._needed(kind, stored)
         budget_bytes = None if least else parse_budget(self._written, most_bytes)
-        kind.budget_bytes, kind.plans = budget_bytes, floors
-        if budget_bytes is None:
-            return
-        if budget_bytes < least_bytes:
-            self._tell(budget_bytes, least_bytes)
-        elif self._ranks is None:
-            kind.plans = self._divided(kind, budget_bytes, floors, stored)
-        else:
-            firsts = list(stored.values())
-            divided = _by_first(
-                self._ranks,
-                firsts,
-                lambda: list(self._divided(kind, budget_bytes, floors, stored).values()),
-            )
-            kind.plans = dict(zip(together, divided, strict=True))
+        kind.budget_bytes = budget_bytes
+        every = zip(*(part.small for part in together), strict=True)
+        small = [dict(zip(together, plans, strict=True)) for plans in every]
 
-    def _divided(
-        self,
-        kind: _Kind,
-        budget_bytes: int,
-        floors: dict[PlannedPart, PlanRecord],
-        stored: dict[PlannedPart, PlanRecord],
-    ) -> dict[PlannedPart, PlanRecord]:
-        """Return the parts' plans within a budget that their smallest ones keep."""
-        made = equal_share(
-            stored,
-            budget_bytes,
-            floors,
-            stored,
-            lambda part, budget: self.solver.solved(part.first, budget),
-            lambda plans: self._needed(kind, plans),
-        )
-        made = filled(made or floors, stored, lambda x: self._needed(kind, x) <= budget_bytes)
-        return {part: made[part] for part in stored}
+        def divided() -> list[PlanRecord]:
+            made = chosen(
+                budget_bytes,
+                stored,
+                small,
+                lambda part, budget: self.solver.solved(part.first, budget),
+                lambda plans: self._needed(kind, plans),
+            )
+            return [made[part] for part in together]
+
+        firsts = list(stored.values())
+        made = divided() if self._ranks is None else _by_first(self._ranks, firsts, divided)
+        kind.plans = dict(zip(together, made, strict=True))
+        needed_bytes = self._needed(kind, kind.plans)
+        if budget_bytes is not None and needed_bytes > budget_bytes:
+            self._tell(budget_bytes, needed_bytes)
 
     def _tell(self, budget_bytes: int, least_bytes: int) -> None:
         """Warn, once, that even the parts' smallest plans exceed the budget."""
@@ -356,6 +351,17 @@ class SharedBudget:
             f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "
             f"lies between the parts is not planned: give at least budget={least_bytes}. The "
             "smallest plans run instead",
+        )
+
+    def _tell_of_more(self, part: PlannedPart, budget_bytes: int, needed_bytes: int) -> None:
+        """Warn, once, that a step runs more than the plans left room for."""
+        if self._told_of_more:
+            return
+        self._told_of_more = True
+        warn(
+            f"this step runs {part.name} beside parts that no measured step ran together with it, "
+            f"and may need {format_bytes(needed_bytes)} of its budget of {budget_bytes} bytes; "
+            "plans leave room for all of them from the next step on",
         )
 
 

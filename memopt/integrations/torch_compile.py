@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.api.forward_again import small_plans
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
-from memopt.executor.equal_share import equal_share
+from memopt.executor.equal_share import chosen
 from memopt.executor.module import waiting_calls
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
@@ -51,7 +52,7 @@ class PlannedGraph:
         name: where the graph begins in the user's code.
         module: the graph.
         first: its store-all plan.
-        floor: its plan of the smallest peak.
+        small: its plans that need little.
         storages: bytes of each storage of its inputs, by address.
         plan: the plan for its next call.
         run: the graph under `runs`, the plan of its last call.
@@ -60,7 +61,7 @@ class PlannedGraph:
     name: str
     module: nn.Module
     first: Plan
-    floor: Plan
+    small: tuple[Plan, ...]
     storages: dict[int, int]
     plan: Plan
     runs: Plan
@@ -136,11 +137,11 @@ class CompiledStep:
         how = {k: v for k, v in self.options.items() if k not in own}
         with compiled_code_kept():
             first = plan(module, tuple(args), strategy="store-all", **{"progress": False, **how})
-        floor = self._solved(first, MINIMUM)
+        small = small_plans(first, self._solved(first, MINIMUM))
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         run = first.apply(module, tuple(args))
-        made = PlannedGraph(name, module, first, floor, storages, first, first, run)
+        made = PlannedGraph(name, module, first, small, storages, first, first, run)
         others = {**self.graphs, **self._now}
         waiting = {one: times for one, times in others.items() if waiting_calls(one.run)}
         self._divide({**waiting, made: 1}, [made])
@@ -161,27 +162,27 @@ class CompiledStep:
             _LOG.info("the compiled step has %s", self.report())
 
     def _plans(self, together: Mapping[PlannedGraph, int]) -> Mapping[PlannedGraph, Plan]:
-        """Plan each graph the same share of the way from its smallest peak to its store-all's."""
+        """Plan graphs that run together within the budget."""
         written: WrittenBudget = self.options.get("budget")
         if written is None:
             return {one: one.first for one in together}
         if len(together) == 1 and set(together.values()) == {1}:
             return {one: self._solved(one.first, written) for one in together}
-        floors = {one: one.floor for one in together}
         stored = {one: one.first for one in together}
         most = _peak_bytes(together, stored)
         budget = None if written == MINIMUM else parse_budget(written, most)
-        made = equal_share(
-            together,
+        made = chosen(
             budget,
-            floors,
             stored,
+            [
+                dict(zip(together, plans, strict=True))
+                for plans in zip(*(x.small for x in together), strict=True)
+            ],
             lambda one, share: self._solved(one.first, share),
             lambda plans: _peak_bytes(together, plans),
         )
-        if made is None:
-            assert budget is not None
-            smallest = _peak_bytes(together, floors)
+        smallest = _peak_bytes(together, made)
+        if budget is not None and smallest > budget:
             raise InfeasibleBudgetError(
                 f"the {len(together)} graphs of the compiled step need {format_bytes(smallest)} "
                 f"together, the budget is {format_bytes(budget)}; fewer graph breaks need less",
