@@ -14,9 +14,7 @@ from memopt.models.budget import Budget
 from memopt.models.status import Status
 from memopt.plan_record import PlanRecord
 from memopt.programs.in_place import with_in_place
-from memopt.programs.instructions import Compute, Free, Instruction, LossBoundary, Program
-from memopt.programs.liveness import with_frees
-from memopt.reductions.lower import without_unread_reruns
+from memopt.reductions.lower import with_forward_again
 from memopt.reductions.validate_and_replay import validate_and_replay
 
 P = TypeVar("P", bound=PlanRecord)
@@ -37,23 +35,12 @@ def small_plans(first: P, floor: P) -> tuple[P, P, P]:
 def forward_again(plan: P) -> P | None:
     """Return a plan's step with its forward run once more when its backward begins, as the plan
     runs it; None if it moves or places tensors, or has no backward."""
-    graph, program, boundary = plan.graph, plan.program, plan.program.boundary
-    known = all(isinstance(one, Compute | Free | LossBoundary) for one in program.instructions)
-    if boundary is None or not known or graph.movable or program.offsets is not None:
+    graph, program = plan.graph, plan.program
+    if program.boundary is None or program.has_transfers or program.offsets is not None:
         return None
-    runs = [
-        (position, Compute(one.op, (), one.implementation))
-        for position, one in enumerate(program.instructions)
-        if isinstance(one, Compute)
-    ]
-    forward = [one for position, one in runs if position < boundary]
-    first = {one.op: one for one in reversed(forward)}
-    once = [one for one in forward if first.pop(one.op, None) is not None]
-    again = [one for one in forward if graph.operators[one.op].recomputable]
-    order: list[Instruction] = [*once, LossBoundary(), *again]
-    order += [one for position, one in runs if position > boundary]
-    made = Program(with_frees(graph, without_unread_reruns(graph, order)))
-    made = with_in_place(graph, made)
+    if graph.movable:
+        return None
+    made = with_in_place(graph, with_forward_again(graph, program))
     problem, figures = validate_and_replay(graph, made, Budget(None), plan.device)
     if problem is not None:
         return None

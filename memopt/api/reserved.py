@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from memopt.api.forward_again import forward_again
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import (
     MINIMUM,
@@ -69,9 +70,13 @@ def planned_within(
     def used(plan: PlanRecord) -> int:
         return needed_bytes(plan.graph, plan.program, beside)
 
-    if size == MINIMUM or used(plan) <= plan.budget:
-        return replace(plan, budget=max(plan.budget, used(plan)))
+    if size == MINIMUM:
+        least = min(_or_again(plan, beside), key=used)
+        return replace(least, budget=max(plan.budget, used(least)))
+    if used(plan) <= plan.budget:
+        return plan
     limit = plan.budget
+    found = [one for one in _or_again(plan, beside) if used(one) <= limit]
     try:
         _, best = fastest_within(
             _below(solve_for, limit, plan),
@@ -80,8 +85,18 @@ def planned_within(
             lambda _: InfeasibleBudgetError("none fits", limit),
         )
     except InfeasibleBudgetError as error:
-        return _least_beside(solve_for, limit, beside, error)
-    return replace(best, budget=limit)
+        if not found:
+            return _least_beside(solve_for, limit, beside, error)
+    else:
+        found.append(best)
+    return replace(min(found, key=lambda one: one.step_time_s), budget=limit)
+
+
+def _or_again(plan: PlanRecord, beside: Charges) -> tuple[PlanRecord, ...]:
+    """Return a plan, and where other calls await their backward the one that runs its forward
+    again, which keeps less for each of them."""
+    again = forward_again(plan) if beside.waiting_calls else None
+    return (plan,) if again is None else (plan, again)
 
 
 def within_card(
@@ -275,8 +290,12 @@ def _least_beside(
     """
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):
-        plan = solve_for(MINIMUM)
-        smallest = needed_bytes(plan.graph, plan.program, beside)
+        needed = {
+            needed_bytes(one.graph, one.program, beside): one
+            for one in _or_again(solve_for(MINIMUM), beside)
+        }
+        smallest = min(needed)
+        plan = needed[smallest]
         if smallest <= limit:
             return replace(plan, budget=limit)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"

@@ -218,3 +218,26 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
         kept.append(instruction)
     kept.reverse()
     return kept
+
+
+def with_forward_again(graph: Graph, program: Program) -> Program:
+    """Run a program's forward once more when its backward begins, as the program runs it, so that
+    nothing but its inputs is kept until then, and results of what cannot run twice.
+
+    Args:
+        graph: the step.
+        program: of it, with a backward; it moves and places nothing.
+    """
+    runs = [
+        (position, Compute(one.op, (), one.implementation))
+        for position, one in enumerate(program.instructions)
+        if isinstance(one, Compute)
+    ]
+    boundary = program.boundary or 0
+    forward = [one for position, one in runs if position < boundary]
+    first = {one.op: one for one in reversed(forward)}
+    once = [one for one in forward if first.pop(one.op, None) is not None]
+    again = [one for one in forward if graph.operators[one.op].recomputable]
+    order: list[Instruction] = [*once, LossBoundary(), *again]
+    order += [one for position, one in runs if position > boundary]
+    return Program(with_frees(graph, without_unread_reruns(graph, order)))

@@ -1,9 +1,10 @@
-"""A plan whose forward runs again keeps nothing but its inputs until its backward, and trains as ever."""
+"""A plan whose forward runs again keeps nothing until its backward, and trains as ever."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.api.forward_again import forward_again, small_plans
+from memopt.api.reserved import planned_within
+from memopt.api.solving import solve
 from memopt.models.budget import Budget
-from memopt.programs.charged import held_bytes
+from memopt.models.charges import Charges
+from memopt.programs.charged import held_bytes, needed_bytes
 from memopt.programs.validate import validate
+from memopt.strategies.rotor import Rotor
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
@@ -89,3 +94,22 @@ def test_a_graph_without_a_backward_has_no_such_plan() -> None:
     first, *again = small_plans(chain, chain)
     assert first is chain
     assert all(one is not chain for one in again)
+
+
+def test_calls_that_wait_beside_a_step_keep_nothing_but_its_inputs() -> None:
+    """As a pipeline's micro-batches: the plan of the smallest peak kept much of each."""
+    model = nn.Sequential(block(), block(), block())
+    made = memopt.plan(model, X.clone().requires_grad_(), strategy="store-all", progress=False)
+    assert made.profiled is not None
+    solve_for = partial(solve, made.profiled.graph, strategy=Rotor(), device=made.device)
+    charges = Charges(waiting_calls=5)
+    least = planned_within(solve_for, "min", charges)
+    needed = needed_bytes(least.graph, least.program, charges)
+    assert least.budget == needed
+    # Of each call the output is the caller's.
+    assert needed == least.peak_bytes + 5 * X.nbytes
+    assert needed < 0.4 * needed_bytes(made.graph, made.program, charges)
+    fast = planned_within(solve_for, needed + X.nbytes, charges)
+    assert needed_bytes(fast.graph, fast.program, charges) <= needed + X.nbytes
+    with pytest.raises(memopt.InfeasibleBudgetError, match=f"Raise the budget to {needed} bytes"):
+        planned_within(solve_for, needed - 1, charges)
