@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -23,8 +23,10 @@ from memopt.executor.held_memory import memory_of
 from memopt.executor.measured_parts import (
     Measured,
     NothingToSaveError,
+    PartCalls,
     PartFigures,
     PlannedPart,
+    StepKind,
     StepSection,
     saves_nothing,
 )
@@ -41,6 +43,14 @@ from memopt.step.shards import held_gradients
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
+
+
+BEYOND_MEASURED = (
+    "a step of the model in parts called more of them than those that were metered, and needed "
+    "about {needed}: more than its budget of {budget} bytes. The next ones are planned for that, "
+    "but one that calls still more may exceed the budget again: let each step call the same parts "
+    "(without layers that are dropped at random), or leave room"
+)
 
 
 class PartSolver(Protocol):
@@ -61,42 +71,6 @@ class PartSolver(Protocol):
         process alone."""
 
 
-@dataclass
-class _Kind:
-    """One kind of the model's steps.
-
-    Attributes:
-        plans: of its parts; a part that is not here has its floor.
-        measured: the last steps that were metered.
-        metered: how many were.
-        beside_bytes: what the loop holds that the plans were made for.
-        changed: whether something was met that the plans do not know of.
-        begun: whether one has run since it is known what its backward plans; one that makes plans
-            is not metered.
-        grown: whether the present one makes plans.
-        to_agree: whether the last one was to be metered, and ranks have not exchanged what they
-            found.
-        found: what this rank found, until then.
-        budget_bytes: the budget; None: none, or the smallest.
-    """
-
-    plans: dict[PlannedPart, PlanRecord] = field(default_factory=dict)
-    measured: list[Measured] = field(default_factory=list)
-    metered: int = 0
-    beside_bytes: int = 0
-    changed: bool = False
-    begun: bool = False
-    grown: bool = False
-    to_agree: bool = False
-    found: Measured | None = None
-    budget_bytes: int | None = None
-
-    def count(self, one: Measured) -> None:
-        """Count a metered step."""
-        self.metered += 1
-        self.measured = [*self.measured[-3:], one]
-
-
 class SharedBudget:
     """Divides a budget among the parts of a model.
 
@@ -107,14 +81,16 @@ class SharedBudget:
         self, model: nn.Module, budget: WrittenBudget, solver: PartSolver, around: Surroundings
     ) -> None:
         self._model, self._written, self.solver, self._around = model, budget, solver, around
-        self._kinds: dict[Any, _Kind] = {}
-        self._now: _Kind | None = None
+        self._kinds: dict[Any, StepKind] = {}
+        self._now: StepKind | None = None
         self._parts: list[PlannedPart] = []
         self._figures: dict[int, PartFigures] = {}
         self._meter: StepMeter | None = None
         self._sections: list[StepSection] = []
         self._held = memory_of(())
-        self._told = False
+        self._calls = PartCalls()
+        self._told_bytes = 0
+        self._told_calls = False
         self._unmetered = 0
         self._ranks: Ranks | None = None
 
@@ -158,7 +134,8 @@ class SharedBudget:
         if any(self._waiting()) and not stepped:
             return
         self._stop()
-        last, kind = self._now, self._kinds.setdefault(key, _Kind())
+        self._look_at_calls()
+        last, kind = self._now, self._kinds.setdefault(key, StepKind())
         self._now = kind
         charges = self._around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
@@ -174,7 +151,21 @@ class SharedBudget:
             kind.to_agree = True
             self._begin(kind, call)
 
-    def _check_metered(self, last: _Kind | None) -> None:
+    def _look_at_calls(self) -> None:
+        """Look whether the step that is over called parts as no metered one did (layers that are
+        dropped at random), and needed more than its budget. Ranks might find different things."""
+        calls, self._calls, kind = self._calls, PartCalls(), self._now
+        if kind is None or self._ranks is not None or not kind.saw(calls) or not kind.measured:
+            return
+        limit, needed_bytes = kind.budget_bytes, self._needed(kind, kind.plans)
+        if limit is None or needed_bytes <= limit:
+            return
+        kind.changed = True
+        if not self._told_calls and not self._told_bytes:
+            self._told_calls = True
+            warn(BEYOND_MEASURED.format(needed=format_bytes(needed_bytes), budget=limit))
+
+    def _check_metered(self, last: StepKind | None) -> None:
         """Warn if each of the last steps made plans, so that none could be metered."""
         self._unmetered = self._unmetered + 1 if last is not None and last.grown else 0
         if self._unmetered == METERED and self._written not in (None, MINIMUM):
@@ -189,7 +180,7 @@ class SharedBudget:
         (floor,) = _by_first(ranks, [first], lambda: [self.solver.solved(first, MINIMUM)])
         return floor
 
-    def _agreed(self, ranks: Ranks, last: _Kind | None, beside_bytes: int) -> int | None:
+    def _agreed(self, ranks: Ranks, last: StepKind | None, beside_bytes: int) -> int | None:
         """Take the largest figures of all ranks, if the last step was to be metered.
 
         Returns:
@@ -209,7 +200,7 @@ class SharedBudget:
             self._count(last, replace(largest, sections=tuple(sections)))
         return max(one for _, one in everyone)
 
-    def _count(self, kind: _Kind, one: Measured) -> None:
+    def _count(self, kind: StepKind, one: Measured) -> None:
         """Count a metered step, and note whether it asks for other plans."""
         kind.count(one)
         limit = kind.budget_bytes
@@ -219,6 +210,7 @@ class SharedBudget:
     @contextmanager
     def forward(self, part: PlannedPart) -> Iterator[None]:
         """Run the forward of a part inside."""
+        self._calls[part] += 1
         if self._meter is not None:
             # `fully_shard` shows gradients that it accumulates when it has gathered their module.
             self._held |= memory_of(held_gradients(self._model))
@@ -241,7 +233,7 @@ class SharedBudget:
         found = {part: part.waiting() for part in self._parts}
         return {part: count for part, count in found.items() if count}
 
-    def _begin(self, kind: _Kind, call: Call) -> None:
+    def _begin(self, kind: StepKind, call: Call) -> None:
         device = device_of(self._model, call)
         if not LossMeter.possible(device):
             return
@@ -287,6 +279,7 @@ class SharedBudget:
         """Forget what was measured: other parts run from now on."""
         for kind in self._kinds.values():
             kind.measured, kind.metered, kind.changed, kind.grown = [], 0, True, True
+            kind.seen = []
 
     def remove(self) -> None:
         """Stop metering."""
@@ -295,12 +288,12 @@ class SharedBudget:
     def _of(self, plan: PlanRecord) -> PartFigures:
         return self._figures.setdefault(id(plan), PartFigures(plan))
 
-    def _needed(self, kind: _Kind, plans: Mapping[PlannedPart, PlanRecord]) -> int:
+    def _needed(self, kind: StepKind, plans: Mapping[PlannedPart, PlanRecord]) -> int:
         """Return the peak of a kind of step, total bytes, under these plans."""
         figures = {part: self._of(plans.get(part, part.floor)) for part in self._parts}
-        return kind.beside_bytes + max(one.needed_bytes(figures) for one in kind.measured)
+        return kind.needed_bytes(figures)
 
-    def _divide(self, kind: _Kind) -> None:
+    def _divide(self, kind: StepKind) -> None:
         """Plan the parts of a kind of step within the budget."""
         together = list(dict.fromkeys(part for one in kind.measured for part in one.plans))
         stored = {part: part.first for part in together}
@@ -329,7 +322,7 @@ class SharedBudget:
 
     def _divided(
         self,
-        kind: _Kind,
+        kind: StepKind,
         budget_bytes: int,
         floors: dict[PlannedPart, PlanRecord],
         stored: dict[PlannedPart, PlanRecord],
@@ -347,10 +340,11 @@ class SharedBudget:
         return {part: made[part] for part in stored}
 
     def _tell(self, budget_bytes: int, least_bytes: int) -> None:
-        """Warn, once, that even the parts' smallest plans exceed the budget."""
-        if self._told:
+        """Warn that even the parts' smallest plans exceed the budget: once, and again where steps
+        that call more of the parts need a tenth more than was said."""
+        if least_bytes <= 1.1 * self._told_bytes:
             return
-        self._told = True
+        self._told_bytes = least_bytes
         warn(
             f"steps of the model in parts exceed their budget of {budget_bytes} bytes: "
             f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "

@@ -68,6 +68,20 @@ class Softened(nn.Module):
         return self.narrow(shares) * float(shares.detach().sum() > 0)
 
 
+class Deepening(nn.Module):
+    """Runs as many of its blocks as a number in Python says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(layers() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: int(depth)]:
+            x = x + block(x)
+        return x
+
+
 class Spare(nn.Module):
     """Returns what a part makes that a loss need not use, too."""
 
