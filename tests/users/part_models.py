@@ -54,6 +54,20 @@ class Spoken(nn.Module):
         return y * (1.0 + float(y.detach().mean() > 0))
 
 
+class Shares(nn.Module):
+    """Calls a module as a part of another one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Sequential(layers(8)))
+        self.outer = nn.Sequential(self.inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.outer(x)
+        return y * (1.0 + float(y.detach().mean() > 0))
+
+
 class Softened(nn.Module):
     """A softmax, whose backward does not read its input, between wide layers that look at it."""
 

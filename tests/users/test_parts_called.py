@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.executor.calls import Calls
 from memopt.pricing.memory import metered
-from tests.users.part_models import Deepening
+from tests.users.part_models import Deepening, Shares
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 CPU = torch.device("cpu")
@@ -90,3 +91,15 @@ def test_the_smallest_budget_that_is_named_grows_with_the_deepest_step() -> None
         for _ in range(6):
             step(enough, ALL)
     assert peak_bytes(enough, ALL) <= int(named)
+
+
+def test_what_a_planned_part_shares_with_the_model_is_not_tried() -> None:
+    """A level of it was, in each step, and the part was planned again for what that left there."""
+    model = memopt.wrap(Shares(), "min", "rotor", parts="auto", progress=False)
+    for _ in range(4):
+        model.zero_grad()
+        model(X).square().mean().backward()
+    assert memopt.running(model).calls == Calls(planned=4)
+    report = memopt.running(model).report()  # type: ignore[union-attr]
+    assert "not planned: inner: not called" in report
+    assert "inner.0" not in report
