@@ -263,7 +263,7 @@ def lasting_changes(
     if not registries:
         return guards
     sources = list(dict.fromkeys(one.source for one in registries))
-    reassigned = _reassigned(model, call, traced, sources)
+    reassigned = _reassigned(model, call, traced, guards, sources)
 
     def lasts(change: Change) -> bool:
         name = f"{python_name(change.source).rpartition('.')[0]}.{change.name}"
@@ -285,13 +285,17 @@ def names_of_modules(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def _reassigned(
-    model: nn.Module, call: Call, traced: GraphModule, sources: Sequence[str]
+    model: nn.Module,
+    call: Call,
+    traced: GraphModule,
+    guards: TraceGuards,
+    sources: Sequence[str],
 ) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""
     assumed = assumptions_of(traced)
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
-    names = {"model": model, "L": {"self": model}}
+    names = {**guards.names, "model": model, "L": {"self": model}, "G": guards.scope}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
     held = [buffers_of(module) for module in model.modules()]
     held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]

@@ -1,9 +1,11 @@
-"""What a model that runs in parts was measured to need, and what it needs under other plans."""
+"""What a model that runs in parts was measured to need, and what it needs under other plans, and in
+steps that call other parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +42,25 @@ class PartFigures:
         """Peak of the backward, in bytes."""
         return backward_bytes(self.plan.graph, self.plan.program)
 
+    @cached_property
+    def adds(self) -> int:
+        """Bytes that one more call of the part leaves in a step, outside of its own forward and
+        backward: what it keeps until then with its output, or the gradients it has made."""
+        graph = self.plan.graph
+        made = set(graph.gradients) - graph.resident
+        gradient_bytes = sum(graph.tensors[one].size_bytes for one in made)
+        return max(self._kept, gradient_bytes)
+
+    @cached_property
+    def works(self) -> int:
+        """Bytes at the peaks of its forward and backward beside what it keeps in between."""
+        kept_bytes = self.plan.graph.resident_bytes + self._kept
+        return max(0, max(self.forward, self.backward) - kept_bytes)
+
+    @cached_property
+    def _kept(self) -> int:
+        return held_bytes(self.plan.graph, self.plan.program, outputs=True)
+
 
 class PartSolver(Protocol):
     """Makes the plans of parts as the user asked for them."""
@@ -65,15 +86,6 @@ class PartSolver(Protocol):
 
 class NothingToSaveError(NothingToTrainError):
     """No plan of a part needs less than the part itself, which is to run as it is."""
-
-
-def most_waiting(sections: Iterable[Mapping[PlannedPart, int]]) -> dict[PlannedPart, int]:
-    """Return how many calls of each part wait at once, at most."""
-    found: dict[PlannedPart, int] = {}
-    for waiting in sections:
-        for part, times in waiting.items():
-            found[part] = max(times, found.get(part, 0))
-    return found
 
 
 def saves_nothing(first: PlanRecord, small: PlanRecord) -> bool:
@@ -111,6 +123,21 @@ class PlannedPart:
         """The plan of the smallest peak."""
         return self.small[0]
 
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes that a call keeps under the plan that keeps everything."""
+        return PartFigures(self.first).held
+
+
+PartCalls = Counter[PlannedPart]
+"""How often a step calls each part."""
+
+METERED_KEPT = 3
+"""Metered steps that are remembered beside the last one."""
+
+MOST_CALLS = 16
+"""Ways to call the parts that are remembered of one kind of step."""
+
 
 @dataclass(frozen=True)
 class StepSection:
@@ -130,36 +157,33 @@ class Measured:
     sections: Sequence[tuple[int, StepSection]]
     plans: Mapping[PlannedPart, PartFigures]
 
+    def needed_bytes(self, plans: Mapping[PlannedPart, PartFigures]) -> int:
+        """Return the peak of such a step under other plans."""
+        return self.base_bytes + max(level + self._more(x, plans) for level, x in self.sections)
+
     @cached_property
-    def calls(self) -> Mapping[PlannedPart, int]:
-        """How many calls of a part awaited their backward at once."""
-        return most_waiting(section.waiting for _, section in self.sections)
+    def calls(self) -> PartCalls:
+        """How often each part was called."""
+        return Counter(
+            one.running for _, one in self.sections if one.running is not None and one.is_forward
+        )
 
-    def needed_bytes(
-        self, plans: Mapping[PlannedPart, PartFigures], most: Mapping[PlannedPart, int]
-    ) -> int:
-        """Return the peak of such a step under other plans.
-
-        Args:
-            plans: of all parts.
-            most: calls that other steps make of parts, and this one may have made fewer of: what
-                they keep is charged, too.
-        """
-        own_bytes = max(level + self._more(x, plans) for level, x in self.sections)
-        return self.base_bytes + own_bytes + self._missing(plans, most)
-
-    def _missing(
-        self, plans: Mapping[PlannedPart, PartFigures], most: Mapping[PlannedPart, int]
-    ) -> int:
-        """Return what the calls keep that only other steps made. Another kind of call of the same
-        part stands for one that this step made."""
-        missing = 0
-        for name in {part.name for part in most}:
-            alike = [part for part in most if part.name == name]
-            times = max(most[part] for part in alike) - sum(self.calls.get(x, 0) for x in alike)
-            if times > 0:
-                missing += times * max(plans[part].held for part in alike)
-        return missing
+    def of_calls(self, calls: PartCalls, plans: Mapping[PlannedPart, PartFigures]) -> int:
+        """Return the estimated peak of a step that calls parts otherwise: what calls more leaves
+        there comes on top of everything, and their forwards and backwards on top of what lies
+        between the measured parts. A call less makes room for others of the same module."""
+        more, needed_bytes = calls - self.calls, self.needed_bytes(plans)
+        if not more:
+            return needed_bytes
+        added: Counter[str] = Counter()
+        for part, times in more.items():
+            added[part.name] += times * plans[part].adds
+        for part, times in (self.calls - calls).items():
+            added[part.name] -= times * plans[part].adds if part.name in added else 0
+        added_bytes = sum(max(0, size) for size in added.values())
+        between = [x + self._more(one, plans) for x, one in self.sections if one.running is None]
+        working_bytes = self.base_bytes + max(between) + max(plans[part].works for part in more)
+        return added_bytes + max(needed_bytes, working_bytes)
 
     def _more(self, section: StepSection, plans: Mapping[PlannedPart, PartFigures]) -> int:
         more = 0
@@ -174,6 +198,84 @@ class Measured:
             return more + now.forward - before.forward
         # The section goes on after the part's backward, where a smaller peak of it frees nothing.
         return more + max(0, now.backward - before.backward)
+
+
+@dataclass
+class StepKind:
+    """One kind of the model's steps.
+
+    Attributes:
+        plans: of its parts; a part that is not here has its floor.
+        measured: the last steps that were metered, and the one before that called most.
+        metered: how many were.
+        seen: how steps called the parts, where none called all of that and more.
+        together: the calls of each part's in the step in which they keep most, under its name.
+        beside_bytes: what the loop holds that the plans were made for.
+        changed: whether something was met that the plans do not know of.
+        begun: whether one has run since it is known what its backward plans; one that makes plans
+            is not metered.
+        grown: whether the present one makes plans.
+        to_agree: whether the last one was to be metered, and ranks have not exchanged what they
+            found.
+        found: what this rank found, until then.
+        budget_bytes: the budget; None: none, or the smallest.
+    """
+
+    plans: dict[PlannedPart, PlanRecord] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
+    metered: int = 0
+    seen: list[PartCalls] = field(default_factory=list)
+    together: dict[str, PartCalls] = field(default_factory=dict)
+    beside_bytes: int = 0
+    changed: bool = False
+    begun: bool = False
+    grown: bool = False
+    to_agree: bool = False
+    found: Measured | None = None
+    budget_bytes: int | None = None
+
+    def count(self, one: Measured) -> None:
+        """Count a metered step."""
+        self.metered += 1
+        if len(self.measured) > METERED_KEPT:
+            first, *rest = self.measured
+            most = all(_size(first.calls) > _size(other.calls) for other in (*rest, one))
+            self.measured = [first, *rest[1:]] if most else rest
+        self.measured.append(one)
+
+    def saw(self, calls: PartCalls) -> bool:
+        """Remember how a step called the parts; return whether none did all of that before."""
+        for name in {part.name for part in calls}:
+            own = PartCalls({part: times for part, times in calls.items() if part.name == name})
+            self.together[name] = max(self.together.get(name, own), own, key=_size)
+        known = [*self.seen, *(one.calls for one in self.measured)]
+        if not calls or any(calls <= one for one in known):
+            return False
+        self.seen = [*(one for one in self.seen if not one <= calls), calls]
+        if len(self.seen) > MOST_CALLS:
+            self.seen.remove(min(self.seen, key=_size))
+        return True
+
+    def needed_bytes(self, plans: Mapping[PlannedPart, PartFigures], together: bool = False) -> int:
+        """Return the peak of such a step under these plans: the most that was measured, or that is
+        estimated from it where no metered step called as much.
+
+        Args:
+            plans: of all parts.
+            together: whether to expect a step that makes all calls together that any has made.
+        """
+        found = [one.needed_bytes(plans) for one in self.measured]
+        every = [sum(self.together.values(), PartCalls())] if together else []
+        seen = [
+            min(one.of_calls(calls, plans) for one in self.measured)
+            for calls in (*self.seen, *every)
+        ]
+        return self.beside_bytes + max(*found, *seen, 0)
+
+
+def _size(calls: PartCalls) -> int:
+    """Return the bytes that calls keep under plans that keep everything."""
+    return sum(times * part.stored_bytes for part, times in calls.items())
 
 
 def least_unmeasured(

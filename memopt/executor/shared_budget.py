@@ -3,18 +3,18 @@
 What lies between the parts is the user's code, so a step's memory is measured: first under the
 parts' plans of the smallest peak, section by section (a part's forward or backward, or what lies
 between). Under other plans a section needs what was measured, and what the plans' programs say that
-the waiting parts keep more, and that the running one needs more; and what parts keep that only
-other steps have run (layers that are dropped at random). Each part's budget lies the same share of
-the way from its smallest peak to its store-all's, the largest with which every section is within
-the budget; or each runs its forward again, if that is faster. What is left lets single parts keep
-everything.
+the waiting parts keep more, and that the running one needs more. Each part's budget lies the same
+share of the way from its smallest peak to its store-all's; that share is the largest with which
+every section is within the budget. Or each part runs its forward again, if that is faster. What is
+left of the budget lets single parts keep everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,9 +25,11 @@ from memopt.executor.held_memory import memory_of
 from memopt.executor.measured_parts import (
     Measured,
     NothingToSaveError,
+    PartCalls,
     PartFigures,
     PartSolver,
     PlannedPart,
+    StepKind,
     StepSection,
     least_unmeasured,
     saves_nothing,
@@ -47,42 +49,12 @@ if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
 
 
-@dataclass
-class _Kind:
-    """One kind of the model's steps.
-
-    Attributes:
-        plans: of its parts; a part that is not here has its floor.
-        measured: the last steps that were metered.
-        metered: how many were.
-        beside_bytes: what the loop holds that the plans were made for.
-        changed: whether something was met that the plans do not know of.
-        begun: whether one has run since it is known what its backward plans; one that makes plans
-            is not metered.
-        grown: whether the present one makes plans.
-        to_agree: whether the last one was to be metered, and ranks have not exchanged what they
-            found.
-        found: what this rank found, until then.
-        budget_bytes: the budget; None: none, or the smallest.
-        most: how many calls of each part a step has made that await their backward at once.
-    """
-
-    plans: dict[PlannedPart, PlanRecord] = field(default_factory=dict)
-    measured: list[Measured] = field(default_factory=list)
-    metered: int = 0
-    beside_bytes: int = 0
-    changed: bool = False
-    begun: bool = False
-    grown: bool = False
-    to_agree: bool = False
-    found: Measured | None = None
-    budget_bytes: int | None = None
-    most: dict[PlannedPart, int] = field(default_factory=dict)
-
-    def count(self, one: Measured) -> None:
-        """Count a metered step."""
-        self.metered += 1
-        self.measured = [*self.measured[-3:], one]
+BEYOND_MEASURED = (
+    "a step of the model in parts called more of them than those that were metered, and needed "
+    "about {needed}: more than its budget of {budget} bytes. The next ones are planned for that, "
+    "but one that calls still more may exceed the budget again: let each step call the same parts "
+    "(without layers that are dropped at random), or leave room"
+)
 
 
 class SharedBudget:
@@ -95,15 +67,16 @@ class SharedBudget:
         self, model: nn.Module, budget: WrittenBudget, solver: PartSolver, around: Surroundings
     ) -> None:
         self._model, self._written, self.solver, self._around = model, budget, solver, around
-        self._kinds: dict[Any, _Kind] = {}
-        self._now: _Kind | None = None
+        self._kinds: dict[Any, StepKind] = {}
+        self._now: StepKind | None = None
         self._parts: list[PlannedPart] = []
         self._figures: dict[int, PartFigures] = {}
         self._meter: StepMeter | None = None
         self._sections: list[StepSection] = []
         self._held = memory_of(())
-        self._left: dict[PlannedPart, int] = {}
-        self._told = self._told_of_more = False
+        self._calls = PartCalls()
+        self._told_bytes = 0
+        self._told_calls = False
         self._unmetered = 0
         self._ranks: Ranks | None = None
 
@@ -148,8 +121,9 @@ class SharedBudget:
         if any(self._waiting()) and not stepped:
             return
         self._stop()
-        last, kind = self._now, self._kinds.setdefault(key, _Kind())
-        self._now, self._left = kind, self._waiting()
+        self._look_at_calls()
+        last, kind = self._now, self._kinds.setdefault(key, StepKind())
+        self._now = kind
         charges = self._around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
         if self._ranks is not None:
@@ -158,15 +132,29 @@ class SharedBudget:
         if kind.measured and (kind.changed or beside_bytes > kind.beside_bytes):
             kind.beside_bytes, kind.changed = beside_bytes, False
             self._divide(kind)
-        elif kind.most and not (kind.plans or self._ranks or self._written is None):
-            kind.plans, kind.changed = least_unmeasured(kind.most, self._of), True
+        elif kind.seen and not (kind.plans or self._ranks or self._written is None):
+            kind.plans, kind.changed = least_unmeasured(kind.seen[-1], self._of), True
         self._check_metered(last)
         begun, kind.begun, kind.grown = kind.begun, True, False
         if begun and is_metered(kind.metered + 1):
             kind.to_agree = True
             self._begin(kind, call)
 
-    def _check_metered(self, last: _Kind | None) -> None:
+    def _look_at_calls(self) -> None:
+        """Look whether the step that is over called parts as no metered one did (layers that are
+        dropped at random), and needed more than its budget. Ranks might find different things."""
+        calls, self._calls, kind = self._calls, PartCalls(), self._now
+        if kind is None or self._ranks is not None or not kind.saw(calls) or not kind.measured:
+            return
+        limit, needed_bytes = kind.budget_bytes, self._needed(kind, kind.plans)
+        if limit is None or needed_bytes <= limit:
+            return
+        kind.changed = True
+        if not self._told_calls and not self._told_bytes:
+            self._told_calls = True
+            warn(BEYOND_MEASURED.format(needed=format_bytes(needed_bytes), budget=limit))
+
+    def _check_metered(self, last: StepKind | None) -> None:
         """Warn if each of the last steps made plans, so that none could be metered."""
         self._unmetered = self._unmetered + 1 if last is not None and last.grown else 0
         if self._unmetered == METERED and self._written not in (None, MINIMUM):
@@ -181,7 +169,7 @@ class SharedBudget:
         (floor,) = _by_first(ranks, [first], lambda: [self.solver.solved(first, MINIMUM)])
         return floor
 
-    def _agreed(self, ranks: Ranks, last: _Kind | None, beside_bytes: int) -> int | None:
+    def _agreed(self, ranks: Ranks, last: StepKind | None, beside_bytes: int) -> int | None:
         """Take the largest figures of all ranks, if the last step was to be metered.
 
         Returns:
@@ -201,7 +189,7 @@ class SharedBudget:
             self._count(last, replace(largest, sections=tuple(sections)))
         return max(one for _, one in everyone)
 
-    def _count(self, kind: _Kind, one: Measured) -> None:
+    def _count(self, kind: StepKind, one: Measured) -> None:
         """Count a metered step, and note whether it asks for other plans."""
         kind.count(one)
         limit = kind.budget_bytes
@@ -211,29 +199,13 @@ class SharedBudget:
     @contextmanager
     def forward(self, part: PlannedPart) -> Iterator[None]:
         """Run the forward of a part inside."""
+        self._calls[part] += 1
         if self._meter is not None:
             # `fully_shard` shows gradients that it accumulates when it has gathered their module.
             self._held |= memory_of(held_gradients(self._model))
         self._mark(StepSection(self._waiting(), part, True))
         yield
-        waiting = self._waiting()
-        self._mark(StepSection(waiting))
-        self._called(part, waiting.get(part, 0) - self._left.get(part, 0))
-
-    def _called(self, part: PlannedPart, times: int) -> None:
-        """Count calls of a part in this step. More than any step before has made are charged in the
-        next one."""
-        kind = self._now
-        if kind is None or times <= kind.most.get(part, 0):
-            return
-        kind.most[part] = times
-        limit = kind.budget_bytes
-        if limit is None or not kind.measured:
-            return
-        needed_bytes = self._needed(kind, kind.plans)
-        if needed_bytes > limit:
-            kind.changed = True
-            self._tell_of_more(part, limit, needed_bytes)
+        self._mark(StepSection(self._waiting()))
 
     def arrived(self, part: PlannedPart) -> None:
         """Note that the backward of a part's call begins."""
@@ -250,7 +222,7 @@ class SharedBudget:
         found = {part: part.waiting() for part in self._parts}
         return {part: count for part, count in found.items() if count}
 
-    def _begin(self, kind: _Kind, call: Call) -> None:
+    def _begin(self, kind: StepKind, call: Call) -> None:
         device = device_of(self._model, call)
         if not LossMeter.possible(device):
             return
@@ -296,6 +268,7 @@ class SharedBudget:
         """Forget what was measured: other parts run from now on."""
         for kind in self._kinds.values():
             kind.measured, kind.metered, kind.changed, kind.grown = [], 0, True, True
+            kind.seen = []
 
     def remove(self) -> None:
         """Stop metering."""
@@ -304,64 +277,61 @@ class SharedBudget:
     def _of(self, plan: PlanRecord) -> PartFigures:
         return self._figures.setdefault(id(plan), PartFigures(plan))
 
-    def _needed(self, kind: _Kind, plans: Mapping[PlannedPart, PlanRecord]) -> int:
+    def _needed(
+        self, kind: StepKind, plans: Mapping[PlannedPart, PlanRecord], together: bool = False
+    ) -> int:
         """Return the peak of a kind of step, total bytes, under these plans."""
         figures = {part: self._of(plans.get(part, part.floor)) for part in self._parts}
-        most = kind.most
-        return kind.beside_bytes + max(one.needed_bytes(figures, most) for one in kind.measured)
+        return kind.needed_bytes(figures, together)
 
-    def _divide(self, kind: _Kind) -> None:
+    def _divide(self, kind: StepKind) -> None:
         """Plan the parts of a kind of step within the budget."""
-        together = list(dict.fromkeys(part for one in kind.measured for part in one.plans))
+        known = [*(one.plans for one in kind.measured), *kind.seen]
+        together = list(dict.fromkeys(part for one in known for part in one))
         stored = {part: part.first for part in together}
         if self._written is None:
             kind.plans = stored
             return
         least = self._written == MINIMUM
-        most_bytes = self._needed(kind, stored)
-        budget_bytes = None if least else parse_budget(self._written, most_bytes)
+        budget_bytes = None if least else parse_budget(self._written, self._needed(kind, stored))
         kind.budget_bytes = budget_bytes
-        every = zip(*(part.small for part in together), strict=True)
-        small = [dict(zip(together, plans, strict=True)) for plans in every]
-
-        def divided() -> list[PlanRecord]:
-            made = chosen(
-                budget_bytes,
-                stored,
-                small,
-                lambda part, budget: self.solver.solved(part.first, budget),
-                lambda plans: self._needed(kind, plans),
-            )
-            return [made[part] for part in together]
-
         firsts = list(stored.values())
+        divided = partial(self._divided, kind, budget_bytes, stored)
         made = divided() if self._ranks is None else _by_first(self._ranks, firsts, divided)
         kind.plans = dict(zip(together, made, strict=True))
         needed_bytes = self._needed(kind, kind.plans)
         if budget_bytes is not None and needed_bytes > budget_bytes:
             self._tell(budget_bytes, needed_bytes)
 
+    def _divided(
+        self, kind: StepKind, budget_bytes: int | None, stored: dict[PlannedPart, PlanRecord]
+    ) -> list[PlanRecord]:
+        """Return the parts' plans within a budget: with room for a step that makes all calls of
+        parts together that any has made, if there are such plans."""
+        every = zip(*(part.small for part in stored), strict=True)
+        small = [dict(zip(stored, plans, strict=True)) for plans in every]
+
+        def solved(part: PlannedPart, budget: int) -> PlanRecord:
+            return self.solver.solved(part.first, budget)
+
+        for together in (True, False):
+            needed = partial(self._needed, kind, together=together)
+            made = chosen(budget_bytes, stored, small, solved, needed)
+            if budget_bytes is None or needed(made) <= budget_bytes:
+                break
+        return [made[part] for part in stored]
+
     def _tell(self, budget_bytes: int, least_bytes: int) -> None:
-        """Warn, once, that even the parts' smallest plans exceed the budget."""
-        if self._told:
+        """Warn that even the parts' smallest plans exceed the budget: once, and again where steps
+        that call more of the parts need a tenth more than was said."""
+        if least_bytes <= 1.1 * self._told_bytes:
             return
-        self._told = True
+        self._told_bytes = least_bytes
         warn(
             f"steps of the model in parts exceed their budget of {budget_bytes} bytes: "
             f"under the parts' smallest plans one needs {format_bytes(least_bytes)}, and what "
             f"lies between the parts is not planned: give at least budget={least_bytes}. The "
             "smallest plans run instead",
-        )
-
-    def _tell_of_more(self, part: PlannedPart, budget_bytes: int, needed_bytes: int) -> None:
-        """Warn, once, that a step runs more than the plans left room for."""
-        if self._told_of_more:
-            return
-        self._told_of_more = True
-        warn(
-            f"this step runs {part.name} beside parts that no measured step ran together with it, "
-            f"and may need {format_bytes(needed_bytes)} of its budget of {budget_bytes} bytes; "
-            "plans leave room for all of them from the next step on",
         )
 
 

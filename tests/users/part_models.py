@@ -54,6 +54,20 @@ class Spoken(nn.Module):
         return y * (1.0 + float(y.detach().mean() > 0))
 
 
+class Shares(nn.Module):
+    """Calls a module as a part of another one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Sequential(layers(8)))
+        self.outer = nn.Sequential(self.inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.outer(x)
+        return y * (1.0 + float(y.detach().mean() > 0))
+
+
 class Softened(nn.Module):
     """A softmax, whose backward does not read its input, between wide layers that look at it."""
 
@@ -66,6 +80,20 @@ class Softened(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = self.soft(self.wide(x) * 2)
         return self.narrow(shares) * float(shares.detach().sum() > 0)
+
+
+class Deepening(nn.Module):
+    """Runs as many of its blocks as a number in Python says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(layers() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: int(depth)]:
+            x = x + block(x)
+        return x
 
 
 class Spare(nn.Module):

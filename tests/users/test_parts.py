@@ -160,7 +160,8 @@ def test_the_parts_that_are_named_and_those_that_are_wrapped_already() -> None:
     losses, _ = training(model, 4)
     assert all(map(torch.equal, losses, expected))
     assert model.calls.planned == 4
-    assert len(model.memopt.plans.lines) == 1  # what callbacks log
+    # What callbacks log: its smallest plan, then the one with which the whole step needs less.
+    assert len(model.memopt.plans.lines) == 2
     model.memopt.count_in(counted := Calls())
     model(X).sum().backward()
     assert counted.planned == 1

@@ -99,17 +99,3 @@ def test_a_step_of_more_parts_than_were_measured_is_within_the_budget() -> None:
         loss, used = stepped(model, tuple(range(6)), meter=True)
     assert loss == stepped(plain, tuple(range(6)))[0]
     assert there(model) + used <= budget
-
-
-def test_a_step_that_runs_a_part_for_the_first_time_says_that_it_may_exceed_the_budget() -> None:
-    model, plain = pair()
-    _, most = stepped(plain, tuple(range(4)), meter=True)
-    budget = there(plain) + most
-    memopt.wrap(model, budget, "rotor", parts="auto", progress=False)
-    for _ in range(5):
-        stepped(model, (0, 1, 2, 3))
-    with pytest.warns(UserWarning, match=r"runs blocks\.4 beside parts that no measured step ran"):
-        stepped(model, (0, 1, 2, 3, 4, 5))
-    loss, used = stepped(model, tuple(range(6)), meter=True)
-    assert loss == stepped(plain, tuple(range(6)))[0]
-    assert there(model) + used <= budget

@@ -1,0 +1,105 @@
+"""Steps of a model in parts that call other parts than those that were metered."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.executor.calls import Calls
+from memopt.pricing.memory import metered
+from tests.users.part_models import Deepening, Shares
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+CPU = torch.device("cpu")
+FEW, ALL = torch.tensor(2), torch.tensor(6)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Its sub-modules are planned instead")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+
+
+def in_parts(budget: Any) -> Any:
+    return memopt.wrap(Deepening(), budget, "rotor", parts="auto", progress=False)
+
+
+def step(model: nn.Module, depth: torch.Tensor) -> None:
+    model.zero_grad()
+    model(X, depth).square().mean().backward()
+
+
+def peak_bytes(model: nn.Module, depth: torch.Tensor) -> int:
+    """The peak of a step that begins without gradients, in total bytes."""
+    model.zero_grad()
+    held = [*model.parameters(), X, depth]
+    with metered(CPU) as used:
+        step(model, depth)
+    return sum(one.nbytes for one in held) + used.peak_bytes
+
+
+def test_a_deeper_step_than_any_metered_one_is_said_and_planned_for() -> None:
+    """The plans were made for the two blocks that the metered steps called: all others exceeded
+    the budget without a word."""
+    bounds = []
+    for budget in ("min", None):
+        model = in_parts(budget)
+        for _ in range(4):
+            step(model, ALL)
+        bounds.append(model.memopt.parts.shared.peak_bytes())
+    least, most = bounds
+    budget = least + (most - least) // 3
+    model, plain = in_parts(budget), Deepening()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*budget of")
+        for _ in range(6):
+            step(model, FEW)
+        for _ in range(2):
+            step(model, torch.tensor(1))
+        step(model, ALL)
+    with pytest.warns(UserWarning, match=rf"more than its budget of {budget} bytes.*same parts"):
+        step(model, ALL)
+    step(plain, ALL)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    measured = peak_bytes(model, ALL)
+    assert measured <= model.memopt.parts.shared.peak_bytes() <= budget
+    assert measured < peak_bytes(plain, ALL)
+
+
+def test_the_smallest_budget_that_is_named_grows_with_the_deepest_step() -> None:
+    """A budget that was enough for the metered steps alone was the last that was named."""
+    model = in_parts(2**12)
+    for number in range(6):
+        with pytest.warns(match="give at least budget=") if number == 2 else nullcontext():
+            step(model, FEW)
+    step(model, ALL)
+    with pytest.warns(UserWarning, match="give at least budget=") as said:
+        step(model, ALL)
+    (named,) = [str(one.message).split("budget=")[1].split(".")[0] for one in said]
+    enough = in_parts(int(named))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*budget of")
+        for _ in range(6):
+            step(enough, ALL)
+    assert peak_bytes(enough, ALL) <= int(named)
+
+
+def test_what_a_planned_part_shares_with_the_model_is_not_tried() -> None:
+    """A level of it was, in each step, and the part was planned again for what that left there."""
+    model = memopt.wrap(Shares(), "min", "rotor", parts="auto", progress=False)
+    for _ in range(4):
+        model.zero_grad()
+        model(X).square().mean().backward()
+    assert memopt.running(model).calls == Calls(planned=4)
+    report = memopt.running(model).report()  # type: ignore[union-attr]
+    assert "not planned: inner: not called" in report
+    assert "inner.0" not in report
