@@ -105,8 +105,9 @@ class ReadyPlans(Sequence["PlanRecord"]):
                 self._dropped.add(oldest)
 
     def replace(self, kind: Any, call: Call, made: Made, better: Made) -> None:
-        """Replace one by a better plan for the same calls."""
+        """Replace one by a better plan for the same calls, and end the search for it."""
         self._made[kind][self._made[kind].index(made)] = better
+        made.stop()
         self.note(call, better)
 
     def note(self, call: Call, made: Made) -> None:
