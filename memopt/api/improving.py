@@ -39,6 +39,7 @@ class Improving:
         self._plan, self._strategy, self._limit_bytes = plan, strategy, limit_bytes
         self._keep, self._aloud = keep, aloud
         self._search: SolvedApart | None = None
+        self._better: PlanRecord | None = None
         request = SolveRequest(strategy, plan.graph, limit_bytes, plan.device, time_limit_s)
         try:
             self._search = SolvedApart(request)
@@ -57,9 +58,14 @@ class Improving:
             self._search = None
 
     def better(self) -> PlanRecord | None:
-        """Return the better plan of a search that has ended, if it found one."""
-        search, self._search = self._search, None
-        solution = None if search is None else search.solution()
+        """Return the better plan of a search that has ended, if it found one; again after an
+        interruption."""
+        if self._better is None and self._search is not None:
+            self._better = self._found(self._search.solution())
+        return self._better
+
+    def _found(self, solution: Solution | None) -> PlanRecord | None:
+        """Return the plan of a solution if it is worth taking over, kept on disk."""
         if solution is None or not solution.plans:
             return None
         try:

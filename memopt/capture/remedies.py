@@ -175,13 +175,25 @@ def said_remedy(text: str) -> str | None:
     return None
 
 
-def known_remedy(model: nn.Module, error: Exception) -> str | None:
+def known_remedy(model: nn.Module, error: Exception, call: Call | None = None) -> str | None:
     """Return the sentence for a model that could not be captured; None if no cause is known."""
+    text = str(error)
     for cause in _CAUSES:
-        found = cause(model, str(error))
+        found = cause(model, text)
         if found is not None:
-            return found
+            drawn = cause is _drawn_in_python
+            return found + _without_own_loss(model, call, text) if drawn else found
     return None
+
+
+def _without_own_loss(model: nn.Module, call: Call | None, text: str) -> str:
+    """Return the further remedy for a speech model whose own loss looks at values: that of CTC
+    selects the labels that count."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    given = [] if call is None else loss_arguments(call)
+    if not given or not ("labels" in text or any(name.endswith("ForCTC") for name in kinds)):
+        return ""
+    return f", call it without {', '.join(given)} and compute the loss from its outputs"
 
 
 def inside_fabric(model: nn.Module) -> nn.Module | None:
@@ -272,7 +284,7 @@ def _differentiates(_model: nn.Module, text: str) -> str | None:
     )
 
 
-def _drawn_in_python(model: nn.Module, text: str) -> str | None:
+def _drawn_in_python(model: nn.Module, _text: str) -> str | None:
     """Name each setting of Hugging Face's speech models that no graph can hold, at once."""
     config = getattr(model, "config", None)
     undo = [f"set {where}.{name} = 0" for where, name in _layers_left_out(model)]
@@ -286,8 +298,6 @@ def _drawn_in_python(model: nn.Module, text: str) -> str | None:
     ]
     if not undo:
         return None
-    if "labels" in text:
-        undo.append("call it without labels and compute the loss from its outputs")
     return (
         "the model draws layers or masks in Python, or looks at values, in every step, which one "
         f"graph cannot hold: {', '.join(undo)}"

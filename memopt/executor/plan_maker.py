@@ -60,7 +60,7 @@ class BetterPlan(Protocol):
         """Tell whether it has ended."""
 
     def better(self) -> PlanRecord | None:
-        """Return the better plan of a search that has ended, if it found one."""
+        """Return the better plan of a search that has ended, if it found one; as often as asked."""
 
     def stop(self) -> None:
         """Give the search up."""
@@ -201,12 +201,11 @@ class PlanMaker:
             made = self._asked(kind, holding, call, charges, least)
         made.enough, made.once = charges, bool(beside)
         remedy = "" if least is None else f": give at least budget={least}"
-        around = ", ".join(charges.listed())
         self._tell(
             "beyond",
             f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
-            f"plan leaves room for what was met around them ({around}){remedy}. The plan "
-            "that needs least runs instead",
+            f"plan leaves room for what was met around them ({', '.join(charges.listed())})"
+            f"{remedy}. The plan that needs least runs instead",
         )
         return made
 
@@ -214,14 +213,17 @@ class PlanMaker:
         """Return the better plan that was found in the meantime, ready to run, if there is one."""
         if made.search is None or not made.search.ended:
             return None
-        search, made.search = made.search, None
-        plan = search.better()
-        if plan is None:
-            return None
-        found = replace(made, plan=plan)
-        if self._over_bytes(found, self._around.charges(kind)) > 0:
-            return None
-        found.module = self._planner.apply(plan, self._model, call, self._instead, self._family)
+        try:
+            plan = made.search.better()
+            found = None if plan is None else replace(made, plan=plan, search=None)
+            if found is None or self._over_bytes(found, self._around.charges(kind)) > 0:
+                made.stop()
+                return None
+            apply = partial(self._planner.apply, found.plan, self._model, call)
+            found.module = apply(self._instead, self._family)
+        except Exception:  # after Ctrl-C the next call takes it over
+            made.stop()
+            raise
         when_arrived(found.module, partial(self._arrived, kind, weakref.ref(found)))
         return found
 
@@ -306,7 +308,6 @@ class PlanMaker:
         Raises:
             InfeasibleBudgetError: neither fits; the error of the first.
         """
-
         try:
             made = self._planned(call, Asked(holding, charges, budget_bytes))
         except InfeasibleBudgetError as error:
@@ -341,9 +342,8 @@ class PlanMaker:
     def _beyond(
         self, error: InfeasibleBudgetError, holding: bool, call: Call
     ) -> InfeasibleBudgetError:
-        """Return the error for a call that no plan within the budget can run. It names the
-        budget with which wrapping would work: also for later calls, which find gradients of
-        earlier ones."""
+        """Return the error for a call that no plan within the budget can run. It names the budget
+        that wrapping needs: for later calls, too, which find gradients of earlier ones."""
         least = alone = error.smallest_budget_bytes
         if not holding:
             try:

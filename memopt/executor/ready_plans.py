@@ -82,31 +82,35 @@ class ReadyPlans(Sequence["PlanRecord"]):
 
     def use(self, kind: Any, made: Made) -> None:
         """Make one of a kind of call the one that was used last."""
-        self._made[kind].remove(made)
-        self._made[kind].append(made)
+        self._made[kind] = [*self._without(kind, made), made]
 
     def add(self, kind: Any, call: Call, made: Made, instead_of: Made | None) -> None:
         """Add one of a kind of call, in place of another one; those beyond the most go."""
         if kind in self._dropped:
             self._count()
-        ready = self._made.setdefault(kind, [])
-        if instead_of in ready:
-            assert instead_of is not None
+        if instead_of is not None:
             instead_of.stop()
-            ready.remove(instead_of)
-        ready.append(made)
+        self._made[kind] = [*self._without(kind, instead_of), made]
         self.note(call, made)
         self._made.move_to_end(kind)
         while sum(map(len, self._made.values())) > self._most:
-            oldest = next(iter(self._made))
-            self._made[oldest].pop(0).stop()
-            if not self._made[oldest]:
+            oldest, ready = next(iter(self._made.items()))
+            ready[0].stop()
+            if len(ready) > 1:
+                del ready[0]
+            else:
                 del self._made[oldest]
                 self._dropped.add(oldest)
 
+    def _without(self, kind: Any, made: Made | None) -> list[Made]:
+        """Return those of a kind but one. A kind's list is replaced as a whole: Ctrl-C leaves none
+        empty."""
+        return [one for one in self._made.get(kind, ()) if one is not made]
+
     def replace(self, kind: Any, call: Call, made: Made, better: Made) -> None:
-        """Replace one by a better plan for the same calls."""
+        """Replace one by a better plan for the same calls, and end the search for it."""
         self._made[kind][self._made[kind].index(made)] = better
+        made.stop()
         self.note(call, better)
 
     def note(self, call: Call, made: Made) -> None:

@@ -75,12 +75,12 @@ class SolvedApart:
         return self._process.poll() is not None
 
     def solution(self) -> Solution | None:
-        """Return the solution of a process that has ended; None if it failed."""
+        """Return the solution of a process that has ended, until it is stopped; None if it
+        failed."""
         try:
             found = pickle.loads((Path(self._folder.name) / ANSWER).read_bytes())
         except (OSError, EOFError, pickle.UnpicklingError):
             found = None
-        self.stop()
         return found if isinstance(found, Solution) else None
 
     def stop(self) -> None:

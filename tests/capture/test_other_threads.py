@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.utils import output_capturing
 
 import memopt
 from memopt.capture.as_eager.masks import masks_nothing
+from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.capture import capture
 from memopt.step.inputs import to_call
 from memopt.torch_private.dynamo import comptime
@@ -97,3 +100,28 @@ def test_another_thread_computes_as_ever_while_a_model_is_traced(
     assert not meanwhile.empty()
     while not meanwhile.empty():
         assert torch.equal(meanwhile.get(), expected)
+
+
+def test_another_thread_records_outputs_while_a_model_gets_its_hooks() -> None:
+    def recorded() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            found = llama()(WORDS, output_hidden_states=True, use_cache=False).hidden_states
+        return tuple(found)
+
+    expected = recorded()
+    meanwhile: queue.SimpleQueue[tuple[Tensor, ...]] = queue.SimpleQueue()
+
+    class Asking(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            thread = threading.Thread(target=lambda: meanwhile.put(recorded()))
+            thread.start()
+            thread.join()
+            return super().forward(*args, **kwargs)
+
+    behind_a_lock = RuntimeError()
+    behind_a_lock.real_stack = [SimpleNamespace(filename=output_capturing.__file__)]  # type: ignore[attr-defined]
+    call = to_call({"input_ids": WORDS, "output_hidden_states": True, "use_cache": False})
+    assert hooks_set(llama(Asking), call, behind_a_lock)
+    found = meanwhile.get()
+    assert len(found) == len(expected) > 1
+    assert all(map(torch.equal, found, expected))

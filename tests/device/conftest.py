@@ -101,7 +101,8 @@ def _device_as_new() -> Iterator[None]:
     for index in range(2):
         accelerator.limit(index, 0)
         torch.accelerator.set_stream(accelerator.mod.default_stream(index))
-    accelerator.mod.set_device(0)
     gc.collect()
-    for index in range(2):
+    for index in (1, 0):
+        accelerator.mod.set_device(index)
         accelerator.mod.synchronize(index)
+        torch.accelerator.empty_cache()  # where it is full the next test's host would wait

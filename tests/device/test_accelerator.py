@@ -302,3 +302,11 @@ def test_convolutions(device: torch.device) -> None:
     before = accelerator.mod.memory_allocated()
     made = here[0](x.to(device))
     assert accelerator.mod.max_memory_allocated() - before > 2 * made.nbytes  # and scratch memory
+
+
+@pytest.mark.parametrize("test", ["one", "the next"])
+def test_memory_that_a_test_frees_is_not_reserved_in_the_next(
+    test: str, device: torch.device
+) -> None:
+    assert accelerator.mod.memory_reserved(0) - accelerator.mod.memory_allocated(0) < 2**20
+    torch.empty(2**24, dtype=torch.uint8, device=device)

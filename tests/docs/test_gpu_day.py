@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,6 +18,7 @@ from benchmarks.gpu import BENCHMARK
 from benchmarks.gpu.cells import CELLS
 from benchmarks.gpu.subject import Row
 from benchmarks.runner import run
+from tests.conftest import SLOW
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,11 +63,14 @@ def test_every_gpu_test_says_its_twin() -> None:
                 kept = ast.unparse(ast.Module(list(tests[twin].decorator_list), []))
                 assert "gpu" not in kept
                 assert "slow" not in kept
+                assert f"{Path(name).relative_to(ROOT)}::{twin}" not in SLOW
                 marks += 1
         for devices in (node for node in ast.walk(tree) if isinstance(node, ast.List)):
             texts = [ast.unparse(item) for item in devices.elts]
             if any("mark.gpu" in text for text in texts):
                 assert "'cpu'" in texts, f"{name}: {texts}"
+                listed = [x for x in SLOW if x.startswith(str(Path(name).relative_to(ROOT)))]
+                assert not [x for x in listed if re.search(r"\bcpu\b", x)]
                 marks += 1
     assert marks >= 3
 

@@ -14,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import memopt
 from memopt.executor import calls as calls_module
+from memopt.executor.plan_maker import Made
+from tests.faults.injected import failing
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +150,19 @@ def test_no_kind_holds_its_first_batch() -> None:
     with torch.no_grad():
         expected = model(torch.ones(3, 4))
     assert torch.equal(model(torch.ones(3, 4)), expected)
+
+
+def test_ctrl_c_while_a_plan_is_displaced_leaves_the_others_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left the kind of the displaced plan without any, of which the next call took the last."""
+    model = memopt.wrap(Scaled(), "min", most_plans=1, progress=False)
+    by_size(model, 0).sum().backward()  # type: ignore[no-untyped-call]
+    with monkeypatch.context() as patch:
+        patch.setattr(Made, "stop", failing(Made.stop, 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            by_size(model, 1)
+    twin = Scaled()
+    for step in (0, 1, 0):
+        assert torch.equal(by_size(model, step), by_size(twin, step))
+        assert len(memopt.running(model).plans) == 1  # type: ignore[union-attr]

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 import memopt
+from memopt.api import improving
 from memopt.api.improving import Improving
+from memopt.api.wrap import OwnCallsPlanner
+from memopt.executor.ready_plans import ReadyPlans
+from memopt.files.plan_store import PlanStore
+from memopt.programs.solution import Solution
 from memopt.strategies import Auto, Rotor, Strategy
+from memopt.strategies.apart import SolveRequest
+from tests.faults.injected import failing
 
 PATIENCE_S = 120.0
 BUDGET = 0.6
@@ -106,6 +114,50 @@ def test_a_better_plan_takes_over_with_the_same_bits(
     (kept,) = memopt.running(again).plans  # type: ignore[union-attr]
     assert kept.strategy == Auto()
     assert kept.program == last.program
+
+
+@dataclass
+class Answered:
+    """A search that has ended; a `SolvedApart`."""
+
+    answer: Solution
+    ended: bool = True
+
+    def solution(self) -> Solution:
+        return self.answer
+
+    def stop(self) -> None:
+        del self.answer
+
+
+def test_a_better_plan_takes_over_after_ctrl_c(
+    alone: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the call that was to take it over was interrupted."""
+    caplog.set_level(logging.INFO, logger="memopt.api.improving")
+    model = wrapped(60.0)
+    (expected,) = trained(model, 1)
+    made = next(memopt.running(model).plans.made())  # type: ignore[union-attr]
+    assert isinstance(made.search, Improving)
+    made.search.stop()
+    # The same plan once more, as if it were faster and the search had ended with it.
+    found = SolveRequest(
+        Auto(at_once=True), made.plan.graph, made.plan.budget, made.plan.device, None
+    )
+    made.search._search = Answered(found.solution())  # type: ignore[assignment]
+    monkeypatch.setattr(improving, "FASTER", -1.0)
+    for home, name in ((PlanStore, "renew"), (OwnCallsPlanner, "apply"), (ReadyPlans, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(home, name, failing(getattr(home, name), 1, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                trained(model, 1)
+        assert next(memopt.running(model).plans.made()) is made  # type: ignore[union-attr]
+    model.load_state_dict(network().state_dict())
+    assert torch.equal(trained(model, 1)[0], expected)
+    better = next(memopt.running(model).plans.made())  # type: ignore[union-attr]
+    assert better is not made
+    assert better.search is made.search is None
+    assert [x.message.count("takes over") for x in caplog.records] == [1]
 
 
 def test_what_is_not_worth_a_search_begins_none(alone: None) -> None:

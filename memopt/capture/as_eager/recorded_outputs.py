@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from typing import Any
 from unittest import mock
 
@@ -31,9 +32,12 @@ def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
     if home is None or all(frame.filename != home.__file__ for frame in stack):
         return False
     asked: dict[int, nn.Module] = {}
+    thread, install = threading.get_ident(), home.maybe_install_capturing_hooks
 
     def ask(one: nn.Module) -> None:
-        if not getattr(one, "_output_capturing_hooks_installed", False):
+        if threading.get_ident() != thread:
+            install(one)
+        elif not getattr(one, "_output_capturing_hooks_installed", False):
             asked.setdefault(id(one), one)
 
     with (
