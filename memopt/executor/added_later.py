@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from memopt.executor.drawing_hooks import DrawingHooks
+from memopt.executor.hook_order import HookOrder
 from memopt.models.warned import warn
 from memopt.step.captured import Captured, Primal
 from memopt.torch_private.modes import backward_number, when_backward_is_over
@@ -34,17 +34,17 @@ class AddedLater:
             )
             if _is_sum(gradient)
         }
-        self._hooks = DrawingHooks(captured.device or torch.device("cpu"))
+        self._hooks = HookOrder(captured)
 
     def look(self, primals: Sequence[Any], gradient_of: Callable[[int], Any]) -> None:
         """Have autograd tell when it has all parts of a gradient that planned calls have summed,
-        and when the hooks on gradients were called.
+        and call the hooks on gradients in order.
 
         Args:
             primals: the values of the joint graph's inputs.
             gradient_of: position → its gradient, of this call; None where there is none.
         """
-        self._hooks.look(primals)
+        self._hooks.arrange(primals)
         for i in self._names if backward_number() != -1 else ():
             value, gradient = primals[i], gradient_of(i)
             if isinstance(gradient, torch.Tensor) and value.requires_grad:

@@ -1,9 +1,5 @@
-"""Warns where hooks on gradients draw random numbers.
-
-Autograd calls the hook on a parameter when its gradient is complete: without a plan while the
-backward goes on, with one when the planned backward has returned them all. The order is another,
-and with it the numbers that each hook draws.
-"""
+"""Warns where hooks on gradients draw random numbers, and their order may not be eager's
+(`memopt.executor.hook_order`)."""
 
 from __future__ import annotations
 

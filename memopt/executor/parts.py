@@ -234,6 +234,29 @@ class Parts:
         else:
             _LOG.info("%s is planned in parts: %s", name, error)
 
+    def follow(self) -> None:
+        """Plan the modules that came in place of parts, or into open modules, since the last call;
+        those that are gone run as they are."""
+        found = [(name, part, self._at(name)) for name, part in self._found.items()]
+        gone = [(name, now) for name, part, now in found if now is not part.model]
+        for name, now in gone:
+            self._found.pop(name).remove()
+            self._open.pop(name, None)
+            self._left.pop(name, None)
+            if now is not None and not call_goes_elsewhere(now):
+                self._add(name, now)
+        for name in () if self.named else tuple(self._open):
+            if (module := self._at(name)) is not None:
+                self._add_below(name, module)
+        if gone:
+            self.shared.forget()
+
+    def _at(self, name: str) -> nn.Module | None:
+        try:
+            return self._whole.model.get_submodule(name)
+        except AttributeError:
+            return None
+
     def look_further(self) -> None:
         """Try the sub-modules of parts that the last step did not call: other code may call these.
         Those inside of a planned part, under whatever name, are its own, whose plan would not know
@@ -359,6 +382,7 @@ class InParts(SelfPlanning):
             call, kind = self._call_and_kind(args, kwargs)
             stepped = self.around.has_stepped
             self.around.calling(kind, call)
+            self.parts.follow()
             self.parts.look_further()
             self.parts.shared.calling(kind, call, stepped)
         output = plain_call(self.model, *args, **kwargs)

@@ -155,6 +155,13 @@ AUTOGRAD = (
     *rows("know whether forward-mode AD is on", "torch.autograd.forward_ad", "_current_level"),
     *rows("name autograd's nodes in their order", "torch.autograd.graph.Node", "_sequence_nr"),
     *rows(
+        "order the hooks on gradients",
+        "torch.autograd.graph.Node",
+        "_set_sequence_nr",
+        of=specimens.accumulating_node,
+        instead="hooks on gradients are called in another order than without a plan",
+    ),
+    *rows(
         "keep what a backward with retain_graph=True keeps",
         "torch._C._autograd",
         "_get_current_graph_task_keep_graph",

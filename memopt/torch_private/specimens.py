@@ -47,6 +47,14 @@ def functions_node() -> Any:
     return type(made.grad_fn)
 
 
+def accumulating_node() -> Any:
+    """Return the node of autograd's that accumulates a leaf's gradient."""
+    import torch
+
+    leaf = torch.ones((), requires_grad=True, device="cpu")
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def compiled_function() -> Any:
     """Collect the names in AOTAutograd's `CompiledFunction`, a class inside of a function."""
     from torch._functorch._aot_autograd import runtime_wrappers

@@ -170,18 +170,3 @@ def test_backwards_of_their_own_are_silent() -> None:
         warnings.simplefilter("error", UserWarning)
         for _ in range(2):
             model(torch.randn(4, 16)).sum().backward()
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_hooks_that_draw_in_another_order_are_said_once(draws: bool) -> None:
-    """Each got another's noise, and nothing said so."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-    for one in model.parameters():
-        one.register_hook(lambda g: g + torch.randn_like(g) if draws else g * 2)
-    memopt.wrap(model, progress=False)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model(torch.randn(8, 16)).square().mean().backward()
-    assert sum("hooks on gradients draw" in str(one.message) for one in said) == draws

@@ -160,9 +160,14 @@ def _called_as_it_is() -> None:
     assert inductor.inside_of(SimpleNamespace(current_callable=print)) is None
 
 
+def _unordered() -> None:
+    assert not modes.accumulate_in_order([torch.ones((), requires_grad=True)])
+
+
 GONE: dict[str, Callable[[], None]] = {
     "torch.optim.Optimizer._opt_called": _note,
     "torch.autograd.Function.boxed_grads_call": _late_tangents,
+    "torch.autograd.graph.Node._set_sequence_nr": _unordered,
     "torch.distributed.ProcessGroup._get_backend": _no_timeout,
     "torch.distributed.ProcessGroup._device_types": _no_timeout,
     "torch._C._distributed_c10d.Backend.Options._timeout": _no_timeout,
