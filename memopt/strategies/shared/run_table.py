@@ -121,6 +121,17 @@ class RunTable:
         )
 
     @cached_property
+    def other_counts(self) -> Ints:
+        """Return how many others each variant has."""
+        return np.array([len(one) for one in self.others], dtype=np.int64)
+
+    @cached_property
+    def recomputable(self) -> Flags:
+        """Tell of each variant whether its operator may run again."""
+        operators = self.graph.operators
+        return np.array([operators[i].recomputable for i, _ in self.variants], dtype=np.bool_)
+
+    @cached_property
     def figures(self) -> tuple[Operator | Variant, ...]:
         """Return the operator or implementation behind each variant."""
         return tuple(variant(self.graph.operators[i], name) for i, name in self.variants)
