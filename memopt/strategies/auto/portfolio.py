@@ -91,6 +91,16 @@ class Portfolio:
         return (*(one for one in found if one is not None), *self.known)
 
     @property
+    def leads_at_once(self) -> bool:
+        """Tell whether the leader is asked first. It begins with the plans that others have at once
+        itself; in a short time these, made before, would take what it needs to be as fast as alone.
+        """
+        limit_s = self.limit_s
+        if limit_s is None or not self.leader or not self.one_graph:
+            return False
+        return self.leader_s <= LATE * limit_s and BESIDE * limit_s < LEAST_S
+
+    @property
     def done(self) -> bool:
         """Tell whether no plan can be faster by more than the gap."""
         best = self.best

@@ -188,6 +188,8 @@ class Auto(Improver):
         if self.at_once:
             members = tuple(member for member in members if member.quick)
         search = self._portfolio(cost_model, budget_bytes, device, limit_s, progress)
+        if search.leads_at_once:
+            members = tuple(sorted(members, key=lambda one: one.strategy.name != LEADER))
         search.began_s, search.known = began_s, tuple(known)
         search.run(members)
         return _solution(search, members, refused)
