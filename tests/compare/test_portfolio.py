@@ -366,3 +366,16 @@ def test_members_share_the_graph_of_a_chain() -> None:
     chain = random_chain(Random(1), 5)
     members, _ = fitting(chain, [resolve("sequential")])
     assert members[0].target.graph is Target.of(resolve("auto"), chain).graph
+
+
+@pytest.mark.parametrize(
+    ("share", "limit_s", "first"),
+    [(0.5, 2.0, LEADER), (0.5, 20.0, "store-all"), (0.9, 2.0, "store-all")],
+)
+def test_with_a_short_limit_the_leader_is_first_unless_another_order_may_do(
+    share: float, limit_s: float, first: str
+) -> None:
+    graph = blocks(9)
+    budget = int(share * replay(graph, store_all(graph)).peak_bytes)
+    plan = solve(graph, budget, Auto(gap=0.0), device=LINK, time_limit_s=limit_s)
+    assert plan.stats["tried"][0][0] == first

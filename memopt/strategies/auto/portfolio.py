@@ -92,11 +92,11 @@ class Portfolio:
 
     @property
     def leads_at_once(self) -> bool:
-        """Tell whether the leader is asked first. It begins with the plans that others have at once
-        itself; in a short time these, made before, would take what it needs to be as fast as alone.
-        """
+        """Tell whether the leader is asked before those that have a plan at once. It begins with
+        their plans itself; made before, they would take it a part of a short time, so that it would
+        be slower than alone."""
         limit_s = self.limit_s
-        if limit_s is None or not self.leader or not self.one_graph:
+        if limit_s is None or self.leader not in self.bounding:
             return False
         return self.leader_s <= LATE * limit_s and BESIDE * limit_s < LEAST_S
 

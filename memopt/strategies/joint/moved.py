@@ -56,6 +56,11 @@ class Moved:
         """Tell whether there is a program within the budget."""
         return math.isfinite(self.time_s)
 
+    @property
+    def moves(self) -> bool:
+        """Tell whether any tensor moves."""
+        return self.events is not None and len(self.events) > 0
+
 
 @dataclass(eq=False)
 class Mover:

@@ -7,7 +7,7 @@ each time point of a step: the number of the variant that runs there, or BOUNDAR
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +24,6 @@ from memopt.programs.instructions import (
     Free,
     Instruction,
     LossBoundary,
-    Program,
     SwapIn,
     SwapOut,
 )
@@ -171,15 +170,19 @@ class RunTable:
             graph.boundary_bytes,
         )
 
-    def runs_of(self, program: Program) -> Ints:
+    def runs_of(self, program: Iterable[Instruction]) -> Ints:
         """Return the runs of a program, its transfers left out.
 
         Raises:
             KeyError: it runs an implementation that is not allowed.
         """
-        found = {i: self.number[run.op, run.implementation] for i, run in program.computes}
-        found |= {i: BOUNDARY for i, one in enumerate(program) if one == LossBoundary()}
-        return np.array([run for _, run in sorted(found.items())], dtype=np.int64)
+        number = self.number
+        found = [
+            number[one.op, one.implementation] if isinstance(one, Compute) else BOUNDARY
+            for one in program
+            if isinstance(one, Compute | LossBoundary)
+        ]
+        return np.array(found, dtype=np.int64)
 
     def instruction(self, run: int) -> Instruction:
         """Return the Compute of a run, without its outputs, or the loss boundary."""
