@@ -113,6 +113,13 @@ class Portfolio:
             return 0.0
         return max((one.check_s for one in (*self.outcomes, *self.at_once)), default=0.0)
 
+    @property
+    def _least_known(self) -> bool:
+        """Tell whether the leader, asked first, has found no plan, but the least memory of all that
+        others have at once."""
+        led = self.outcomes[:1] if self.leads_at_once else []
+        return any(one.name == self.leader and one.solution.smallest is not None for one in led)
+
     def end_s(self, *, quick: bool) -> float:
         """Return when the search ends, by time.monotonic's clock; `quick` asks for a member that
         has its plan at once, which the worth of a search does not stop."""
@@ -140,7 +147,8 @@ class Portfolio:
             report = _part(self.progress, index, len(members), name)
             deadline = Deadline(self.end_s(quick=member.quick), report)
             over = deadline.passed(0.0, "begins")
-            if over and (self.best is not None or (index > 0 and not member.quick)):
+            found = self.best is not None or self._least_known
+            if over and (found or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
             # The leader leaves time for checks itself.
