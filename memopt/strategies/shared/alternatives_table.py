@@ -108,7 +108,7 @@ class AlternativesTable:
                 low = middle
         return best.program, least
 
-    def orders(self, count: int) -> Iterator[list[Instruction]]:
+    def orders(self, count: int) -> Iterator[Program]:
         """Yield the `order` of so many budgets, from least memory to most."""
         last = len(self.budgets) - 1
         places = {round(k * last / max(1, count - 1)) for k in range(count)}
@@ -121,7 +121,7 @@ class AlternativesTable:
         """Read the program of the schedule within a memory, bytes of the chain."""
         return lowered(self.graph, self.order(memory_bytes))
 
-    def order(self, memory_bytes: int) -> list[Instruction]:
+    def order(self, memory_bytes: int) -> Program:
         """Read the schedule within a memory, bytes of the chain: Computes and the loss boundary,
         for `lowered`."""
         from memopt.strategies.rotor.persistent_trace_kernels import persistent_schedule
@@ -136,7 +136,7 @@ class AlternativesTable:
             moves.append(
                 (stage, saved if move in (FORWARD_ALL, BACKWARD) else None, move == BACKWARD)
             )
-        return self._instructions(moves)
+        return Program(self._instructions(moves))
 
     def _instructions(self, moves: list[tuple[int, Alternative | None, bool]]) -> list[Instruction]:
         """Return the instructions of a schedule, whose items are (stage, alternative by which it is
@@ -159,9 +159,9 @@ class AlternativesTable:
         return instructions
 
 
-def lowered(graph: Graph, order: list[Instruction]) -> Program:
+def lowered(graph: Graph, order: Program) -> Program:
     """Make a program of an `AlternativesTable.order`."""
-    instructions = without_unread_reruns(graph, order)
+    instructions = without_unread_reruns(graph, order.instructions)
     return with_in_place(graph, Program(with_frees(graph, instructions)))
 
 

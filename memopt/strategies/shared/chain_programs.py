@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from memopt.models.device import Device
 from memopt.models.graph import Graph
 from memopt.models.steps import ChainStep
-from memopt.programs.instructions import Instruction, Program
+from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
@@ -85,7 +85,7 @@ def programs_of_chain(
 
 def orders_of_stages(
     graph: Graph, most_bytes: int, count: int, deadline: Deadline, allowed: Allowed
-) -> Iterator[list[Instruction]]:
+) -> Iterator[Program]:
     """Yield Rotor-menus' schedules (see `AlternativesTable.order`) within `count` budgets up to
     one, total bytes. Like stages are solved once, and one table has all schedules. Yield none if
     the graph has no chain, or the table takes longer than there is time."""
@@ -129,7 +129,7 @@ def rotor_programs_above(
 def stage_orders_above(
     graph: Graph, whole: Program, limit_bytes: int, link: Device | None, until: Deadline,
     allowed: Allowed,
-) -> Iterator[list[Instruction]]:  # fmt: skip
+) -> Iterator[Program]:  # fmt: skip
     """Yield rotor-menus' schedules within a limit, and larger budgets as far as the link could take
     the difference; None: nothing moves."""
     timeline = replay(graph, whole)

@@ -6,8 +6,9 @@ each time point of a step: the number of the variant that runs there, or BOUNDAR
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,6 +25,7 @@ from memopt.programs.instructions import (
     Free,
     Instruction,
     LossBoundary,
+    Program,
     SwapIn,
     SwapOut,
 )
@@ -170,18 +172,17 @@ class RunTable:
             graph.boundary_bytes,
         )
 
-    def runs_of(self, program: Iterable[Instruction]) -> Ints:
+    def runs_of(self, program: Program) -> Ints:
         """Return the runs of a program, its transfers left out.
 
         Raises:
             KeyError: it runs an implementation that is not allowed.
         """
         number = self.number
-        found = [
-            number[one.op, one.implementation] if isinstance(one, Compute) else BOUNDARY
-            for one in program
-            if isinstance(one, Compute | LossBoundary)
-        ]
+        found = [number[run.op, run.implementation] for _, run in program.computes]
+        if program.boundary is not None:
+            points = [position for position, _ in program.computes]
+            found.insert(bisect_left(points, program.boundary), BOUNDARY)
         return np.array(found, dtype=np.int64)
 
     def instruction(self, run: int) -> Instruction:
