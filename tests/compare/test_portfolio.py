@@ -57,6 +57,7 @@ class Curve:
         plan_s: working seconds → the time of its plan's step; None: it has none.
         check_s: seconds that its plan takes to be checked, beside.
         spent_s: what it took when it was last asked.
+        without_plan: what it returns without a plan.
     """
 
     clock: Clock
@@ -67,6 +68,7 @@ class Curve:
     plan_s: Callable[[float], float | None]
     check_s: float = 0.0
     spent_s: float = field(default=-1.0)
+    without_plan: Solution = field(default_factory=lambda: Solution(Status.UNKNOWN))
 
     @property
     def strategy(self) -> Any:
@@ -78,7 +80,7 @@ class Curve:
         self.clock.now_s += self.spent_s + self.check_s
         plan_s = self.plan_s(self.spent_s)
         if plan_s is None:
-            return MemberOutcome(self.name, self.spent_s, Solution(Status.UNKNOWN))
+            return MemberOutcome(self.name, self.spent_s, self.without_plan)
         solution = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=1, time_s=plan_s)
         spent_s = self.spent_s + self.check_s
         return MemberOutcome(self.name, spent_s, solution, check_s=self.check_s)
@@ -366,3 +368,31 @@ def test_members_share_the_graph_of_a_chain() -> None:
     chain = random_chain(Random(1), 5)
     members, _ = fitting(chain, [resolve("sequential")])
     assert members[0].target.graph is Target.of(resolve("auto"), chain).graph
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_where_the_leader_was_first_and_named_the_least_memory_nobody_is_asked_too_late(
+    clock: Clock, named: bool
+) -> None:
+    least = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=2, time_s=3.0)
+    without = Solution(Status.UNKNOWN, smallest=least) if named else Solution(Status.UNKNOWN)
+    leader = Curve(clock, LEADER, False, 0.0, 9.0, lambda _: None, without_plan=without)
+    quick = Curve(clock, "rotor", True, 0.5, 0.5, lambda _: None)
+    search = Portfolio(1, LINK, None, LEAST_S, 10.0, limit_s=2.0, leader=LEADER)
+    search.bounding = frozenset({LEADER})
+    assert search.leads_at_once
+    search.run([leader, quick])  # type: ignore[list-item]  # what a portfolio asks of members
+    assert (leader.spent_s, quick.spent_s) == (2.0, -1.0 if named else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("share", "limit_s", "first"),
+    [(0.5, 2.0, LEADER), (0.5, 20.0, "store-all"), (0.9, 2.0, "store-all")],
+)
+def test_with_a_short_limit_the_leader_is_first_unless_another_order_may_do(
+    share: float, limit_s: float, first: str
+) -> None:
+    graph = blocks(9)
+    budget = int(share * replay(graph, store_all(graph)).peak_bytes)
+    plan = solve(graph, budget, Auto(gap=0.0), device=LINK, time_limit_s=limit_s)
+    assert plan.stats["tried"][0][0] == first

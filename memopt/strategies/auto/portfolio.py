@@ -91,6 +91,16 @@ class Portfolio:
         return (*(one for one in found if one is not None), *self.known)
 
     @property
+    def leads_at_once(self) -> bool:
+        """Tell whether the leader is asked before those that have a plan at once. It begins with
+        their plans itself; made before, they would take it a part of a short time, so that it would
+        be slower than alone."""
+        limit_s = self.limit_s
+        if limit_s is None or self.leader not in self.bounding:
+            return False
+        return self.leader_s <= LATE * limit_s and BESIDE * limit_s < LEAST_S
+
+    @property
     def done(self) -> bool:
         """Tell whether no plan can be faster by more than the gap."""
         best = self.best
@@ -102,6 +112,13 @@ class Portfolio:
         if self.limit_s is None:
             return 0.0
         return max((one.check_s for one in (*self.outcomes, *self.at_once)), default=0.0)
+
+    @property
+    def _least_known(self) -> bool:
+        """Tell whether the leader, asked first, has found no plan, but the least memory of all that
+        others have at once."""
+        led = self.outcomes[:1] if self.leads_at_once else []
+        return any(one.name == self.leader and one.solution.smallest is not None for one in led)
 
     def end_s(self, *, quick: bool) -> float:
         """Return when the search ends, by time.monotonic's clock; `quick` asks for a member that
@@ -130,7 +147,8 @@ class Portfolio:
             report = _part(self.progress, index, len(members), name)
             deadline = Deadline(self.end_s(quick=member.quick), report)
             over = deadline.passed(0.0, "begins")
-            if over and (self.best is not None or (index > 0 and not member.quick)):
+            found = self.best is not None or self._least_known
+            if over and (found or (index > 0 and not member.quick)):
                 # Without a plan so far, ask the members that have one at once all the same.
                 continue
             # The leader leaves time for checks itself.

@@ -59,12 +59,12 @@ class Auto(Improver):
 
     A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
     Then, for a step's graph, joint, which starts from the plans so far and gets all the time that
-    is left; where it ends early rotor-menus, monet, offload-graph and another order of operators.
-    Of a bare chain all other strategies, too. It ends where the plan is within `gap` of a bound,
-    or the time is up: without a limit 500 times the seconds that a step could still gain, at most
-    20 s, and no longer than what is found comes back in 500 steps; where that is less than a
-    second the plan made at once is taken. Where there is no backward only those are asked whose
-    plans may lower its memory.
+    is left; with a limit below 10 s it is first. Where it ends early, rotor-menus, monet,
+    offload-graph and another order of operators. Of a bare chain all other strategies, too. It ends
+    where the plan is within `gap` of a bound, or the time is up: without a limit 500 times the
+    seconds that a step could still gain, at most 20 s, and no longer than what is found comes back
+    in 500 steps; where that is less than a second the plan made at once is taken. Where there is no
+    backward only those are asked whose plans may lower its memory.
 
     All plans are validated and replayed before they are compared. The solution's stats say what
     each member did ("tried"), who won ("chosen"), why ("reason"), and why no more were asked
@@ -188,6 +188,8 @@ class Auto(Improver):
         if self.at_once:
             members = tuple(member for member in members if member.quick)
         search = self._portfolio(cost_model, budget_bytes, device, limit_s, progress)
+        if search.leads_at_once:
+            members = _led(members)
         search.began_s, search.known = began_s, tuple(known)
         search.run(members)
         return _solution(search, members, refused)
@@ -244,6 +246,16 @@ def _in_order(
     rank = {member.strategy.name: 0 if member.quick else 2 for member in members}
     rank[ORDER.name] = 1
     return tuple(sorted(members, key=lambda member: rank[member.strategy.name]))
+
+
+def _led(members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Return the members with the leader first, unless one is before it that does not plan at once:
+    that one may find what the leader cannot."""
+    names = [member.strategy.name for member in members]
+    place = names.index(LEADER) if LEADER in names else 0
+    if not all(member.quick for member in members[:place]):
+        return members
+    return members[place], *members[:place], *members[place + 1 :]
 
 
 def _solution(search: Portfolio, members: Sequence[Member], refused: tuple[str, ...]) -> Solution:

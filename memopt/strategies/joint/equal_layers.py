@@ -20,6 +20,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from memopt.models.graph import Graph, Implementation, Operator
+from memopt.models.last_of import LastOf
 from memopt.models.periods import Period
 
 LEAST_SAVED = 4
@@ -34,6 +35,11 @@ class EqualLayers:
     """The stretches of a graph that repeat."""
 
     graph: Graph
+
+    @classmethod
+    def of(cls, graph: Graph) -> EqualLayers:
+        """Return those of a graph; of one that was asked about before the same."""
+        return _FOUND.of((graph,), None, lambda: cls(graph))
 
     @cached_property
     def stretches(self) -> tuple[Period, ...]:
@@ -76,6 +82,9 @@ class EqualLayers:
                     if len(part) >= 4
                     for half in (part[: len(part) // 2], part[len(part) // 2 :])
                 ]
+
+
+_FOUND = LastOf[EqualLayers]()
 
 
 def _stretches(kinds: np.ndarray[tuple[int], np.dtype[np.int64]], begin: int) -> Iterator[Period]:
@@ -129,7 +138,7 @@ class RepeatedLayers:
         """Find the layers that repeat most operators; None if none repeat in both directions."""
         if graph.movable or any(x.collective for x in graph.operators):
             return None
-        equal = EqualLayers(graph)
+        equal = EqualLayers.of(graph)
         both = equal.stretches, equal.backward_stretches
         if not all(both):
             return None

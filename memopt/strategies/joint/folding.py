@@ -207,48 +207,76 @@ class Unfolding:
         return found
 
     def runs(self, runs: Ints) -> Ints:
-        """Return the whole step's runs, sorted by their keys."""
-        keys, pending = list[Ints](), list[int]()
-        highest = -1
+        """Return the whole step's runs. What the first layer of a group does not need, and which
+        therefore does not run in its place, runs there where another layer of the group needs it.
+        """
+        from memopt.strategies.joint.lifetime_kernels import first_absent
+
+        found, idle = self._placed(runs)
+        whole = self._sorted(found)
+        while idle:
+            absent = first_absent(self.whole.arrays, whole)
+            maker = self.whole.graph.producer.get(absent)
+            n = BOUNDARY if maker is None else self.folding.number[maker]
+            if n not in idle:
+                break
+            idle.remove(n)
+            found.append((*self._first(n, self.folded.number[n, None]), 0))
+            whole = self._sorted(found)
+        return whole
+
+    def _placed(self, runs: Ints) -> tuple[list[tuple[Ints, Ints, int]], set[int]]:
+        """Return rows (positions, variants, part) for the runs of a folded step, and the operators
+        that do not run in their place. The repeated runs before a first one are in parts: each ends
+        where the order of the operators does."""
+        found, pending = list[tuple[Ints, Ints, int]](), list[tuple[int, int]]()
+        idle = set(range(len(self.folding.kept)))
+        highest, part, latest = -1, 0, -1
         for run in runs.tolist():
             i = BOUNDARY if run == BOUNDARY else self.folded.variants[run][0]
             if i != BOUNDARY and i <= highest:
-                pending.append(run)
+                part, latest = part + (i <= latest), i
+                pending.append((part, run))
                 continue
-            highest = max(highest, i)
-            keys += [self._repeated(i, one) for one in pending]
-            if i == BOUNDARY:
-                keys.append(np.array([self._before(i)[0] + self._many]))
-            else:
-                keys.append(self._before(i) + self._many + self._variants(self._members[i], run))
+            highest, part, latest = max(highest, i), 0, -1
+            found += [(*self._repeated(i, one), n) for n, one in pending]
+            found.append((*self._first(i, run), 0))
+            idle.discard(i)
             pending = []
-        found: Ints = np.unique(np.concatenate(keys)) % self._many - 1
-        return found
+        return found, idle
 
-    @cached_property
-    def _many(self) -> int:
-        """Return more than any variant; a key is (position, whether a first run, variant + 1)."""
-        return len(self.whole.variants) + 1
+    def _sorted(self, found: list[tuple[Ints, Ints, int]]) -> Ints:
+        """Return the variants of rows sorted by (position, part, variant), each row once."""
+        parts, many = 1 + max(n for *_, n in found), len(self.whole.variants) + 1
+        keys = [(positions * parts + n) * many + variants for positions, variants, n in found]
+        whole: Ints = np.unique(np.concatenate(keys)) % many - 1
+        return whole
+
+    def _first(self, i: int, run: int) -> tuple[Ints, Ints]:
+        """Return (positions, variants) of the first runs of folded operator i."""
+        boundary = np.zeros(1, dtype=np.int64)
+        variants = boundary if i == BOUNDARY else self._variants(self._members[i], run)
+        return self._before(i) + 1, variants
 
     def _before(self, i: int) -> Ints:
-        """Return the keys of runs just before the operators that folded operator i stands for."""
+        """Return the positions just before the operators that folded operator i stands for."""
         if i == BOUNDARY:
-            return np.array([4 * self.whole.graph.first_backward * self._many])
-        return (4 * self._members[i] + 2) * self._many
+            return np.array([4 * self.whole.graph.first_backward])
+        return 4 * self._members[i] + 2
 
-    def _repeated(self, i: int, run: int) -> Ints:
-        """Return the keys of a repeated run before folded operator i."""
+    def _repeated(self, i: int, run: int) -> tuple[Ints, Ints]:
+        """Return (positions, variants) of a repeated run before folded operator i."""
         n = self.folded.variants[run][0]
         others, before, folding = self._members[n], self._before(i), self.folding
         own = None if i == BOUNDARY else self._group[i]
         other = self._group[n]
         if own is None or other is None or abs(other - own) > self.reach:
-            return self._variants(others, run) + int(before.min())
+            return before[:1], self._variants(others, run)
         core, layers = folding.layers.core, self._layer[self._members[i]]
         there = np.clip(layers + other - own, core.start, core.stop - 1)
         first = int(others[0])
         step = folding.layers.at(first, int(self._layer[first]) + 1) - first
-        return before + self._variants(first + (there - self._layer[first]) * step, run)
+        return before, self._variants(first + (there - self._layer[first]) * step, run)
 
     def _variants(self, operators: Ints, run: int) -> Ints:
         """Return the variants by which operators run as a folded run does, counted from 1."""

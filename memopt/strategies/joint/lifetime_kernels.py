@@ -1,4 +1,4 @@
-"""Compiled: the memory that runs need, and when their tensors may be on the host.
+"""Compiled: the memory that runs need, when they touch a tensor, and when it may be on the host.
 
 The same rules as `with_frees` and `with_in_place`: a tensor lives from its computation to its last
 reader before it is computed again, and an output takes over the storage of a tensor that ends
@@ -51,6 +51,21 @@ def last_uses(v: VariantArrays, runs: Ints) -> tuple[Flags, Flags, bool]:
             if not needed[t]:
                 last[reads + k - begin] = needed[t] = True
     return last, stays, not needed.any()
+
+
+@compiled_unlocked
+def first_absent(v: VariantArrays, runs: Ints) -> int:
+    """Return the first tensor that is read before anything computes it; -1: none."""
+    made = np.zeros(v.size_bytes.size, dtype=np.bool_)
+    made[v.tangents] = True
+    for run in runs:
+        if run < 0:
+            continue
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            if not made[v.reads[k]]:
+                return int(v.reads[k])
+        made[v.writes[v.writes_at[run] : v.writes_at[run + 1]]] = True
+    return -1
 
 
 @compiled_unlocked
@@ -157,6 +172,68 @@ def _read_later(v: VariantArrays, runs: Ints, after: int, tensor: int) -> bool:
                 if v.reads[k] == tensor:
                     return True
     return False
+
+
+@compiled_unlocked
+def touches_of(v: VariantArrays, runs: Ints) -> tuple[Ints, Ints, Flags, Ints]:
+    """Return the time points that read or compute each tensor, once it is computed.
+
+    Returns:
+        at, points: tensor t is touched at points[at[t] : at[t + 1]], ascending.
+        computed: whether each of them computes the tensor.
+        first: the first run that computes each tensor; -1: none.
+    """
+    tensors = v.size_bytes.size
+    first = np.full(tensors, -1)
+    at = np.zeros(tensors + 1, dtype=np.int64)
+    for run in runs:
+        if run < 0:
+            continue
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            if first[v.reads[k]] >= 0:
+                at[v.reads[k] + 1] += 1
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            t = v.writes[k]
+            at[t + 1] += 1
+            if first[t] < 0:
+                first[t] = run
+    at = np.cumsum(at)
+    points = np.empty(at[tensors], dtype=np.int64)
+    computed = np.zeros(at[tensors], dtype=np.bool_)
+    end = at[:tensors].copy()
+    for p in range(runs.size):
+        run = runs[p]
+        if run < 0:
+            continue
+        for k in range(v.reads_at[run], v.reads_at[run + 1]):
+            t = v.reads[k]
+            if end[t] > at[t]:
+                points[end[t]] = p
+                end[t] += 1
+        for k in range(v.writes_at[run], v.writes_at[run + 1]):
+            t = v.writes[k]
+            points[end[t]], computed[end[t]] = p, True
+            end[t] += 1
+    return at, points, computed, first
+
+
+@compiled_unlocked
+def gaps_of(
+    v: VariantArrays, at: Ints, points: Ints, computed: Flags, least_bytes: int, between: int
+) -> Ints:
+    """Return a row (tensor, after, before) for each stretch of more than `between` time points in
+    which a tensor is not needed, of those that may move and have `least_bytes`; the arrays before
+    are those of `touches_of`."""
+    found = np.empty((points.size, 3), dtype=np.int64)
+    count = 0
+    for t in range(v.size_bytes.size):
+        if v.stays[t] or v.size_bytes[t] < least_bytes:
+            continue
+        for k in range(at[t] + 1, at[t + 1]):
+            if not computed[k] and points[k] > points[k - 1] + between:
+                found[count, 0], found[count, 1], found[count, 2] = t, points[k - 1], points[k]
+                count += 1
+    return found[:count]
 
 
 @compiled_unlocked

@@ -16,7 +16,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import live_bytes
 from memopt.programs.liveness import with_frees
 from memopt.programs.replay import replay
-from memopt.strategies.joint.equal_layers import EqualLayers
+from memopt.strategies.joint.layer_changes import LayerChange, layer_changes
 from memopt.strategies.shared.run_table import Flags, Ints, RunTable
 from memopt.strategies.shared.timing import TIMINGS, Link, Timing
 
@@ -56,6 +56,11 @@ class Moved:
         """Tell whether there is a program within the budget."""
         return math.isfinite(self.time_s)
 
+    @property
+    def moves(self) -> bool:
+        """Tell whether any tensor moves."""
+        return self.events is not None and len(self.events) > 0
+
 
 @dataclass(eq=False)
 class Mover:
@@ -75,9 +80,9 @@ class Mover:
         self.must = np.array(must, dtype=np.bool_)
 
     @cached_property
-    def layers(self) -> EqualLayers:
-        """Find the equal layers of the forward."""
-        return EqualLayers(self.table.graph)
+    def layer_changes(self) -> tuple[LayerChange, ...]:
+        """Return the changes of equal layers that there can be."""
+        return tuple(layer_changes(self.table))
 
     def moved(
         self,

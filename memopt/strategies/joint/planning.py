@@ -33,7 +33,7 @@ from memopt.strategies.joint.relaxation import LinkedSearch
 from memopt.strategies.shared.chain_programs import (
     programs_of_chain,
     rotor_programs_above,
-    stage_programs_above,
+    stage_orders_above,
 )
 from memopt.strategies.shared.fastest_runs import fastest_program
 from memopt.strategies.shared.graph_model import Allowed
@@ -214,8 +214,7 @@ class JointPlanning(JointIncumbent):
             if self.best is not None and share_s < BEGIN_S * len(self.graph.operators):
                 continue
             try:
-                progress = self.deadline.progress
-                found = member.run(self.budget_bytes, self.device, share_s, progress)
+                found = member.run(self.budget_bytes, self.device, share_s, self.deadline.progress)
             except KeyboardInterrupt:
                 self.deadline.over = True
                 break
@@ -269,15 +268,16 @@ class JointPlanning(JointIncumbent):
             self.offer(search.best.program, "relaxation")
 
     def _sweep(self) -> None:
-        """Offer rotor-menus' programs within larger budgets; the mover makes them fit."""
+        """Offer rotor-menus' schedules within larger budgets; the mover makes them fit."""
         if self.near or self.deadline.passed(0.5, "joint: larger budgets"):
             return
-        until = self.deadline.within(SWEEP_SHARE * self.deadline.left_s)
-        link = self.device if self.host_bytes else None
-        limits = self.limit_bytes, link, until
-        for program in stage_programs_above(self.graph, self.small[0], *limits, self.allowed):
-            self.offer(program, "stages")
-            self._seed(program)
+        link, seconds = self.device if self.host_bytes else None, SWEEP_SHARE * self.deadline.left_s
+        limits = self.limit_bytes, link, self.deadline.within(seconds)
+        for order in stage_orders_above(self.graph, self.small[0], *limits, self.allowed):
+            moved = self.mover.moved(self.table.runs_of(order))
+            self.runs.append(moved.runs)
+            if moved.time_s < (self.best_s if moved.moves else self.recomputed_s):
+                self.offer(self.mover.program(moved), "stages")
 
     def _descend(self) -> None:
         """Descend from the fastest of the runs known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.models.chain import Chain
+from memopt.models.graph import Graph
 from memopt.programs.in_place import with_in_place
 from memopt.programs.instructions import Instruction, LossBoundary, Program
 from memopt.programs.liveness import with_frees
@@ -107,38 +108,43 @@ class AlternativesTable:
                 low = middle
         return best.program, least
 
-    def programs(self, count: int) -> Iterator[Program]:
-        """Yield the programs of so many budgets, from least memory to most."""
+    def orders(self, count: int) -> Iterator[Program]:
+        """Yield the `order` of so many budgets, from least memory to most."""
         last = len(self.budgets) - 1
         places = {round(k * last / max(1, count - 1)) for k in range(count)}
         for place in sorted(places if self.budgets else ()):
             if self.deadline.passed(0.9, "stage menus"):
                 return
-            yield self.program(self.budgets[place])
+            yield self.order(self.budgets[place])
 
     def program(self, memory_bytes: int) -> Program:
         """Read the program of the schedule within a memory, bytes of the chain."""
+        return lowered(self.graph, self.order(memory_bytes))
+
+    def order(self, memory_bytes: int) -> Program:
+        """Read the schedule within a memory, bytes of the chain: Computes and the loss boundary,
+        for `lowered`."""
         from memopt.strategies.rotor.persistent_trace_kernels import persistent_schedule
 
         codes, options = persistent_schedule(
             self.arrays, self.table, self.floor, memory_bytes, True, True
         )
-        order: list[tuple[int, Alternative | None, bool]] = []
+        moves: list[tuple[int, Alternative | None, bool]] = []
         for code in codes.tolist():
             stage, move = divmod(code, CODE_BASE)
             saved = self.alternatives[stage - 1][options[stage]]
-            order.append(
+            moves.append(
                 (stage, saved if move in (FORWARD_ALL, BACKWARD) else None, move == BACKWARD)
             )
-        return self._lowered(order)
+        return Program(self._instructions(moves))
 
-    def _lowered(self, order: list[tuple[int, Alternative | None, bool]]) -> Program:
-        """Make a program of a schedule, whose items are (stage, alternative by which it is saved
-        here or None, whether this is its backward)."""
+    def _instructions(self, moves: list[tuple[int, Alternative | None, bool]]) -> list[Instruction]:
+        """Return the instructions of a schedule, whose items are (stage, alternative by which it is
+        saved here or None, whether this is its backward)."""
         instructions: list[Instruction] = []
         begun: set[int] = set()
         trains = self.graph.first_backward < len(self.graph.operators)
-        for stage, alternative, backward in order:
+        for stage, alternative, backward in moves:
             if stage > len(self.view.stages):
                 if backward and (trains or self.graph.tangents):
                     instructions.append(LossBoundary())
@@ -150,8 +156,13 @@ class AlternativesTable:
             forward = plain_runs(own.rerun) if alternative is None else alternative.forward
             instructions += forward if stage in begun else first_run(own, forward)
             begun.add(stage)
-        instructions = without_unread_reruns(self.graph, instructions)
-        return with_in_place(self.graph, Program(with_frees(self.graph, instructions)))
+        return instructions
+
+
+def lowered(graph: Graph, order: Program) -> Program:
+    """Make a program of an `AlternativesTable.order`."""
+    instructions = without_unread_reruns(graph, order.instructions)
+    return with_in_place(graph, Program(with_frees(graph, instructions)))
 
 
 def with_alternatives(

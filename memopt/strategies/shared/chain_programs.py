@@ -11,6 +11,7 @@ from memopt.programs.instructions import Program
 from memopt.programs.replay import replay
 from memopt.programs.solution import Solution
 from memopt.reductions.linearize import Linearization, linearize
+from memopt.reductions.lower import lower_steps
 from memopt.reductions.stage_map import has_updates
 from memopt.reductions.step_linearization import linearize_step
 from memopt.solvers.running import Deadline
@@ -59,10 +60,10 @@ def rotor_programs(
 
 
 def programs_of_chain(
-    graph: Graph, budgets: Iterable[int], deadline: Deadline
+    graph: Graph, budgets: Iterable[int], deadline: Deadline, in_place: bool = True
 ) -> Iterator[Program]:
     """Yield, for each of some budgets (total bytes), the fastest of Rotor's programs within it, or
-    that of least memory if none is."""
+    that of least memory if none is; computing in place where possible, unless that is left out."""
     if has_updates(graph):
         return
     view = linearize(graph)
@@ -79,22 +80,22 @@ def programs_of_chain(
         steps = found.steps if found.smallest is None else found.smallest.steps
         if steps is not None and steps not in known:
             known.add(steps)
-            yield view.lower(steps)
+            yield view.lower(steps) if in_place else lower_steps(view, steps)
 
 
-def programs_of_stages(
+def orders_of_stages(
     graph: Graph, most_bytes: int, count: int, deadline: Deadline, allowed: Allowed
 ) -> Iterator[Program]:
-    """Yield Rotor-menus' programs within `count` budgets up to one, total bytes. Like stages are
-    solved once, and one table has all programs. Yield none if the graph has no chain, or the table
-    takes longer than there is time."""
+    """Yield Rotor-menus' schedules (see `AlternativesTable.order`) within `count` budgets up to
+    one, total bytes. Like stages are solved once, and one table has all schedules. Yield none if
+    the graph has no chain, or the table takes longer than there is time."""
     if has_updates(graph):
         return
     view = linearize(graph)
     # A table is for twice the budget that it is given.
     table = AlternativesTable(view, -(-most_bytes // 2), SLOTS, deadline, allowed)
     if table.complete:
-        yield from table.programs(count)
+        yield from table.orders(count)
 
 
 def programs_of_step(graph: Graph, budget_bytes: int) -> Iterator[Program]:
@@ -122,17 +123,17 @@ def rotor_programs_above(
     everything takes; `whole` does that."""
     more_bytes = replay(graph, whole).peak_bytes - limit_bytes
     budgets = [limit_bytes + part * more_bytes // BUDGETS for part in range(BUDGETS)]
-    yield from programs_of_chain(graph, budgets, until)
+    yield from programs_of_chain(graph, budgets, until, in_place=False)
 
 
-def stage_programs_above(
+def stage_orders_above(
     graph: Graph, whole: Program, limit_bytes: int, link: Device | None, until: Deadline,
     allowed: Allowed,
 ) -> Iterator[Program]:  # fmt: skip
-    """Yield rotor-menus' programs within a limit, and larger budgets as far as the link could take
+    """Yield rotor-menus' schedules within a limit, and larger budgets as far as the link could take
     the difference; None: nothing moves."""
     timeline = replay(graph, whole)
     # It cannot take more during a step of twice the time; it may be infinitely fast.
     moved = 0.0 if link is None else 2 * timeline.time_s * link.to_host_bytes_per_s
     most_bytes = int(min(limit_bytes + moved, timeline.peak_bytes))
-    yield from programs_of_stages(graph, most_bytes, SWEPT, until, allowed)
+    yield from orders_of_stages(graph, most_bytes, SWEPT, until, allowed)

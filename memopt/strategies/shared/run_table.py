@@ -6,6 +6,7 @@ each time point of a step: the number of the variant that runs there, or BOUNDAR
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,6 +122,17 @@ class RunTable:
         )
 
     @cached_property
+    def other_counts(self) -> Ints:
+        """Return how many others each variant has."""
+        return np.array([len(one) for one in self.others], dtype=np.int64)
+
+    @cached_property
+    def recomputable(self) -> Flags:
+        """Tell of each variant whether its operator may run again."""
+        operators = self.graph.operators
+        return np.array([operators[i].recomputable for i, _ in self.variants], dtype=np.bool_)
+
+    @cached_property
     def figures(self) -> tuple[Operator | Variant, ...]:
         """Return the operator or implementation behind each variant."""
         return tuple(variant(self.graph.operators[i], name) for i, name in self.variants)
@@ -166,9 +178,12 @@ class RunTable:
         Raises:
             KeyError: it runs an implementation that is not allowed.
         """
-        found = {i: self.number[run.op, run.implementation] for i, run in program.computes}
-        found |= {i: BOUNDARY for i, one in enumerate(program) if one == LossBoundary()}
-        return np.array([run for _, run in sorted(found.items())], dtype=np.int64)
+        number = self.number
+        found = [number[run.op, run.implementation] for _, run in program.computes]
+        if program.boundary is not None:
+            points = [position for position, _ in program.computes]
+            found.insert(bisect_left(points, program.boundary), BOUNDARY)
+        return np.array(found, dtype=np.int64)
 
     def instruction(self, run: int) -> Instruction:
         """Return the Compute of a run, without its outputs, or the loss boundary."""

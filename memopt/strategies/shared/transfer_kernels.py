@@ -149,17 +149,32 @@ def transfers(
     copies that are left out may have been in the way.
     """
     allowed_s = ALLOWANCE * most_s
+    reads_at, reads, seconds = v.reads_at, v.reads, v.time_s
     while True:
         at = _begun(v, runs, need, gaps, chosen, timing.at_once)
         if at.least.max() > limit_bytes:
             return np.inf, 0, at.events[:0], at.used
+        # Most points neither free nor fetch: reading a field of `at` takes longer than they do.
+        count, clock, away, blocked, arrival = at.figures, at.clock, at.away, at.blocked, at.arrival
+        begin_s, drops, copies, starts = at.begin_s, at.drops, at.copies, at.starts
         for p in range(need.size):
-            _choose_fetches(at, v, need, gaps, p, limit_bytes, link, timing)
-            if not _release(at, v, need, gaps, p, limit_bytes):
+            count[COMING] = count[FETCHED] = 0
+            if count[AWAY] and (blocked[away[0]] < p or gaps[away[0], 2] == p):
+                _choose_fetches(at, v, need, gaps, p, limit_bytes, link, timing)
+            if need[p] - count[OFF] + count[FETCHED] > limit_bytes and not _release(
+                at, v, need, gaps, p, limit_bytes
+            ):
                 return np.inf, 0, at.events[:0], at.used
-            _fetch(at, v, gaps, p, link)
-            _run(at, v, runs, gaps, p, link)
-            if at.clock[NOW] + at.begin_s[-1] - at.begin_s[p + 1] >= allowed_s:
+            if count[COMING]:
+                _fetch(at, v, gaps, p, link)
+            run = runs[p]
+            if run >= 0:
+                for k in range(reads_at[run], reads_at[run + 1]):
+                    clock[NOW] = max(clock[NOW], arrival[reads[k]])
+                clock[NOW] += seconds[run]
+            if max(drops[p], copies[p], starts[p]) >= 0:
+                _after(at, v, gaps, p, link)
+            if clock[NOW] + begin_s[-1] - begin_s[p + 1] >= allowed_s:
                 return np.inf, 0, at.events[:0], at.used
         if at.used.sum() == chosen.sum():
             events = at.events[: at.figures[NOTED]]
@@ -221,7 +236,6 @@ def _choose_fetches(
     points read, in order, as long as the next one has room until it is read."""
     count = at.figures
     away, count[AWAY] = count[AWAY], 0
-    count[COMING] = count[FETCHED] = 0
     ready_s = max(0.0, at.clock[IN_FREE] - at.clock[NOW])
     early = True
     for n in range(away):
@@ -253,11 +267,12 @@ def _choose_fetches(
 @compiled_inline
 def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int) -> bool:
     """Reserve room for a tensor from p until its reader; tell whether there is enough."""
+    least = at.least
     for q in range(before - 1, p - 1, -1):
-        if at.least[q] + size > limit_bytes:
+        if least[q] + size > limit_bytes:
             at.blocked[g] = q
             return False
-    at.least[p:before] += size
+    least[p:before] += size
     return True
 
 
@@ -265,8 +280,6 @@ def _reserved(at: Pass, g: int, p: int, before: int, size: int, limit_bytes: int
 def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_bytes: int) -> bool:
     """Free enough room for this point; tell whether that succeeded."""
     count = at.figures
-    if need[p] - count[OFF] + count[FETCHED] <= limit_bytes:
-        return True
     opened, count[OPEN] = count[OPEN], 0
     for n in range(opened):
         # Gaps that have ended with their tensor still on the device need no transfer.
@@ -297,12 +310,13 @@ def _release(at: Pass, v: VariantArrays, need: Ints, gaps: Ints, p: int, limit_b
 @compiled_inline
 def _stored_first(at: Pass, gaps: Ints) -> int:
     """Return the place in `open` of the gap whose copy ends first, then the longest; -1 if none."""
-    pick = -1
+    pick, least, last = -1, np.inf, -1
+    begun, stored = at.open, at.stored
     for n in range(at.figures[OPEN]):
-        g, other = at.open[n], at.open[max(0, pick)]
-        end, least = at.stored[gaps[g, 0]], at.stored[gaps[other, 0]]
-        if pick < 0 or end < least or (end == least and gaps[g, 2] > gaps[other, 2]):
-            pick = n
+        g = begun[n]
+        end, before = stored[gaps[g, 0]], gaps[g, 2]
+        if end < least or (end == least and before > last):
+            pick, least, last = n, end, before
     return pick
 
 
@@ -321,18 +335,14 @@ def _fetch(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
 
 
 @compiled_inline
-def _run(at: Pass, v: VariantArrays, runs: Ints, gaps: Ints, p: int, link: Link) -> None:
-    """Run the point, drop host copies that are no longer needed, begin copies and gaps."""
-    clock, count, run = at.clock, at.figures, runs[p]
-    if run >= 0:
-        for k in range(v.reads_at[run], v.reads_at[run + 1]):
-            clock[NOW] = max(clock[NOW], at.arrival[v.reads[k]])
-        clock[NOW] += v.time_s[run]
-        g = at.drops[p]
-        while g >= 0:
-            count[HOST] -= v.size_bytes[gaps[g, 0]]
-            _note(at, p, DROP, gaps[g, 0])
-            g = at.next_drop[g]
+def _after(at: Pass, v: VariantArrays, gaps: Ints, p: int, link: Link) -> None:
+    """Drop host copies that are not needed after a point, begin copies and gaps."""
+    clock, count = at.clock, at.figures
+    g = at.drops[p]
+    while g >= 0:
+        count[HOST] -= v.size_bytes[gaps[g, 0]]
+        _note(at, p, DROP, gaps[g, 0])
+        g = at.next_drop[g]
     g = at.copies[p]
     while g >= 0:
         t = gaps[g, 0]

@@ -14,18 +14,22 @@ from memopt.programs.validate import validate
 from memopt.solvers.running import Deadline
 from memopt.strategies import Joint, resolve
 from memopt.strategies.joint.local_search import LocalSearch
+from memopt.strategies.joint.moved import Mover
 from memopt.strategies.joint.neighbours import Decisions
 from memopt.strategies.joint.planning import JointPlanning
 from memopt.strategies.offload.graph import OffloadGraph
-from memopt.strategies.shared.chain_programs import programs_of_chain, programs_of_stages
+from memopt.strategies.shared.alternatives_table import lowered
+from memopt.strategies.shared.chain_programs import orders_of_stages, programs_of_chain
 from memopt.strategies.shared.graph_problem import graph_problem
+from memopt.strategies.shared.run_table import RunTable
 from tests.strategies.joint.chains import blocks
 
 
 def test_stages_have_programs_for_many_budgets() -> None:
     graph = blocks(6)
     peak = replay(graph, store_all(graph)).peak_bytes
-    programs = list(programs_of_stages(graph, peak, 6, Deadline(), lambda *_: True))
+    orders = orders_of_stages(graph, peak, 6, Deadline(), lambda *_: True)
+    programs = [lowered(graph, order) for order in orders]
     figures = [replay(graph, program) for program in programs]
     assert len({figure.peak_bytes for figure in figures}) >= 3
     assert figures[0].peak_bytes == min(figure.peak_bytes for figure in figures)
@@ -35,9 +39,22 @@ def test_stages_have_programs_for_many_budgets() -> None:
         assert validate(graph, program, Budget(figure.peak_bytes)) is None
 
 
+def test_the_mover_runs_a_stages_order_as_its_program_does() -> None:
+    graph = blocks(6)
+    peak = replay(graph, store_all(graph)).peak_bytes
+    table = RunTable(graph)
+    mover = Mover(table, peak, Device())
+    for order in orders_of_stages(graph, peak, 6, Deadline(), lambda *_: True):
+        program = lowered(graph, order)
+        assert mover.used(table.runs_of(order)).tolist() == table.runs_of(program).tolist()
+        figures, moved = replay(graph, program), mover.moved(table.runs_of(order))
+        assert (moved.time_s, moved.peak_bytes) == (figures.time_s, figures.peak_bytes)
+        assert not moved.moves
+
+
 def test_a_table_that_is_not_ready_in_time_has_no_programs() -> None:
     late = Deadline(0.0)
-    assert list(programs_of_stages(blocks(6), 100, 6, late, lambda *_: True)) == []
+    assert list(orders_of_stages(blocks(6), 100, 6, late, lambda *_: True)) == []
 
 
 def test_a_chain_whose_table_is_not_ready_in_time_has_its_least_memory_and_store_all() -> None:
