@@ -65,8 +65,8 @@ REMEDIES = {
     BATCHED: "call backward for one of them after the other, or train it without a plan "
     "(memopt.unwrap(model), or planned.original)",
     HALVED: "train it without a plan (memopt.unwrap(model), or planned.original)",
-    PARTIAL: "name the loss that you train with (loss_fn= of memopt.plan or memopt.wrap), or train "
-    "without a plan (memopt.unwrap(model), or planned.original)",
+    PARTIAL: "name the loss that you train with (loss_fn=) and detach what the forward leaves in "
+    "attributes, or train without a plan (memopt.unwrap(model), or planned.original)",
 }
 """Why the unplanned model runs in place of a planned backward → what to do if it cannot."""
 
@@ -234,18 +234,16 @@ class AsOriginal:
         inner, primals = _apart(call, given, why)
         instead = None if planned is None else self._planned(planned, inner)
         found = self._outputs_again(inner, why, instead)
-        if any(_leaf_of(one, why) >= len(found) for one in captured.tangents):
+        begun = zip(captured.tangents, tangents, strict=True)
+        pairs = [(_leaf_of(one, why), tangent) for one, tangent in begun if tangent is not None]
+        if any(leaf >= len(found) for leaf, _ in pairs):
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: a gradient comes from "
                 f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
                 f"{REMEDIES[why]}"
             )
-        pairs = [
-            (found[_leaf_of(placeholder, why)], tangent)
-            for placeholder, tangent in zip(captured.tangents, tangents, strict=True)
-            if tangent is not None
-        ]
-        by_position = dict(zip(wanted, _gradients_of(pairs, primals), strict=True))
+        computed = _gradients_of([(found[leaf], one) for leaf, one in pairs], primals)
+        by_position = dict(zip(wanted, computed, strict=True))
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
     def _check_runs_again(self, why: str) -> None:

@@ -254,6 +254,40 @@ def test_the_remedy_of_that_warning_works() -> None:
     assert planned.calls.planned == 1
 
 
+class LeavesBehind(Custom):
+    """Keeps one of its results, which the loss need not use."""
+
+    detaches = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        one, other = super().forward(x)
+        self.last = other.detach() if self.detaches else other
+        return (one,)
+
+
+def test_what_is_left_behind_and_not_used_does_not_keep_a_call_from_running_again() -> None:
+    """Each step was an error, also with the loss named, though no gradient came from there."""
+    plain, model, planned = planned_and_plain(LeavesBehind, strategy="store-all")
+    with pytest.warns(UserWarning, match=r"begins at some.*loss_fn=.*detach what the forward"):
+        found = gradients(planned, (0,), model)
+    assert_same_bits([*found, model.last], [*gradients(plain, (0,)), plain.last])
+    planned(torch.randn(5, 4, requires_grad=True))
+    with pytest.raises(ExecutionError, match=r"a gradient comes from model\.last, where it leaves"):
+        model.last.sum().backward()
+
+
+def test_what_is_detached_there_keeps_the_plan() -> None:
+    torch.manual_seed(0)
+    model = LeavesBehind()
+    model.detaches = True
+    plan = memopt.plan(model, torch.randn(5, 4), loss_fn=lambda o: o[0].sum(), strategy="store-all")
+    planned = plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(torch.randn(5, 4))[0].sum().backward()
+    assert planned.calls.planned == 1
+
+
 def test_inside_torch_compile() -> None:
     torch.manual_seed(0)
     model = Heads()
