@@ -62,6 +62,7 @@ from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
+from memopt.user_code.restored_state import libraries_ready
 
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
@@ -162,10 +163,7 @@ def dynamo_capture(
     """Return dynamo's graph of the whole model, which shares the model's parameters, and its
     guards: what the trace read of other Python objects, and the forward's changes to them, which
     the graph omits."""
-    if "einops" in sys.modules:
-        # Its first call for a class of tensors finds their library, and is no part of a step.
-        for tensor in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
-            sys.modules["einops"].rearrange(tensor, "a -> a")
+    libraries_ready()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
     with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is

@@ -43,7 +43,8 @@ class HookOrder:
         Args:
             primals: their values.
         """
-        values = [primals[i] for i in self._positions]
+        found = (primals[i] for i in self._positions)
+        values = [one for one in found if isinstance(one, torch.Tensor)]  # or a DTensor's mesh
         if any_gradient_hooks(values):
             leaves = [one for one in values if one.is_leaf and one.requires_grad]
             if not (accumulate_in_order(leaves) and self._known):

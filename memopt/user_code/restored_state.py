@@ -151,6 +151,14 @@ class _UserTensors:
             tensor.grad = gradient
 
 
+def libraries_ready() -> None:
+    """Have einops find its functions for tensors, which its first call does. It stays so: it is no
+    part of a step, and where it was restored a plan's first call would find something changed."""
+    if "einops" in sys.modules:
+        for tensor in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
+            sys.modules["einops"].rearrange(tensor, "a -> a")
+
+
 @contextmanager
 def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[StorageCopies]:
     """Restore everything afterwards, whatever happens inside.
@@ -163,6 +171,7 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
         The StorageCopies. The first run inside goes in its `first_run()`, or, if it is compiled
         code, after its `keep_all()`. Its `backward` runs backwards inside.
     """
+    libraries_ready()
     parts = (model, call.args, call.kwargs, *call.objects, *others, *hooks_on_all_forwards())
     reached = ReachedState(parts)
     tensors = _UserTensors(reached.tensors)

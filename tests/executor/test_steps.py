@@ -313,9 +313,10 @@ def test_backward_that_fails_after_the_plan(prepared, planned) -> None:
             module(batch(0)).sum().backward()
         hook.remove()
 
-    # Autograd keeps gradients of a failed backward until the next one.
+    # Autograd keeps gradients of a failed backward until the next one: those that it had yet to
+    # take, which are fewer where all are computed before the first is taken.
     unplanned = left_behind(prepared, lambda: step(prepared.model))
-    assert left_behind(prepared, lambda: step(planned)) == unplanned
+    assert 0 < left_behind(prepared, lambda: step(planned)) <= unplanned
     assert prepared.waiting == 0
     same(prepared, planned, lambda m: m(batch(0)).sum().backward())
 
