@@ -29,7 +29,8 @@ def small_plans(first: P, floor: P) -> tuple[P, P, P]:
     Returns:
         `floor`, and the two with their forward run again; `floor` for one that cannot.
     """
-    return floor, forward_again(first) or floor, forward_again(floor) or floor
+    named = replace(first, strategy=floor.strategy)
+    return floor, forward_again(named) or floor, forward_again(floor) or floor
 
 
 def forward_again(plan: P) -> P | None:

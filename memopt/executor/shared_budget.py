@@ -268,7 +268,8 @@ class SharedBudget:
         """Forget what was measured: other parts run from now on."""
         for kind in self._kinds.values():
             kind.measured, kind.metered, kind.changed, kind.grown = [], 0, True, True
-            kind.seen = []
+            kind.seen, kind.together = [], {}
+        self._calls = PartCalls()
 
     def remove(self) -> None:
         """Stop metering."""
