@@ -9,6 +9,7 @@ on allocated bytes is lowered by a program's excess until one fits, and raised b
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -290,12 +291,11 @@ def _least_beside(
     """
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):
-        needed = {
-            needed_bytes(one.graph, one.program, beside): one
-            for one in _or_again(solve_for(MINIMUM), beside)
-        }
-        smallest = min(needed)
-        plan = needed[smallest]
+        found = _or_again(solve_for(MINIMUM), beside)
+        smallest, plan = min(
+            ((needed_bytes(one.graph, one.program, beside), one) for one in found),
+            key=operator.itemgetter(0),
+        )
         if smallest <= limit:
             return replace(plan, budget=limit)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"

@@ -48,6 +48,12 @@ def equal_share(
     return best
 
 
+def by_kind(graphs: Iterable[T], plans: Iterable[Iterable[P]]) -> list[dict[T, P]]:
+    """Return the graphs' first plans, their second ones and so on, of equally many for each."""
+    every = list(graphs)
+    return [dict(zip(every, alike, strict=True)) for alike in zip(*plans, strict=True)]
+
+
 def chosen(
     budget_bytes: int | None,
     stored: Mapping[T, P],

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from memopt.errors import NothingToTrainError
+from memopt.executor.equal_share import by_kind
 from memopt.programs.charged import backward_bytes, forward_bytes, held_bytes, inputs_let_go
 
 if TYPE_CHECKING:
@@ -297,5 +298,4 @@ def least_unmeasured(
         )
         return held + max(running)
 
-    small = zip(*(part.small for part in most), strict=True)
-    return min((dict(zip(most, plans, strict=True)) for plans in small), key=needed)
+    return min(by_kind(most, (part.small for part in most)), key=needed)

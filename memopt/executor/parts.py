@@ -259,12 +259,12 @@ class Parts:
 
     def look_further(self) -> None:
         """Try the sub-modules of parts that the last step did not call: other code may call these.
-        Those inside of a planned part, under whatever name, are its own, whose plan would not know
-        what changes them."""
-        runs = [part for part in self._found.values() if part.called and not part.refused]
+        Those inside of a planned part, under whatever name, are its plan's."""
+        idle = [one for one in self._offered if not (self.named or one[1].called)]
+        runs = [part for part in self._found.values() if idle and part.called and not part.refused]
         inside = {one for part in runs for one in part.model.modules()}
-        for name, part in () if self.named else self._offered:
-            if not part.called and part.model not in inside:
+        for name, part in idle:
+            if part.model not in inside:
                 self._add_below(name, part.model)
 
     def ran(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from memopt.errors import ProfilerBusyError
-from memopt.executor.equal_share import chosen
+from memopt.executor.equal_share import by_kind, chosen
 from memopt.executor.held_memory import memory_of
 from memopt.executor.measured_parts import (
     Measured,
@@ -309,8 +309,7 @@ class SharedBudget:
     ) -> list[PlanRecord]:
         """Return the parts' plans within a budget: with room for a step that makes all calls of
         parts together that any has made, if there are such plans."""
-        every = zip(*(part.small for part in stored), strict=True)
-        small = [dict(zip(stored, plans, strict=True)) for plans in every]
+        small = by_kind(stored, (part.small for part in stored))
 
         def solved(part: PlannedPart, budget: int) -> PlanRecord:
             return self.solver.solved(part.first, budget)

@@ -29,7 +29,7 @@ from memopt.api.forward_again import small_plans
 from memopt.api.plan import Plan
 from memopt.api.planning import plan
 from memopt.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
-from memopt.executor.equal_share import chosen
+from memopt.executor.equal_share import by_kind, chosen
 from memopt.executor.module import waiting_calls
 from memopt.integrations.custom_functions import with_custom_functions
 from memopt.integrations.skipped_frames import SkippedFrame, hear_skipped_frames
@@ -174,10 +174,7 @@ class CompiledStep:
         made = chosen(
             budget,
             stored,
-            [
-                dict(zip(together, plans, strict=True))
-                for plans in zip(*(x.small for x in together), strict=True)
-            ],
+            by_kind(together, (one.small for one in together)),
             lambda one, share: self._solved(one.first, share),
             lambda plans: _peak_bytes(together, plans),
         )
