@@ -27,10 +27,11 @@ def infeasible(
     bound_bytes = memory_lower_bound(graph)
     proved = f"no plan of any kind needs less than {format_bytes(bound_bytes)}"
     if solution.status is Status.UNKNOWN or budget_bytes is None:
-        feasible = "" if smallest is None else f"one is known for {format_bytes(smallest)}, "
+        within = "" if budget_bytes is None else f" within {_exact(budget_bytes)}"
+        feasible = "" if smallest is None else f"one is known for {_exact(smallest)}; "
         text = (
-            f"{strategy.name} found no plan ({feasible}{proved}), and no proof that there is none: "
-            f"give it a larger time_limit_s, raise the budget, or {others}"
+            f"{strategy.name} found no plan{within}, and no proof that there is none ({feasible}"
+            f"{proved}): give it a larger time_limit_s, raise the budget, or {others}"
         )
         if budget_bytes is None:
             return MemoptError(text)
@@ -38,15 +39,19 @@ def infeasible(
     known = "no feasible budget is known"
     if smallest is not None:
         least = "is" if smallest <= bound_bytes else "known is"
-        known = f"the smallest feasible budget {least} {smallest} bytes ({format_bytes(smallest)})"
+        known = f"the smallest feasible budget {least} {_exact(smallest)}"
     return InfeasibleBudgetError(
-        f"{strategy.name} cannot train within {budget_bytes} bytes ({format_bytes(budget_bytes)}): "
+        f"{strategy.name} cannot train within {_exact(budget_bytes)}: "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
         f"{_fixed(graph, profiled)}; {proved}. {unit_meant(budget_bytes)}"
         f'Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )
+
+
+def _exact(size_bytes: int) -> str:
+    return f"{size_bytes} bytes ({format_bytes(size_bytes)})"
 
 
 def unit_meant(budget_bytes: int) -> str:

@@ -29,7 +29,7 @@ from memopt.strategies.auto.portfolio import BESIDE, LATE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, LONG_CHAIN, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
 from memopt.strategies.shared.members import MemberOutcome, fitting
-from memopt.strategies.shared.worth import Payback, worth_s
+from memopt.strategies.shared.worth import MOST_S, Payback, worth_s
 from memopt.strategies.target import Target
 from tests.strategies.joint.chains import blocks
 
@@ -68,6 +68,7 @@ class Curve:
     plan_s: Callable[[float], float | None]
     check_s: float = 0.0
     spent_s: float = field(default=-1.0)
+    known: Sequence[Program] = ()
     without_plan: Solution = field(default_factory=lambda: Solution(Status.UNKNOWN))
 
     @property
@@ -75,7 +76,7 @@ class Curve:
         return SimpleNamespace(name=self.name)
 
     def run(self, *given: Any) -> MemberOutcome:
-        _, _, share_s, _, _ = given
+        _, _, share_s, _, self.known = given
         self.spent_s = max(self.least_s, min(share_s, self.most_s))
         self.clock.now_s += self.spent_s + self.check_s
         plan_s = self.plan_s(self.spent_s)
@@ -202,6 +203,25 @@ def test_once_there_is_a_plan_a_slow_member_does_not_keep_the_user_waiting(clock
     ]
     Portfolio(1, LINK, None, LEAST_S, 10.0, quick_s=2.5).run(members)  # type: ignore[arg-type]
     assert members[1].spent_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("named", "limit_s", "asked"), [(104, None, 2), (106, None, 1), (104, 5.0, 1)]
+)
+def test_who_hardly_misses_the_budget_is_asked_again_where_nobody_limited_the_time(
+    clock: Clock, named: int, limit_s: float | None, asked: int
+) -> None:
+    answers = iter([None, 2.0])
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: next(answers))
+    least = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=named, time_s=3.0)
+    leader.without_plan = Solution(Status.UNKNOWN, smallest_budget_bytes=named, smallest=least)
+    search = Portfolio(100, LINK, None, LEAST_S, 10.0, limit_s=limit_s, leader=LEADER)
+    search.run([leader])  # type: ignore[list-item]
+    assert len(search.outcomes) == asked
+    assert (search.best is not None) == (asked == 2)
+    seconds = limit_s or MOST_S
+    assert clock.now_s == pytest.approx(100.0 + seconds * asked)
+    assert leader.known == ((least.program,) if asked == 2 else ())
 
 
 def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock) -> None:

@@ -22,6 +22,9 @@ BESIDE = 0.1
 of all others together where the leader begins without a plan."""
 LATE = 0.3
 """Share of the time left that is a late beginning of the leader's; then a member's before it."""
+NEAR = 1.05
+"""Smallest budget known over the one given, where a search without a limit goes on for as long
+again: a little more time may find a plan."""
 LEAST_SHARE = 0.5
 """Share of a search's seconds for the smallest budget, where no plan is within the one given."""
 NOTHING_FASTER = 1e-12
@@ -71,6 +74,8 @@ class Portfolio:
     interrupted: bool = False
     too_late: bool = False
     """Whether a member was not asked since it could not have begun in the time left."""
+    again: bool = False
+    """Whether the leader is asked a second time, to lower the least memory that it found."""
 
     def __post_init__(self) -> None:
         self.began_s = time.monotonic()
@@ -87,7 +92,10 @@ class Portfolio:
         if not self.one_graph:
             return ()
         plans = sorted((one for one in self.outcomes if one.plans), key=lambda one: one.time_s)
-        found = (one.solution.program for one in plans)
+        known = [one.solution for one in plans]
+        if self.again:
+            known += [one.solution.smallest for one in self.outcomes if one.solution.smallest]
+        found = (solution.program for solution in known)
         return (*(one for one in found if one is not None), *self.known)
 
     @property
@@ -120,6 +128,16 @@ class Portfolio:
         led = self.outcomes[:1] if self.leads_at_once else []
         return any(one.name == self.leader and one.solution.smallest is not None for one in led)
 
+    @property
+    def _nearly(self) -> bool:
+        """Tell whether the time is up, nobody limited it, and a plan is known for hardly more than
+        the budget."""
+        free = self.limit_s is None and self.best is None and not self.interrupted
+        if not free or self.budget_bytes is None or time.monotonic() < self.end_s(quick=False):
+            return False
+        named = (one.solution.smallest_budget_bytes for one in self.outcomes)
+        return any(size is not None and size <= NEAR * self.budget_bytes for size in named)
+
     def end_s(self, *, quick: bool) -> float:
         """Return when the search ends, by time.monotonic's clock; `quick` asks for a member that
         has its plan at once, which the worth of a search does not stop."""
@@ -131,7 +149,7 @@ class Portfolio:
         if best is None:
             without_s = max(WITHOUT_S, worth_s(self.base_s))
             # Time is left for a search within the least budget that is found.
-            share = LEAST_SHARE if self.impossible else 1.0
+            share = LEAST_SHARE if self.impossible else 1.0 + self.again
             return self.began_s + share * min(self.most_s, without_s)
         worth = min(self.most_s, worth_s(best.time_s - self.least_s))
         if self.leader and any(one.name == self.leader for one in self.outcomes):
@@ -140,6 +158,12 @@ class Portfolio:
 
     def run(self, members: Sequence[Member]) -> None:
         """Ask members in turn, until the gap is closed or the time is up."""
+        self._ask(members)
+        if self._nearly:
+            self.again = True
+            self._ask([member for member in members if member.strategy.name == self.leader])
+
+    def _ask(self, members: Sequence[Member]) -> None:
         for index, member in enumerate(members):
             if self.done or self.interrupted:
                 return

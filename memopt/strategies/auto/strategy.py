@@ -62,9 +62,10 @@ class Auto(Improver):
     is left; with a limit below 10 s it is first. Where it ends early, rotor-menus, monet,
     offload-graph and another order of operators. Of a bare chain all other strategies, too. It ends
     where the plan is within `gap` of a bound, or the time is up: without a limit 500 times the
-    seconds that a step could still gain, at most 20 s, and no longer than what is found comes back
-    in 500 steps; where that is less than a second the plan made at once is taken. Where there is no
-    backward only those are asked whose plans may lower its memory.
+    seconds that a step could still gain, at most 20 s (twice that for a plan that is known for
+    hardly more than the budget), and no longer than what is found comes back in 500 steps; where
+    that is less than a second the plan made at once is taken. Where there is no backward only those
+    are asked whose plans may lower its memory.
 
     All plans are validated and replayed before they are compared. The solution's stats say what
     each member did ("tried"), who won ("chosen"), why ("reason"), and why no more were asked
