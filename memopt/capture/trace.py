@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +38,7 @@ from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
+from memopt.step.input_values import VALUES
 from memopt.step.inputs import Call
 from memopt.step.reader import TraceReader
 from memopt.step.side_effects import (
@@ -207,7 +209,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             leaving_out_words(),
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
-            branches_as_usual(model) as note,
+            branches_as_usual(model, call) as note,
         ):
             nonlocal failing
             failing = failing_here
@@ -245,7 +247,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         raise _failed_in_dynamo(error) from error
     check_not_drawn_in_numpy(found[0])
     _check_code(found[0])
-    return found
+    return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
 
 
 _WRITTEN = (Node, type(None), bool, int, float, complex, str)

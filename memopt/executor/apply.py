@@ -232,7 +232,7 @@ def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call
             return call
         return replace(call, kwargs={name: call.kwargs[name] for name in names})
     if plan.profiled is not None:
-        return plan.profiled.captured.call.filled()
+        return plan.profiled.captured.example()
     if plan.record is None:
         raise ValueError("this plan was made from a cost model: it has no example inputs")
     return example_call(plan.record)
