@@ -12,7 +12,7 @@ from memopt.executor.module import most_halved, waiting_calls
 from memopt.executor.plan_maker import Made
 from memopt.models.budget import format_bytes
 from memopt.models.warned import warn
-from memopt.step.input_values import InputValueError
+from memopt.step.input_values import MOST_PLANS, InputValueError
 from memopt.step.inputs import Call
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _DROPPED = (1, 8, 64, 512)
-_MOST_OF_VALUES = 8
-"""Most plans for calls that differ in what the forward reads of their inputs' values."""
 
 
 class ReadyPlans(Sequence["PlanRecord"]):
@@ -88,7 +86,7 @@ class ReadyPlans(Sequence["PlanRecord"]):
         """Return whether no more plans are made of a kind of call, for calls that differ as an
         error says."""
         differ = isinstance(error, InputValueError)
-        return differ and len(self._made.get(kind, ())) >= min(_MOST_OF_VALUES, self._most)
+        return differ and len(self._made.get(kind, ())) >= min(MOST_PLANS, self._most)
 
     def use(self, kind: Any, made: Made) -> None:
         """Make one of a kind of call the one that was used last."""

@@ -22,6 +22,9 @@ READ = "read"
 LOOKED = "looked"
 """Key of all answers that its trace got, see `Call.looked`."""
 
+MOST_PLANS = 8
+"""Most plans for calls that differ in what the forward reads of their inputs' values."""
+
 
 class InputValueError(GuardError):
     """A call's inputs have other values than those that a plan was made for."""

@@ -165,3 +165,15 @@ def test_what_the_forward_has_changed_is_looked_at_in_the_step() -> None:
     model = wrapped(ReadsWhatItChanged)
     check_equal(ReadsWhatItChanged, model, [torch.full((2, 3), number) for number in (3, 7)] * 2)
     assert memopt.running(model).calls.planned == 4
+
+
+def test_an_applied_plan_leaves_errors_to_the_model() -> None:
+    """It was an InputsError."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = memopt.plan(model, torch.ones(2, 4), budget="min", strategy="rotor", progress=False)
+    planned = plan.apply(model, on_mismatch="plan")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as eager:
+        model(torch.ones(2, 3))
+    with pytest.raises(RuntimeError) as found:
+        planned(torch.ones(2, 3))
+    assert (type(found.value), str(found.value)) == (type(eager.value), str(eager.value))
