@@ -88,16 +88,18 @@ class Answering(KnownValues):
 
     def truth(self, node: Node, place: Place) -> KnownValue | None:
         """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
+        if not self._knows:
+            return None
         items = items_of(node)
         heard = None if items else self._hear(place)
         usual = usual_outcome(node)
-        if usual is not None or not self._knows:
-            return None if usual is None else KnownValue(usual)
+        if usual is not None:
+            return KnownValue(usual)
         compute = computed_from_inputs(node, len(self._call.leaves))
-        if is_drawn(node):
-            value = None
-        elif compute is not None:
+        if compute is not None:
             value = self._value(compute, truth=True)
+        elif is_drawn(node):
+            value = None
         elif items:
             value = self._of_numbers(node, items)
         else:
@@ -115,7 +117,8 @@ class Answering(KnownValues):
         if not nested:
             self._values[node] = self._hear(place)
         example = node.meta["example_value"]
-        if not self._knows or example.is_floating_point() or example.is_complex():
+        real = example.is_floating_point() or example.is_complex()
+        if not self._knows or real:
             return None
         compute = computed_from_inputs(node, len(self._call.leaves))
         if compute is None:

@@ -253,9 +253,12 @@ ROWS: dict[str, Row] = {
     ),
     "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
     "causal mask": Row(
-        lambda m, x: m.encoder(x[None], causal(x))[0],
+        lambda m, x: m.encoder(x[None], causal(x) + torch.rand(()))[0],
         "looks at a mask's values to see whether it is causal.*is_causal=True",
-        (lambda m, x: m.encoder(x[None], causal(x), is_causal=True)[0],),
+        (
+            lambda m, x: m.encoder(x[None], causal(x) + torch.rand(()), is_causal=True)[0],
+            lambda m, x: m.encoder(x[None], causal(x))[0],
+        ),
     ),
     "nn.Buffer": Row(
         Net.to_dtype_of,
