@@ -34,6 +34,7 @@ from memopt.models.record import OutputGradients
 from memopt.step.assumed import assumptions_of
 from memopt.step.captured import Captured, Hooks, Primal
 from memopt.step.dependencies import Dependencies, digest
+from memopt.step.input_values import LOOKED
 from memopt.step.inputs import Call, asks_for_gradients, named_tensors
 from memopt.step.joined_collectives import buckets_of, join_collectives
 from memopt.step.joint_graph import (
@@ -190,6 +191,7 @@ def _export(
         model=weakref.ref(model),
         outputs=replace(outputs, values=()),
         assumed=assumptions_of(traced),
+        looked=tuple(traced.meta.get(LOOKED, ())),
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from memopt.capture.capture import capture
 from memopt.models.record import OutputGradients
 from memopt.step.captured import Captured
+from memopt.step.input_values import other_values
 from memopt.step.inputs import Call, device_of, repeated
 from memopt.step.reader import described
 from memopt.step.record import record_of
@@ -55,6 +56,8 @@ def reused_capture(
     for known, ref in alive:
         found = ref()
         if found is None or known != kind or found.dependencies.changed(model) is not None:
+            continue
+        if next(other_values(found.dependencies.values, call.leaves), None) is not None:
             continue
         if found.outputs.gradients == gradients():
             made = replace(found, call=call)

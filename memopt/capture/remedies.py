@@ -156,6 +156,11 @@ _SAID: tuple[tuple[str, str], ...] = (
         "(is_causal=True of an encoder; tgt_is_causal=True of a decoder or nn.Transformer)",
     ),
     (
+        r"_tensor_version|\._version\b",
+        "it reads how often a tensor was changed (._version), which differs from step to step: "
+        "take that out of the forward, or plan the sub-modules around it",
+    ),
+    (
         r"[Dd]ata-dependent|tolist\(\)|_local_scalar_dense",
         "memopt needs a forward without data-dependent Python control flow (.item(), tensor truth "
         "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "

@@ -41,6 +41,15 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         f"which a planned step would not: {_OF_A_GRADIENT}",
     ),
     (
+        r"failed to find name in frame builtins",
+        "it reads a global that does not exist, which torch's tracer takes for no NameError that "
+        "the forward could catch: assign it before the call (NAME = None), and compare with that",
+    ),
+    (
+        r"builtin operator `(?P<what>globals|locals|vars|dir)`",
+        "it looks names up by {what}(), which torch's tracer does not follow: read the name itself",
+    ),
+    (
         r"torch\.jit\.script/freeze",
         "it is, or calls, a module of torch.jit.script, whose code no graph holds: use the Python "
         "module that this was made of",

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from memopt.capture.as_eager.masks import with_whole_masks
 from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
+from memopt.capture.known_attributes import check_attributes_set, known_attributes
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
@@ -37,6 +39,7 @@ from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
+from memopt.step.input_values import VALUES
 from memopt.step.inputs import Call
 from memopt.step.reader import TraceReader
 from memopt.step.side_effects import (
@@ -47,13 +50,12 @@ from memopt.step.side_effects import (
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
 from memopt.step.unheard import unheard
-from memopt.torch_private.access import known, optional, patched, private
+from memopt.torch_private.access import optional, patched
 from memopt.torch_private.aot import code_written_late, values_described_once
 from memopt.torch_private.distributed import nothing_tried_out
 from memopt.torch_private.divergences import with_divergences
 from memopt.torch_private.dynamo import (
     capture_errors,
-    constant,
     failing_modules_heard,
     graph_of,
     own_lists_given,
@@ -183,7 +185,7 @@ def _captured(
     with (
         ONE_TRACE_AT_A_TIME,
         checkpoints_as_called(),
-        known_attributes(),
+        known_attributes() as attributes_set,
         own_lists_given(),
         once as reused,
         guards_heard(reused) as heard,
@@ -191,6 +193,7 @@ def _captured(
         unheard(),
     ):
         module = graph_of(model, args, kwargs)
+    check_attributes_set(module, attributes_set)
     write_out(module)
     return module, heard()
 
@@ -207,7 +210,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             leaving_out_words(),
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
-            branches_as_usual(model) as note,
+            branches_as_usual(model, call) as note,
         ):
             nonlocal failing
             failing = failing_here
@@ -245,7 +248,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         raise _failed_in_dynamo(error) from error
     check_not_drawn_in_numpy(found[0])
     _check_code(found[0])
-    return found
+    return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
 
 
 _WRITTEN = (Node, type(None), bool, int, float, complex, str)
@@ -321,54 +324,6 @@ def real_values_uncopied() -> Iterator[None]:
 
     with patched(_CLONE, itself), patched(_COMPUTE, computed):
         yield
-
-
-_GET = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable._call_getattr"
-_LOAD = "torch._dynamo.symbolic_convert.generic_getattr"
-_SET = "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr"
-_NAMES = ("__module__", "__name__", "__qualname__")
-
-
-@contextlib.contextmanager
-def known_attributes() -> Iterator[None]:
-    """Trace inside with these answers, where this torch can be given them."""
-    if not (known(_GET) and known(_SET)):
-        yield
-        return
-    get, change = private(_GET), private(_SET)
-    load = private(_LOAD) if known(_LOAD) else None
-
-    def asked(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        name = args[1].is_python_constant() and args[1].as_python_constant()
-        return _name_of_class(args[0], name) or get(self, tx, args, kwargs)
-
-    def loaded(tx: Any, of: Any, name: str, *default: Any) -> Any:
-        assert load is not None
-        return _name_of_class(of, name) or load(tx, of, name, *default)
-
-    def changed(self: Any, tx: Any, of: Any, name: Any, value: Any) -> Any:
-        if of.is_tensor() and name.is_python_constant() and value.is_python_constant():
-            is_asked = name.as_python_constant() == "requires_grad"
-            found = of.as_proxy().node.meta["example_value"].requires_grad
-            if is_asked and found is value.as_python_constant():
-                return value
-        return change(self, tx, of, name, value)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(_GET, asked))
-        stack.enter_context(patched(_SET, changed))
-        if load is not None:
-            stack.enter_context(patched(_LOAD, loaded))
-        yield
-
-
-def _name_of_class(of: Any, name: object) -> Any:
-    """Return the constant that is a class's name; None: it is something else that is asked for."""
-    if name in _NAMES and of.is_python_constant():
-        owner = of.as_python_constant()
-        if isinstance(owner, type):
-            return constant(getattr(owner, str(name)))
-    return None
 
 
 @contextlib.contextmanager

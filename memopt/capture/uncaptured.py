@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from memopt.capture.remedies import known_remedy, said_remedy, without_labels
 from memopt.errors import CaptureError
-from memopt.step.assumed import assumptions_of
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
+from memopt.step.input_values import READ
 from memopt.step.inputs import Call
 from memopt.step.nodes import module_path
 from memopt.step.side_effects import why_not_set
@@ -293,7 +293,7 @@ def _reassigned(
 ) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""
-    assumed = assumptions_of(traced)
+    read_out = traced.meta.get(READ, ())
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     names = {**guards.names, "model": model, "L": {"self": model}, "G": guards.scope}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
@@ -305,10 +305,10 @@ def _reassigned(
         given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
-            with mode, LooksAnswered([one.goes for one in assumed]), unheard():
+            with mode, LooksAnswered(read_out), unheard():
                 model(*faked.args, **faked.kwargs)
         except Exception as error:
-            if not assumed:
+            if not read_out:
                 raise
             raise CaptureError(
                 f"the forward assigns to {', '.join(map(python_name, sources))}, and looks at "

@@ -15,6 +15,9 @@ from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.step.nodes import module_path
 
+_TIMES_CHANGED = "_tensor_version"
+"""Torch's operator that stands for `tensor._version` in a graph."""
+
 
 def not_derived(
     model: nn.Module, traced: GraphModule, call: Call, error: Exception
@@ -66,14 +69,16 @@ def _refused_at(
     if node is not None:
         return node, (
             f"the model reads a number out of a tensor{line_of(node)}, which no graph can hold: "
-            "leave out such a check of values, or write it with tensor operators (torch.where)"
+            "leave out a check of values, and compute with the tensor itself in place of its "
+            "number, by tensor operators (h / h.max(), torch.where)"
             + without_labels(model, call, _modules_of(node))
         )
     return None, _why_no_backward(traced, error, first)
 
 
 def _why_no_backward(traced: GraphModule, error: Exception, first: str) -> str:
-    said = said_remedy(str(error))
+    changes = any(_TIMES_CHANGED in str(node.target) for node in traced.graph.nodes)
+    said = said_remedy(_TIMES_CHANGED if changes else str(error))
     if said is not None:
         return f"the model cannot be captured as one graph{_of_numbers(traced)}: {said}"
     return (

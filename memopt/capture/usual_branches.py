@@ -3,14 +3,14 @@
 `if not torch.isfinite(h).all(): h = torch.clamp(h, ...)` stands in many of Hugging Face's models
 (DETR and its kin), `assert (x >= 0).all()` in many of the user's own. Dynamo cannot trace a branch
 on a tensor's value, and of an assertion it makes an operator that nothing reads. But as a rule all
-numbers are finite, and no check fails: so the forward is traced, and the values that decide are
-returned by its graph. Each planned call looks at them, and runs unplanned where one is otherwise.
+numbers are finite, and no check fails. Other branches go as they do for the example: what its
+inputs alone decide is computed before each planned step, and is part of what the plan is for; all
+else is returned by the graph, and a call in which it is otherwise runs unplanned.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,36 +18,32 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.capture.answers import REFUSED, Answering, Looking
 from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
-from memopt.step.ranks import ranks_of
+from memopt.step.input_values import LOOKED, READ, VALUES, InputValue
+from memopt.step.inputs import Call
 from memopt.step.traced_arguments import branches_returned
-from memopt.torch_private.branches import (
-    branches_decided,
-    check_left,
-    values_met,
+from memopt.torch_private.branches import Met, branches_decided, check_left, values_met
+from memopt.torch_private.numbers_of_tensors import (
+    has_numbers,
+    items_of,
     without_numbers,
+    without_unread,
 )
 
-_LOOKING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LOOKING: weakref.WeakKeyDictionary[nn.Module, Looking] = weakref.WeakKeyDictionary()
 """Models whose trace met such a value."""
-_REFUSED = re.compile(
-    r"[Dd]ata-dependent|_local_scalar_dense|Pending unbacked|_check_tensor_all"
-    r"|distributions/constraints\.py"
-)
-_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isneginf": False, "isposinf": False}
-_SAME = {"all", "any", "bool", "clone", "cpu", "detach", "to"}
-_NOT = {"bitwise_not", "inv", "invert", "logical_not", "not_"}
-_BOTH = {"and_", "bitwise_and", "logical_and"}
-_EITHER = {"bitwise_or", "logical_or", "or_"}
 
 
 def looks_at_values(model: nn.Module, error: Exception) -> bool:
-    """Return whether a model that could not be traced is to be traced as it goes as a rule, as it
-    is from now on."""
-    if model in _LOOKING or not _REFUSED.search(str(error)):
+    """Return whether a model that could not be traced is to be traced once more, with answers to
+    more of what it asks of values."""
+    if not REFUSED.search(str(error)):
         return False
-    _LOOKING.add(model)
+    if model in _LOOKING:
+        return _LOOKING[model].asks_more()
+    _LOOKING[model] = Looking()
     return True
 
 
@@ -57,36 +53,47 @@ def is_looking(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool]]:
+def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphModule], bool]]:
     """Trace inside with a model's branches as they go as a rule, if it is one that has such.
 
     Returns:
         A function that notes in a graph that was traced what was assumed, and returns whether it
         has to be traced again: it turns out to have such.
     """
-    if model not in _LOOKING:
+    looking = _LOOKING.get(model)
+    if looking is None:
 
         def found(traced: GraphModule) -> bool:
-            if check_left(traced) is None:
+            if check_left(traced) is None and not has_numbers(traced):
                 return False
-            _LOOKING.add(model)
+            _LOOKING[model] = Looking()
             return True
 
         yield found
         return
-    # Ranks that communicate in a forward cannot run it again alone.
-    decide = usual_outcome if ranks_of(model) is None else _unknown
-    with branches_decided(decide) as met, branches_returned(met.clear, values_met):
+    answers = Answering(model, call, looking)
+    with (
+        branches_decided(answers) as branches,
+        branches_returned(branches.begin, values_met),
+    ):
 
         def note(traced: GraphModule) -> bool:
-            traced.meta[ASSUMED] = tuple(
-                Assumption(one.goes, _place(one.node), one.raises) for one in met
-            )
+            early = [one for one in branches.met if one.compute is not None]
+            known = [node for one in early if one.compute for node in one.compute.graph.nodes]
+            without_unread(traced, known)
             without_numbers(traced)
+            without_unread(traced, known)
+            if answers.numbers_left(traced):
+                return True
+            late = (one for one in branches.met if one.compute is None)
+            traced.meta[ASSUMED] = tuple(map(_assumed, late))
+            traced.meta[VALUES] = tuple(map(_read, early))
+            traced.meta[READ] = tuple(map(_read_out, branches.met))
+            traced.meta[LOOKED] = answers.given
             left = check_left(traced)
             if left is not None:
                 warn(
-                    f"planned steps leave out a check of values ({_place(left)}), which stands in "
+                    f"planned steps leave out a check of values ({shown(left)}), which stands in "
                     "a checkpoint or another function that torch traces by itself: put it outside"
                 )
             return False
@@ -94,32 +101,21 @@ def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool
         yield note
 
 
-def _unknown(_node: Node) -> None:
-    return None
+def _assumed(met: Met) -> Assumption:
+    return Assumption(met.goes, shown(met.node), met.raises, len(met.variables), met.decide)
 
 
-def usual_outcome(node: Node) -> bool | None:
-    """Return the truth of a value in a trace where all numbers are finite; None: it depends on
-    more."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    name = name.strip("_") if name.startswith("__") else name
-    if name in _FINITE:
-        return _FINITE[name]
-    operands = [usual_outcome(one) if isinstance(one, Node) else None for one in node.args[:2]]
-    if not operands or operands[0] is None:
-        return None
-    if name in _SAME:
-        return operands[0]
-    if name in _NOT:
-        return not operands[0]
-    if operands[1:] in ([], [None]):
-        return None
-    if name in _BOTH | {"and"}:
-        return all(operands)
-    return any(operands) if name in _EITHER | {"or"} else None
+def _read_out(met: Met) -> Any:
+    computed = met.decide is not None or (met.truth and items_of(met.node) not in ((), (met.node,)))
+    return None if computed else met.goes
 
 
-def _place(node: Node) -> str:
+def _read(met: Met) -> InputValue:
+    assert met.compute is not None
+    return InputValue(met.compute, met.truth, met.goes, shown(met.node))
+
+
+def shown(node: Node) -> str:
     """Return where a value is looked at, for people."""
     lines = [one.strip() for one in str(node.meta.get("stack_trace", "")).splitlines()]
     files: list[Any] = [i for i, one in enumerate(lines) if one.startswith("File ")]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt.capture.training_call import training_call
-from memopt.errors import GuardError
+from memopt.errors import GuardError, InputsError, NothingToTrainError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import warn_of_many_plans
 from memopt.executor.cuda_graph import CudaGraphs, GraphedProgram, between_graphs, why_not
@@ -39,6 +39,7 @@ from memopt.stages import LastCapture
 from memopt.step.backend import autocast_as, autocast_state
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured
+from memopt.step.input_values import MOST_PLANS, InputValueError
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.record import example_call
@@ -74,8 +75,13 @@ def behaviour(
         for one in known:
             if original_of(one) is model and accepts(one, call):
                 return one
+        if isinstance(error, InputValueError) and len(known) + 1 >= MOST_PLANS:
+            return model
         _LOG.info("planning again: %s", error)
-        fresh = plan_again(model, call)
+        try:
+            fresh = plan_again(model, call)
+        except (InputsError, NothingToTrainError):  # the model itself may say what is wrong
+            return model
         assert isinstance(fresh, PlannedModule)
         known.append(fresh)
         differs = str(error).partition(";")[0]
@@ -232,7 +238,7 @@ def planned_call(plan: PlanRecord, model: nn.Module, inputs: Any = None) -> Call
             return call
         return replace(call, kwargs={name: call.kwargs[name] for name in names})
     if plan.profiled is not None:
-        return plan.profiled.captured.call.filled()
+        return plan.profiled.captured.example()
     if plan.record is None:
         raise ValueError("this plan was made from a cost model: it has no example inputs")
     return example_call(plan.record)

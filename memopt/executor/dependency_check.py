@@ -131,6 +131,6 @@ class DependencyCheck:
     def _traced_again(self, model: nn.Module) -> Dependencies | None:
         one = self._captured
         try:
-            return traced_again(model, one.call.filled(), one.device, one.trace)
+            return traced_again(model, one.example(), one.device, one.trace)
         except (CaptureError, RuntimeError):
             return None

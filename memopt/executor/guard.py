@@ -15,6 +15,7 @@ from memopt.executor.dependency_check import DependencyCheck
 from memopt.step.backend import autocast_state
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
+from memopt.step.input_values import InputValue, InputValueError, other_values
 from memopt.step.inputs import Call, repeated
 from memopt.step.objects import Opened
 from memopt.step.reader import GONE, Dependency, described, described_text, same
@@ -23,6 +24,10 @@ from memopt.torch_private.modules import TENSOR_REGISTRIES, buffers_of, paramete
 _LOG = logging.getLogger(__name__)
 
 REMEDY = "plan again for this call (memopt.plan), or call the original module"
+_OF_VALUES = (
+    f"{REMEDY}. Where they differ often, pad to fewer such values, or write that part with tensor "
+    "operators (torch.where, a mask)"
+)
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -125,6 +130,7 @@ class Guard:
         keeps_casts: whether autocast caches the casts of parameters.
         dependencies: everything else that the trace relied on; None: not known.
         attributes: those of the arguments that it read, see `Dependencies.arguments`.
+        values: what it read of the arguments' values, see `Dependencies.values`.
     """
 
     spec: Any
@@ -140,6 +146,7 @@ class Guard:
     keeps_casts: bool
     dependencies: DependencyCheck | None = None
     attributes: tuple[tuple[int, str, Any], ...] = ()
+    values: tuple[InputValue, ...] = ()
 
     @staticmethod
     def of(
@@ -182,6 +189,7 @@ class Guard:
             keeps_casts=torch.is_autocast_cache_enabled(),
             dependencies=checked,
             attributes=relied.arguments,
+            values=relied.values,
         )
 
     def of_sizes(self, call: Call) -> Guard:
@@ -201,6 +209,9 @@ class Guard:
         difference = next(self._differences(model, call), None)
         if difference is not None:
             raise GuardError(f"{difference}; {REMEDY}")
+        other = next(other_values(self.values, call.leaves), None)
+        if other is not None:
+            raise InputValueError(f"{other}; {_OF_VALUES}")
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
         """Check as `DependencyCheck.late_difference` does."""

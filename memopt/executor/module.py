@@ -24,7 +24,7 @@ from memopt.executor.guard import Guard
 from memopt.executor.refused_outputs import gradients_of_other_loss, refusing_gradients, trained
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import why_not_inside
-from memopt.step.assumed import AssumptionError
+from memopt.step.assumed import AssumptionError, Odds
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
@@ -50,6 +50,7 @@ class _Inside:
     guard: Guard
     calls: Calls = field(default_factory=Calls)
     twice: set[Any] = field(default_factory=set)
+    odds: Odds = field(default_factory=Odds)
     arrived: Arrived | None = None
     other_loss: OtherLoss | None = None
     fewer_outputs: OtherLoss | None = None
@@ -214,7 +215,7 @@ class PlannedModule(nn.Module):
             calls.replanned += 1
             return instead.forward(*args, **kwargs)  # hooks on all modules are in its step
         wants_gradients = pattern(call)
-        if wants_gradients in own.twice:
+        if wants_gradients in own.twice or own.odds.leave_out():
             calls.original += 1
             return model(*args, **kwargs)
         calls.planned += 1
@@ -236,6 +237,8 @@ class PlannedModule(nn.Module):
             captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
         )
         run, otherwise = _ran(own, held, call, again)
+        if captured.assumed:
+            own.odds.note(bool(otherwise))
         if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
             calls.fall_back(model, otherwise)

@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from memopt.errors import GuardError
 from memopt.executor.module import most_halved, waiting_calls
 from memopt.executor.plan_maker import Made
 from memopt.models.budget import format_bytes
 from memopt.models.warned import warn
+from memopt.step.input_values import MOST_PLANS, InputValueError
 from memopt.step.inputs import Call
 
 if TYPE_CHECKING:
@@ -79,6 +81,12 @@ class ReadyPlans(Sequence["PlanRecord"]):
             return None
         self._made.move_to_end(kind)
         return self._made[kind][-1]
+
+    def are_enough(self, kind: Any, error: GuardError) -> bool:
+        """Return whether no more plans are made of a kind of call, for calls that differ as an
+        error says."""
+        differ = isinstance(error, InputValueError)
+        return differ and len(self._made.get(kind, ())) >= min(MOST_PLANS, self._most)
 
     def use(self, kind: Any, made: Made) -> None:
         """Make one of a kind of call the one that was used last."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.errors import InvalidProgramError, PlanFileError
+from memopt.errors import CaptureError, InvalidProgramError, PlanFileError
 from memopt.models.budget import Budget
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph
@@ -62,6 +62,13 @@ def with_module(
         if since is None:
             return plan.profiled.captured, plan.profiled.lowering
         changed = since[0].difference(since[1])
+        if since[0].source.endswith(".grad"):
+            raise CaptureError(
+                f"the forward reads a gradient ({since[0].shown}), which is there when it "
+                "begins, and not when it is planned: set gradients to None before the forward "
+                "(optimizer.zero_grad()), read them in the training loop, or plan the sub-modules "
+                '(parts="auto" of memopt.wrap)'
+            )
     step = Recapture(plan, model, call, device, example_of_file=of_file, changed=changed)
     found = recaptured(STAGES, step)
     if last is not None:

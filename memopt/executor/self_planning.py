@@ -388,7 +388,8 @@ class SelfPlanning:
         _LOG.info("planning again: %s", error)
         self._lengths.forget()
         # Loops that average weights (SWA) set batch norm so for an epoch without backward.
-        if self._in_call.plans == _MOST_IN_A_CALL or cumulative_average(model):
+        enough = self._in_call.plans == _MOST_IN_A_CALL or self.plans.are_enough(kind, error)
+        if enough or cumulative_average(model):
             return model
         self._in_call.plans += 1
         try:

@@ -28,6 +28,7 @@ from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
 from memopt.models.deferred_interrupt import ctrl_c_deferred
 from memopt.models.step_rules import scales
+from memopt.step.assumed import values_of
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.foreach_updates import foreach_options
 from memopt.step.inputs import Call, align, to_call
@@ -316,7 +317,7 @@ class TrainStep:
         outputs, saved = self._program.forward(list(primals))
         losses: list[torch.Tensor] = [outputs.pop()]
         self._program.look(outputs)
-        del outputs[len(outputs) - len(captured.assumed) :]
+        del outputs[len(outputs) - values_of(captured.assumed) :]
         results = self._program.backward(list(primals), self._tangents(losses[0]), saved)
         gradients, ends = results[: len(primals)], list(results[len(primals) :])
         if rules.clip_norm is not None:

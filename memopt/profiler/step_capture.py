@@ -24,6 +24,7 @@ from memopt.kernels.compiled.choice import Fuse
 from memopt.models.graph import Operator, Phase
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.models.warned import warn
+from memopt.step.assumed import values_of
 from memopt.step.build import Lowering, build, held_by
 from memopt.step.captured import Captured
 from memopt.step.fused import Fused
@@ -151,7 +152,7 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
     Raises:
         CaptureError: it goes on in another way where they are otherwise.
     """
-    count = len(captured.assumed)
+    count = values_of(captured.assumed)
     if not count:
         return captured
     other = next((one for one in captured.assumed if not one.raises), None)

@@ -13,6 +13,8 @@ from torch.fx import GraphModule
 from memopt.errors import ExecutionError, MemoptError
 
 ASSUMED = "assumed"
+_MOST_OTHERWISE = 8
+_CALLS_UNTRIED = 64
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,35 @@ class Assumption:
         goes: the truth of the value that decides it.
         shown: where it is, for people.
         raises: whether the forward raises an error where it goes the other way.
+        values: how many tensors decide it.
+        decide: computes the truth from their numbers; None: it is the one tensor's.
     """
 
     goes: bool
     shown: str
     raises: bool = False
+    values: int = 1
+    decide: GraphModule | None = None
+
+
+@dataclass
+class Odds:
+    """Tells which calls run unplanned at once, since most calls before went otherwise than assumed:
+    then the plan is tried in one call of many."""
+
+    _otherwise: int = 0
+    _untried: int = 0
+
+    def note(self, otherwise: bool) -> None:
+        """Note how a planned call went."""
+        self._otherwise = max(0, self._otherwise + (1 if otherwise else -1))
+        if self._otherwise == _MOST_OTHERWISE:
+            self._otherwise, self._untried = _MOST_OTHERWISE - 1, _CALLS_UNTRIED
+
+    def leave_out(self) -> bool:
+        """Return whether the next call runs unplanned."""
+        self._untried -= self._untried > 0
+        return self._untried > 0
 
 
 class AssumptionError(ExecutionError):
@@ -39,6 +65,11 @@ def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
     returns, and the values that decide the branches."""
     found: tuple[Assumption, ...] = traced.meta.get(ASSUMED, ())
     return found
+
+
+def values_of(assumed: Sequence[Assumption]) -> int:
+    """Return how many tensors decide branches."""
+    return sum(one.values for one in assumed)
 
 
 @contextmanager
@@ -71,8 +102,12 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
     Raises:
         AssumptionError: one goes otherwise than assumed.
     """
-    for one, value in zip(assumed, values, strict=True):
-        if bool(value) is one.goes:
+    left = iter(values)
+    for one in assumed:
+        numbers = [next(left) for _ in range(one.values)]
+        if one.decide is not None:
+            numbers = [one.decide(*(number.item() for number in numbers))]
+        if bool(numbers[0]) is one.goes:
             continue
         if one.raises:
             raise AssumptionError(f"a check in the forward fails: {one.shown}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.step.assumed import Assumption, check_assumed
+from memopt.step.assumed import Assumption, check_assumed, values_of
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call
 from memopt.step.joint_graph import (
@@ -148,6 +148,7 @@ class Captured:
             returns a pair of the model's output and these values.
         assumed: how branches on values are assumed to go. If there are some, `compiled` returns a
             pair: what it would return else, and the values that decide them.
+        looked: what its trace was told of values, see `Call.looked`.
     """
 
     module: GraphModule
@@ -168,6 +169,7 @@ class Captured:
     other_results: tuple[Any, ...] = ()
     effects: SideEffects = NO_EFFECTS
     assumed: tuple[Assumption, ...] = ()
+    looked: tuple[Any, ...] = ()
 
     @property
     def leaves(self) -> tuple[int | None, ...]:
@@ -186,7 +188,11 @@ class Captured:
         """
         if self.assumed:
             end = len(self.mutated) + self.outputs.count
-            check_assumed(self.assumed, outputs[end - len(self.assumed) : end])
+            check_assumed(self.assumed, outputs[end - values_of(self.assumed) : end])
+
+    def example(self) -> Call:
+        """Return the example call, with zeros in place of what it has let go."""
+        return replace(self.call.filled(), looked=self.looked)
 
     @cached_property
     def held_values(self) -> PrimalReader:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from memopt.step.dynamo_guards import TraceGuards
+from memopt.step.input_values import InputValue
 from memopt.step.inputs import Call
 from memopt.step.late import is_late, last_name, late_names
 from memopt.step.reader import (
@@ -52,6 +53,7 @@ class Dependencies:
         late_names: names that the backward itself may read in eager; None: any.
         arguments: the attributes of the call's tensors, other than all tensors have, that were
             read: number of the flat argument, name, and value (`GONE`: it had none).
+        values: what the forward reads of the values of the call's tensors.
     """
 
     items: tuple[Dependency, ...] = ()
@@ -59,6 +61,7 @@ class Dependencies:
     tensors: tuple[tuple[str, torch.Tensor], ...] = ()
     late_names: frozenset[str] | None = frozenset()
     arguments: tuple[tuple[int, str, Any], ...] = ()
+    values: tuple[InputValue, ...] = ()
 
     @staticmethod
     def of(model: nn.Module, guards: TraceGuards, call: Call) -> Dependencies:
@@ -71,6 +74,7 @@ class Dependencies:
             reader.unregistered(),
             late_names(model, guards.code),
             tuple(_of_arguments(guards, call)),
+            guards.values,
         )
 
     def unchanged(self, model: nn.Module) -> bool:
@@ -163,6 +167,8 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
     for name, module in traced.named_modules():
         if isinstance(module, GraphModule):
             found.update(f"{name}: {module.code}".encode())
+    for value in dependencies.values:
+        found.update(f"{value.compute.code} {value.truth} {value.planned}".encode())
     known = {id(tensor) for _, tensor in dependencies.tensors}
     known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):

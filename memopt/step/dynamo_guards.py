@@ -20,6 +20,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.step.changes import Change, changes_heard, expression_of
+from memopt.step.input_values import InputValue
 from memopt.torch_private.absences import absences_heard
 from memopt.torch_private.access import patched, private
 from memopt.torch_private.dynamo import guard_helpers, shapes_compared_if
@@ -52,6 +53,7 @@ class TraceGuards:
         scope: values of the globals that the expressions read.
         code: the code objects of all Python functions that were traced.
         changes: the forward's changes to objects that existed before it.
+        values: what it reads of its inputs' values.
     """
 
     guards: tuple[DynamoGuard, ...] = ()
@@ -59,6 +61,7 @@ class TraceGuards:
     scope: Mapping[str, Any] = field(default_factory=dict)
     code: frozenset[types.CodeType] = frozenset()
     changes: tuple[Change, ...] = ()
+    values: tuple[InputValue, ...] = ()
 
 
 @contextlib.contextmanager

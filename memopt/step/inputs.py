@@ -30,12 +30,14 @@ class Call:
             (`memopt.capture.as_eager.masks`).
         orders: how gradients of its outputs arrive, if it is captured for other layouts than the
             outputs'.
+        looked: what traces of the call are told of its values, in order; else these are looked at.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     whole_masks: tuple[int, ...] = ()
     orders: Orders = ()
+    looked: tuple[Any, ...] = ()
 
     @cached_property
     def opened(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

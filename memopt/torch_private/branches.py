@@ -1,37 +1,51 @@
 """Branches and checks of tensors' values in a trace: Dynamo refuses branches, unless it is told how
-they go, and makes of checks operators that nothing reads."""
+they go, and makes of checks operators that nothing reads. Of numbers of tensors (`item()`) it makes
+symbols, unless it is told which they are."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
+import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
 
-from memopt.torch_private.access import attribute_name, patched, private
-from memopt.torch_private.dynamo import constant, handlers_replaced, taken_whole
+from memopt.torch_private.access import (
+    patched,
+    private,
+)
+from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, taken_whole
+from memopt.torch_private.instructions import (
+    JUMPS,
+    KEEPS,
+    Place,
+    past_error,
+    place_of,
+    tables,
+)
 from memopt.torch_private.modes import TorchDispatchMode
+from memopt.torch_private.numbers_of_tensors import computed_by, items_of
+from memopt.torch_private.selections import Selections
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
-_TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
-_TABLE = f"{_TRANSLATOR}.dispatch_table"
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
 _FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
+_BUILD = "torch._dynamo.variables.base.VariableTracker.build"
+_BUILTIN = "torch._dynamo.variables.BuiltinVariable.call_function"
 _WRAPPED = "torch._C._functorch.is_functorch_wrapped_tensor"
-_IN_RANGE = "torch.ops.aten._assert_scalar.default"
 _READ = "torch.ops.aten._local_scalar_dense.default"
 _ASSERTS = ("torch.ops.aten._assert_async.default", "torch.ops.aten._assert_async.msg")
-_HANDLERS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers"
 _CHECKS = {
     "torch._assert": 0,
     "torch._assert_async": 0,
@@ -39,40 +53,78 @@ _CHECKS = {
     "torch._check_tensor_all_with": 1,
 }
 """Functions that raise where a tensor is not true, and which argument it is."""
-_JUMPS = tuple(
-    number
-    for name, number in dis.opmap.items()
-    if name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))
-)
-_ENDS = ("FOR_ITER", "JUMP", "POP_JUMP", "RERAISE", "RETURN", "SEND", "YIELD")
-"""What instructions begin with that end a block."""
+_OF_NUMBERS = {math.isfinite: "isfinite", math.isinf: "isinf", math.isnan: "isnan"}
+_CASTS = ("sym_float", "sym_int")
+
+
+@dataclass(frozen=True)
+class KnownValue:
+    """What a trace is told of a value that it met.
+
+    Attributes:
+        value: the truth of a branch, or a number.
+        compute: computes it from the call's flat arguments; None: it depends on more.
+    """
+
+    value: Any
+    compute: GraphModule | None = None
+
+
+class KnownValues(Protocol):
+    """Tells a trace of values; None: nothing is known, so that Dynamo refuses the branch, or makes
+    a symbol of the number."""
+
+    def truth(self, node: Node, place: Place) -> KnownValue | None:
+        """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
+
+    def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
+        """Return the number in a tensor, or for `nested` all in nested lists."""
+
+    def begin(self) -> None:
+        """Answer from the first question on: a trace begins."""
 
 
 @dataclass(frozen=True)
 class Met:
-    """A value that a trace has met in a branch or a check.
+    """A value that a trace has met in a branch or a check, or of which it has a number.
 
     Attributes:
-        variable: Dynamo's variable of the value as it was there: the forward may change it later.
+        variables: Dynamo's variables of the tensors that decide, as they were there (the forward
+            may change them later); none if the call's arguments do.
         node: its node in Dynamo's graph, where the value is looked at.
-        goes: how the branch goes.
+        goes: how the branch goes, or the number.
         raises: whether the forward raises an error where it goes the other way.
+        decide: computes the truth from the tensors' numbers; None: it is the one tensor's.
+        compute: see `KnownValue.compute`.
+        truth: whether a branch asks for it.
     """
 
-    variable: Any
+    variables: tuple[Any, ...]
     node: Node
-    goes: bool
-    raises: bool
+    goes: Any
+    raises: bool = False
+    decide: GraphModule | None = None
+    compute: GraphModule | None = None
+    truth: bool = True
 
 
 @dataclass
 class _Branches:
-    decide: Callable[[Node], bool | None]
+    answers: KnownValues
     met: list[Met] = field(default_factory=list)
     tensor: Any = field(default_factory=lambda: private(_TENSOR))
     number: Any = field(default_factory=lambda: private(_NUMBER))
     numbers: dict[Node, Any] = field(default_factory=dict)
     thread: int = field(default_factory=threading.get_ident)
+
+    def __post_init__(self) -> None:
+        self.selections = Selections(self.count, self.in_whole)
+
+    def begin(self) -> None:
+        """Forget what an earlier trace has met."""
+        self.met.clear()
+        self.numbers.clear()
+        self.answers.begin()
 
     def in_whole(self, translator: Any, value: Any) -> bool:
         """Return whether a variable is a tensor of the graph itself, not of one inside it, nor of a
@@ -85,16 +137,26 @@ class _Branches:
         return here and isinstance(made, torch.Tensor) and not private(_WRAPPED)(made)
 
     def add(self, translator: Any, value: Any, how: str, goes: bool, raises: bool) -> None:
-        """Add what a method makes of a value, which nothing else has."""
+        """Add what a method makes of a tensor, which nothing else has."""
         own = value.call_method(translator, how, [], {})
-        self.met.append(Met(own, own.as_proxy().node, goes, raises))
+        self.met.append(Met((own,), own.as_proxy().node, goes, raises))
 
     def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
         if value is not None:
-            goes = _past_error(translator, instruction)
+            goes = past_error(translator, instruction)
             self.settle(translator, value, goes, goes is not None)
         return usual(translator, instruction)
+
+    def keep(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
+        value, stack = self.asked(translator), translator.stack
+        if value is None or not self.settle(translator, value, None, False):
+            return usual(translator, instruction)
+        truth = stack[-1]
+        found = usual(translator, instruction)
+        if stack and stack[-1] is truth:
+            stack[-1] = value
+        return found
 
     def negate(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
@@ -103,26 +165,98 @@ class _Branches:
         return usual(translator, instruction)
 
     def asked(self, translator: Any) -> Any:
-        """Return the tensor whose truth, or whose number's, an instruction asks for; else None."""
+        """Return the tensor or number whose truth an instruction asks for; None: it is of something
+        else."""
         value = translator.stack[-1]
-        if isinstance(value, self.number):
-            value = self.numbers.get(value.as_proxy().node)
-        return value if self.in_whole(translator, value) else None
+        return value if self.is_known(translator, value) else None
 
-    def settle(self, translator: Any, value: Any, goes: bool | None, raises: bool) -> None:
-        """Replace the value of which is asked by its truth, if that is known."""
-        if goes is None:
-            goes = self.decide(value.as_proxy().node)
-        if goes is not None:
-            self.add(translator, value, "clone", goes, raises)
-            translator.stack[-1] = constant(goes)
+    def is_known(self, translator: Any, value: Any) -> bool:
+        """Return whether a variable is a tensor of the graph itself, or computed from numbers in
+        such alone."""
+        if isinstance(value, self.number):
+            items = items_of(value.as_proxy().node)
+            return bool(items) and all(item in self.numbers for item in items)
+        return self.in_whole(translator, value)
+
+    def settle(self, translator: Any, value: Any, goes: bool | None, raises: bool) -> bool:
+        """Replace the value of which is asked by its truth, if that is known; return whether."""
+        truth = self.truth(translator, value, goes, raises)
+        if truth is not None:
+            translator.stack[-1] = constant(truth)
+        return truth is not None
+
+    def truth(
+        self, translator: Any, value: Any, goes: bool | None = None, raises: bool = False
+    ) -> bool | None:
+        """Return the truth of a tensor or number, and add it to what was met; None: not known."""
+        node = value.as_proxy().node
+        answer = (
+            self.answers.truth(node, place_of(translator)) if goes is None else KnownValue(goes)
+        )
+        if answer is None:
+            return None
+        if answer.compute is not None:
+            self.met.append(Met((), node, answer.value, raises, compute=answer.compute))
+        elif isinstance(value, self.number):
+            items = items_of(node)
+            tensors = tuple(self.numbers[item] for item in items)
+            self.met.append(Met(tensors, node, answer.value, raises, computed_by(node, items)))
+        else:
+            self.add(translator, value, "clone", answer.value, raises)
+        return bool(answer.value)
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep the value of the tensor of which a number is made."""
+        """Answer with the number that is read out of a tensor, if it is known. Else keep the value
+        of the tensor."""
+        translator, name = args[:2] if len(args) > 1 else (None, "")
+        if not isinstance(name, str) or not self.in_whole(translator, variable):
+            return usual(variable, *args, **kwargs)
+        if name not in ("item", "tolist"):
+            found = self.selections.method(translator, variable, name, *args[2:4])
+            return usual(variable, *args, **kwargs) if found is None else found
+        node = variable.as_proxy().node
+        answer = self.answers.number(node, place_of(translator), name == "tolist")
+        if answer is not None:
+            self.met.append(Met((), node, answer.value, compute=answer.compute, truth=False))
+            return private(_BUILD)(translator, answer.value)
         found = usual(variable, *args, **kwargs)
-        if isinstance(found, self.number) and "item" in args and self.in_whole(args[0], variable):
-            self.numbers[found.as_proxy().node] = variable.call_method(args[0], "clone", [], {})
+        if isinstance(found, self.number):
+            kept = variable.call_method(translator, "clone", [], {})
+            self.numbers[found.as_proxy().node] = kept
         return found
+
+    def count(self, translator: Any, variable: Any, how: str) -> int | None:
+        """Return a number that a method computes of a tensor, and add it to what was met; None: it
+        is not known."""
+        node = variable.call_method(translator, how, [], {}).as_proxy().node
+        answer = self.answers.number(node, place_of(translator), True)
+        if answer is None:
+            return None
+        self.met.append(Met((), node, answer.value, compute=answer.compute, truth=False))
+        return int(answer.value)
+
+    def builtin(self, usual: Any, function: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        """Answer what `int(x)` and `float(x)` are, if it is known, and index by positions."""
+        given = args[0].realize() if len(args) == 1 and not kwargs else None
+        kind = getattr(function, "fn", None)
+        if kind in (int, float) and given is not None and self.in_whole(translator, given):
+            args = [given.call_method(translator, "item", [], {})]
+        if kind is operator.getitem:
+            index = self.selections.item(translator, *(one.realize() for one in args))
+            args = args if index is None else [args[0], index]
+        return usual(function, translator, args, kwargs)
+
+    def of_number(self, usual: Any, name: str, function: Any, translator: Any, *args: Any) -> Any:
+        """Stand for a function that looks whether a number is finite: let a tensor do so."""
+        given: Any = args[0].realize() if args else None
+        if isinstance(given, self.number):
+            node = given.as_proxy().node
+            while getattr(node.target, "__name__", "") in _CASTS:
+                node = node.args[0]
+            given = self.numbers.get(node)
+        if given is not None and self.in_whole(translator, given):
+            return given.call_method(translator, name, [], {})
+        return usual(function, translator, *args) if usual else None
 
     def check(
         self, usual: Any, position: int, function: Any, translator: Any, *args: Any, **kwargs: Any
@@ -138,13 +272,17 @@ class _Branches:
             return private(_FUNCTION)(function.value).call_function(translator, args, kwargs)
         return None
 
+    def variables(self) -> list[Any]:
+        """Return the variables of all tensors that decide, in order."""
+        return [variable for one in self.met for variable in one.variables]
+
 
 class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what a forward asks of fake tensors' values, in turn, while there are answers."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, answers: Sequence[bool]) -> None:
+    def __init__(self, answers: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._answers = iter(answers)
         self._checks = set(map(private, _ASSERTS))
@@ -165,37 +303,45 @@ def values_met() -> Any:
 
 
 @contextlib.contextmanager
-def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[list[Met]]:
+def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
     """Trace inside with branches on tensors that go past an error that the forward would raise, or
-    as `decide` says of the tensor's node in Dynamo's graph. Where neither tells, Dynamo refuses
-    them, as it does all in a graph inside the graph.
+    as `answers` tell. Where neither tells, Dynamo refuses them, as it does all in a graph inside
+    the graph.
 
     Returns:
-        A list to which what is met is added; clear it when a trace begins.
+        What collects the values that are met; let it `begin` when a trace does.
     """
-    branches, several = _Branches(decide), private(_TUPLE)
+    branches, several = _Branches(answers), private(_TUPLE)
     functions = {private(name): position for name, position in _CHECKS.items()}
-    known: dict[Any, Any] = private(_HANDLERS)()
-    handlers: dict[Any, Any] = {
+    known = handlers()
+    replaced: dict[Any, Any] = {
         one: partial(branches.check, known.get(one), position)
         for one, position in functions.items()
     }
+    for one, method in _OF_NUMBERS.items():
+        replaced[one] = partial(branches.of_number, known.get(one), method)
+    replaced |= branches.selections.functions()
     dependent: Any = is_dependent  # whether the parameter of a distribution has no check
-    handlers[dependent] = lambda _self, _tx, one: constant(dependent(one.realize().value))
-    handlers[values_met] = lambda _self, _tx: several([one.variable for one in branches.met])
+    replaced[dependent] = lambda _self, _tx, one: constant(dependent(one.realize().value))
+    replaced[values_met] = lambda _self, _tx: several(branches.variables())
     with contextlib.ExitStack() as entered:
         entered.enter_context(ONE_TRACE_AT_A_TIME)
-        entered.enter_context(taken_whole(handlers))
-        entered.enter_context(handlers_replaced(handlers))
-        call = partial(branches.call, private(_CALL))
+        entered.enter_context(taken_whole({*functions, dependent, values_met}))
+        entered.enter_context(handlers_replaced(replaced))
+        call, builtin = (partial(branches.call, private(_CALL)), private(_BUILTIN))
+        asked = partial(branches.builtin, builtin)
         entered.enter_context(patched(_CALL, lambda *args, **more: call(*args, **more)))
-        for table in _tables():
-            changed = dict.fromkeys(_JUMPS, branches.jump)
-            changed[dis.opmap["UNARY_NOT"]] = branches.negate
+        entered.enter_context(patched(_BUILTIN, lambda *args, **more: asked(*args, **more)))
+        for table in tables():
+            changed = {
+                **dict.fromkeys(JUMPS, branches.jump),
+                **dict.fromkeys(KEEPS, branches.keep),
+                dis.opmap["UNARY_NOT"]: branches.negate,
+            }
             for number, function in changed.items():
                 entered.callback(table.__setitem__, number, table[number])
                 table[number] = partial(function, table[number])
-        yield branches.met
+        yield branches
 
 
 def check_left(traced: GraphModule) -> Node | None:
@@ -208,56 +354,3 @@ def check_left(traced: GraphModule) -> Node | None:
                 found: Node = node
                 return found
     return None
-
-
-def without_numbers(traced: GraphModule) -> None:
-    """Remove the numbers from a graph, in place, that it makes of tensors and reads only to check
-    that they are within their range."""
-    checks = private(_IN_RANGE)
-    found = dict[Node, None]()
-
-    def unread(node: Node) -> bool:
-        alone = node.op != "output" and all(unread(user) for user in node.users)
-        return alone and (bool(node.users) or node.target in (checks, "item"))
-
-    def collect(node: Node) -> None:
-        for user in node.users:
-            collect(user)
-        found.setdefault(node)  # after all that read it
-
-    for item in traced.graph.find_nodes(op="call_method", target="item"):
-        if unread(item):
-            collect(item)
-    for node in found:
-        traced.graph.erase_node(node)
-    if found:
-        traced.recompile()
-
-
-def _past_error(translator: Any, instruction: Any) -> bool | None:
-    """Return the truth of a value with which a jump goes past code that does nothing but raise an
-    error; None: there is none, or both ways lead to one."""
-    at = translator.indexof
-    ways = {"TRUE" in instruction.opname: at[instruction.target]}
-    ways["TRUE" not in instruction.opname] = at[instruction] + 1
-    raising = [truth for truth, index in ways.items() if _raises(translator.instructions[index:])]
-    return not raising[0] if len(raising) == 1 else None
-
-
-def _raises(instructions: Any) -> bool:
-    for one in instructions:
-        if one.opname == "RAISE_VARARGS":
-            return True
-        if one.opname.startswith(_ENDS):
-            return False
-    return False
-
-
-def _tables() -> Iterator[list[Any]]:
-    """Yield what Dynamo's translators do at each instruction, a list for each class."""
-    waiting, name = [private(_TRANSLATOR)], attribute_name(_TABLE)
-    while waiting:
-        one = waiting.pop()
-        waiting += one.__subclasses__()
-        if name in vars(one):
-            yield vars(one)[name]

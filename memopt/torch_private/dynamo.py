@@ -101,21 +101,27 @@ def export_root() -> str:
     return attribute_name(f"{_EXPORT}.ModuleToTrace._export_root")
 
 
+def handlers() -> dict[Any, Any]:
+    """Return Dynamo's handlers of functions that it puts into its graph."""
+    found: dict[Any, Any] = private(_HANDLERS)()
+    return found
+
+
 @contextlib.contextmanager
-def handlers_replaced(handlers: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+def handlers_replaced(replacing: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
     """Trace with other handlers of functions; None removes a handler."""
-    known_handlers: dict[Any, Any] = private(_HANDLERS)()
+    known_handlers = handlers()
     with ONE_TRACE_AT_A_TIME:
-        kept = {one: known_handlers[one] for one in handlers if one in known_handlers}
+        kept = {one: known_handlers[one] for one in replacing if one in known_handlers}
         try:
-            for function, handler in handlers.items():
+            for function, handler in replacing.items():
                 if handler is None:
                     known_handlers.pop(function, None)
                 else:
                     known_handlers[function] = handler
             yield
         finally:
-            for one in handlers:
+            for one in replacing:
                 known_handlers.pop(one, None)
             known_handlers.update(kept)
 

@@ -163,6 +163,7 @@ DYNAMO = (
         "InstructionTranslatorBase.dispatch_table",
     ),
     *rows("trace a forward that looks at values", f"{_VARIABLES}.TensorVariable", "call_method"),
+    *rows("trace a forward that looks at values", f"{_VARIABLES}.base.VariableTracker", "build"),
     *rows(
         "trace a forward that looks at values",
         "torch.ops.aten",

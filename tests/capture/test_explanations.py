@@ -94,7 +94,7 @@ class Checks(nn.Module):
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         if self.inner is not None:
             return self.inner(self.linear(x))
-        return self.linear(x) if x.sum() > 0 else x
+        return self.linear(x) if torch.rand(()) > 0 else x
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,10 @@ def test_graphs_get_their_self_loops_before_the_call(tmp_path: Path) -> None:
     """Neither a mask nor memopt.opaque can be put into the library's code."""
     path = tmp_path / "torch_geometric" / "utils" / "loop.py"
     path.parent.mkdir(parents=True)
-    path.write_text("def remove(edges):\n    return edges[:, edges[0] != edges[1]]\n")
-    library: dict[str, Any] = {}
+    path.write_text(
+        "def remove(edges):\n    return edges[:, edges[0] + torch.rand(3) > edges[1]]\n"
+    )
+    library: dict[str, Any] = {"torch": torch}
     exec(compile(path.read_text(), str(path), "exec"), library)
     call = to_call((torch.ones(4, 3), torch.tensor([[0, 1, 2], [1, 1, 3]])))
     with pytest.raises(CaptureError, match=r"add_self_loops=False"):

@@ -80,3 +80,26 @@ def test_a_leaf_made_in_the_forward_is_refused() -> None:
     model.needs = True
     with pytest.raises(CaptureError, match=r"one\.requires_grad = self\.needs"):
         memopt.plan(model, torch.randn(4, 8), budget="min", strategy="rotor", progress=False)
+
+
+class Tags(Asks):
+    """Sets an attribute on a tensor that it returns, or on one that it uses."""
+
+    returned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.linear(x)
+        result: Tensor = inner.relu()
+        (result if self.returned else inner).scale = 2
+        return result
+
+
+def test_an_attribute_of_a_returned_tensor_is_refused() -> None:
+    """It was lost."""
+    model = Tags()
+    memopt.wrap(model, "min", strategy="rotor", progress=False, improve=False)
+    model(torch.randn(4, 8)).sum().backward()
+    assert memopt.running(model).calls.planned == 1
+    model.returned = True
+    with pytest.raises(CaptureError, match=r"sets \.scale on a tensor that it returns.*beside"):
+        model(torch.randn(4, 8))

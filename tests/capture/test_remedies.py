@@ -114,6 +114,16 @@ class Net(nn.Module):
         return x
 
 
+NOTHING = None
+
+
+def missing(_model: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return x if NOT_THERE else x * 2  # type: ignore[name-defined]
+    except NameError:
+        return x
+
+
 class Row(NamedTuple):
     """A form, what is said of it, and what it is to be written as."""
 
@@ -243,9 +253,12 @@ ROWS: dict[str, Row] = {
     ),
     "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
     "causal mask": Row(
-        lambda m, x: m.encoder(x[None], causal(x))[0],
+        lambda m, x: m.encoder(x[None], causal(x) + torch.rand(()))[0],
         "looks at a mask's values to see whether it is causal.*is_causal=True",
-        (lambda m, x: m.encoder(x[None], causal(x), is_causal=True)[0],),
+        (
+            lambda m, x: m.encoder(x[None], causal(x) + torch.rand(()), is_causal=True)[0],
+            lambda m, x: m.encoder(x[None], causal(x))[0],
+        ),
     ),
     "nn.Buffer": Row(
         Net.to_dtype_of,
@@ -256,6 +269,21 @@ ROWS: dict[str, Row] = {
         lambda m, x: x * 2 if torch.jit.isinstance(x, Tensor) else x,
         "it calls torch.jit.isinstance, .*Python's isinstance",
         (lambda m, x: x * 2 if isinstance(x, Tensor) else x,),
+    ),
+    "times changed": Row(
+        lambda m, x: x * 2 if x._version > 5 else x,
+        r"reads how often a tensor was changed \(\._version\)",
+        (lambda m, x: x * 2,),
+    ),
+    "missing global": Row(
+        missing,
+        r"reads a global that does not exist.*NAME = None",
+        (lambda m, x: x if NOTHING is None else x * 2,),
+    ),
+    "globals": Row(
+        lambda m, x: x if globals().get("NOTHING") is None else x * 2,
+        r"looks names up by globals\(\).*read the name itself",
+        (lambda m, x: x if NOTHING is None else x * 2,),
     ),
     "item": Row(
         lambda m, x: x * x.sum().item(),

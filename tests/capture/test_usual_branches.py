@@ -3,9 +3,11 @@ where a value is otherwise."""
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from torch.distributions.kl import _KL_MEMOIZE
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.capture.usual_branches import usual_outcome
+from memopt.capture.answers import Answering, Looking
 from memopt.errors import CaptureError, ExecutionError
 from memopt.executor.module import PlannedModule
+from memopt.executor.runtime import Runtime
+from memopt.step.inputs import Call
 from memopt.torch_private.branches import branches_decided
 from tests.capture.checking import CHECKS, Checking, asserts, raises
 
@@ -276,21 +280,114 @@ def test_another_thread_compiles_as_ever() -> None:
         except RuntimeError as error:
             found.append(error)
 
-    with branches_decided(usual_outcome) as met:
+    answers = Answering(Checking(raises), Call((), {}), Looking())
+    with branches_decided(answers) as branches:
         thread = threading.Thread(target=compiled)
         thread.start()
         thread.join()
     assert "Data-dependent branching" in str(found[0])
-    assert met == []
+    assert branches.met == []
 
 
-def test_other_branches_are_refused() -> None:
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if x.mean() > 0 else x
+class Deciding(Block):
+    """Branches on activations and parameters in ways that no rule tells."""
 
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(CaptureError, match="data-dependent Python control flow"),
-    ):
-        planned(nn.Sequential(nn.Linear(16, 16), Branching(), nn.Linear(16, 16)))
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(self.linear(x))
+        if (h != h).any() or torch.isfinite(h).all() == False:  # noqa: E712
+            h = torch.nan_to_num(h)
+        if not math.isfinite(float(h.sum())) or math.isnan(h.mean().item()):
+            return h * 0
+        if h.abs().sum().item() == 0 or self.linear.weight.norm() > 1000:
+            h = h + 1
+        h = self.more(h)
+        big = x.abs().max() > 100 and h
+        if h.abs().max().item() / 2 > 20 and not (h.mean() < -1e9):
+            warnings.warn("large", stacklevel=1)
+            h = h / 2
+        while h.abs().max() > 30:
+            h = h / 4
+        return h if big is not h else h * 3
+
+
+@pytest.mark.parametrize("make", [planned, wrapped])
+def test_branches_go_as_they_went_for_the_example(
+    make: Callable[[nn.Module], nn.Module],
+) -> None:
+    def trained(make: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Deciding()
+        with torch.no_grad():
+            model.more[0].weight.mul_(3)
+        called.append(make(model))
+        torch.manual_seed(1)
+        found = []
+        for step in range(6):
+            if step == 3:
+                with torch.no_grad():
+                    model.more[0].weight.mul_(30)
+            loss = called[-1](torch.randn(8, 16)).pow(2).mean()
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+            model.zero_grad()
+            if step == 3:
+                with torch.no_grad():
+                    model.more[0].weight.div_(30)
+        return [*found, *(one.clone() for one in model.buffers()), torch.rand(3)]
+
+    called: list[nn.Module] = []
+    with pytest.warns(UserWarning, match="large") as heard:
+        expected = trained(lambda model: model)
+    times = [str(one.message) for one in heard].count("large")
+    assert times == 1
+    with pytest.warns(UserWarning, match="looks at a value of its own") as heard:
+        found = trained(make)
+    assert [str(one.message) for one in heard].count("large") == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    calls = memopt.running(called[1]).calls
+    assert (calls.planned, calls.original) == (5, 1)
+
+
+class Flipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        return h * 2 if h.sum() > 0 else h
+
+
+def test_a_plan_whose_branches_go_otherwise_is_seldom_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Flipping()
+    x = torch.randn(8, 16)
+    x = x if model.linear(x).sum() > 0 else -x
+    step = memopt.plan(model, x, budget="min", strategy="rotor", progress=False).apply(model)
+    tried, run = list[bool](), Runtime.run
+
+    def heard(*args: Any) -> Any:
+        tried.append(True)
+        return run(*args)
+
+    monkeypatch.setattr(Runtime, "run", heard)
+    step(x).sum().backward()
+    with torch.no_grad():
+        model.linear.weight.neg_()
+        model.linear.bias.neg_()
+    with pytest.warns(UserWarning, match="looks at a value of its own"):
+        assert all(torch.equal(step(x), model(x)) for _ in range(100))
+    assert (step.calls.planned, step.calls.original, len(tried)) == (1, 100, 10)
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch.rand(()) > 0.5 else x
+
+
+def test_a_branch_by_chance_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Drawing(), nn.Linear(16, 16))
+    with pytest.raises(CaptureError, match=r"data-dependent.*torch\.where"):
+        planned(model)

@@ -1,0 +1,203 @@
+"""Answers what a trace asks of values: as they are as a rule, as the example's inputs decide, or as
+they were when the example ran."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from memopt.capture.input_values import computed_from_inputs, is_drawn, value_now
+from memopt.capture.usual_outcome import usual_outcome
+from memopt.step.inputs import Call
+from memopt.step.ranks import ranks_of
+from memopt.torch_private.access import private
+from memopt.torch_private.aot import FakeTensor
+from memopt.torch_private.branches import KnownValue, KnownValues
+from memopt.torch_private.instructions import Place, is_library
+from memopt.torch_private.modes import TorchDispatchMode
+from memopt.torch_private.numbers_of_tensors import computed_by, has_numbers, items_of
+from memopt.user_code.restored_state import forward_restored
+
+REFUSED = re.compile(
+    r"[Dd]ata[- ]dependent|_local_scalar_dense|[Uu]nbacked|_check_tensor_all"
+    r"|Sym(Int|Float|Bool|Node)|distributions/constraints\.py"
+)
+_READ = "torch.ops.aten._local_scalar_dense.default"
+
+
+@dataclass
+class Looking:
+    """What traces of a model have asked so far.
+
+    Attributes:
+        numbers: where a number of the inputs is read that has to be known.
+        records: whether values that depend on more than the inputs have to be known.
+        pending: where numbers of the inputs were read that a trace left open.
+        unknown: whether the truth of a value that depends on more was asked for.
+    """
+
+    numbers: set[Place] = field(default_factory=set)
+    records: bool = False
+    pending: set[Place] = field(default_factory=set)
+    unknown: bool = False
+    recorded: tuple[weakref.ref[Call], dict[Place, list[Any]]] | None = None
+
+    def asks_more(self) -> bool:
+        """Return whether the next trace gets more answers than the last, which was refused."""
+        if not self.pending <= self.numbers:
+            self.numbers |= self.pending
+            return True
+        more = self.unknown and not self.records
+        self.records |= more
+        return more
+
+
+class Answering(KnownValues):
+    """Answers a trace of a call.
+
+    Attributes:
+        given: the answers so far that no rule gives. A trace of the same call without values gets
+            the same (`Call.looked`).
+    """
+
+    def __init__(self, model: nn.Module, call: Call, looking: Looking) -> None:
+        self._model, self._call, self._looking = model, call, looking
+        # Ranks that communicate in a forward cannot run it again alone.
+        self._knows = ranks_of(model) is None
+        self.begin()
+
+    def begin(self) -> None:
+        """Answer from the first question on."""
+        self.given: list[Any] = []
+        self._again = deque(self._call.looked)
+        self._values: dict[Node, Any] = {}
+        self._open: dict[Node, Place] = {}
+        self._looking.pending, self._looking.unknown = set(), False
+        found = self._recorded() if self._knows and self._looking.records else {}
+        self._heard = {place: deque(values) for place, values in found.items()}
+
+    def truth(self, node: Node, place: Place) -> KnownValue | None:
+        """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
+        if not self._knows:
+            return None
+        items = items_of(node)
+        heard = None if items else self._hear(place)
+        usual = usual_outcome(node)
+        if usual is not None:
+            return KnownValue(usual)
+        compute = computed_from_inputs(node, len(self._call.leaves))
+        if compute is not None:
+            value = self._value(compute, truth=True)
+        elif is_drawn(node):
+            value = None
+        elif items:
+            value = self._of_numbers(node, items)
+        else:
+            value = self._answer(heard)
+        if value is None:
+            self._looking.unknown = True
+            return None
+        for item in items:
+            self._open.pop(item.all_input_nodes[0], None)
+        self._looking.pending = set(self._open.values())
+        return KnownValue(bool(value), compute)
+
+    def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
+        """Return the number in a tensor, or for `nested` all in nested lists."""
+        if not nested:
+            self._values[node] = self._hear(place)
+        example = node.meta["example_value"]
+        real = example.is_floating_point() or example.is_complex()
+        if not self._knows or real:
+            return None
+        compute = computed_from_inputs(node, len(self._call.leaves))
+        if compute is None:
+            return None
+        if not nested and place not in self._looking.numbers:
+            self._open[node] = place
+            self._looking.pending = set(self._open.values())
+            return None
+        value = self._value(compute, truth=False)
+        return None if value is None else KnownValue(value, compute)
+
+    def numbers_left(self, traced: GraphModule) -> bool:
+        """Return whether a graph reads numbers of the inputs that can be known in another trace."""
+        return has_numbers(traced) and self._looking.asks_more()
+
+    def _value(self, compute: GraphModule, truth: bool) -> Any:
+        if self._again:
+            return self._answer(None)
+        return self._answer(value_now(compute, truth, self._call.leaves))
+
+    def _of_numbers(self, node: Node, items: tuple[Node, ...]) -> Any:
+        if self._again:
+            return self._answer(None)
+        numbers = [self._values.get(item.all_input_nodes[0]) for item in items]
+        if None in numbers:
+            return None
+        compute = computed_by(node, items)
+        return self._answer(bool(numbers[0] if compute is None else compute(*numbers)))
+
+    def _answer(self, value: Any) -> Any:
+        if self._again:
+            value = self._again.popleft()
+        if value is not None:
+            self.given.append(value)
+        return value
+
+    def _hear(self, place: Place) -> Any:
+        """Return the next number that the example's run read in a line; None: not known."""
+        heard = self._heard.get(place)
+        return heard.popleft() if heard else None
+
+    def _recorded(self) -> dict[Place, list[Any]]:
+        """Return what a forward of the call reads, by line."""
+        known = self._looking.recorded
+        if known is not None and known[0]() is self._call:
+            return known[1]
+        if any(isinstance(one, FakeTensor) or one.is_meta for one in self._tensors()):
+            return {}
+        heard = _Numbers()
+        # The trace says what is wrong, if anything is.
+        with contextlib.suppress(Exception), heard, forward_restored(self._model, self._call):
+            pass
+        self._looking.recorded = weakref.ref(self._call), heard.found
+        return heard.found
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._call.tensors()
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears what is read out of tensors, by the line of the user's code that does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[Place, list[Any]] = {}
+        self._read = private(_READ)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        value = function(*args, **kwargs or {})
+        if function is self._read:
+            frame = sys._getframe(1)
+            while is_library(frame.f_code.co_filename) and frame.f_back is not None:
+                frame = frame.f_back
+            place = frame.f_code.co_filename, frame.f_lineno
+            self.found.setdefault(place, []).append(value)
+        return value

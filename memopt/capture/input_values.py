@@ -1,0 +1,114 @@
+"""Computes values that a forward reads in Python, and that its inputs alone decide.
+
+A branch on `mask.all()` cannot be in a graph, nor can `int(lengths.max())`. Where no parameter,
+buffer or random number takes part, the value can be computed before the step: it is part of what a
+plan is made for, as the inputs' shapes are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from memopt.step.input_values import InputValue
+from memopt.torch_private.aot import FakeTensor
+from memopt.torch_private.modes import TorchDispatchMode
+from memopt.torch_private.tensors import version_of
+
+_ARGUMENT = re.compile(r"l_flat_args_(\d+)_")
+"""Dynamo's names of a call's flat arguments."""
+_AUTOCAST = "_enter_autocast"
+
+
+def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
+    """Return what computes a node of Dynamo's graph from a call's flat arguments; None: it depends
+    on more, or on what the forward changes in place.
+
+    Args:
+        node: the node.
+        count: how many flat arguments there are.
+    """
+    sources = _ancestors(node)
+    if any(_depends_on_more(one) for one in sources):
+        return None
+    if any(_is_floating(one) for one in sources) and _enters_autocast(node):
+        return None
+    made = Graph()
+    arguments = [made.placeholder(f"argument_{i}") for i in range(count)]
+    copies: dict[Node, Node] = {}
+    for one in node.graph.nodes:
+        if one not in sources:
+            continue
+        found = _ARGUMENT.fullmatch(one.name) if one.op == "placeholder" else None
+        copies[one] = arguments[int(found[1])] if found else made.node_copy(one, copies.get)
+    made.output(copies[node])
+    return GraphModule({}, made)
+
+
+def is_drawn(node: Node) -> bool:
+    """Return whether a value is computed from no argument, parameter or buffer: as a rule it is
+    random, and differs from step to step."""
+    return all(one.op in ("call_function", "call_method") for one in _ancestors(node))
+
+
+def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> Any:
+    """Return a value for the flat arguments; None: these have no values, or it is drawn."""
+    read = [
+        leaf
+        for place, leaf in zip(compute.graph.find_nodes(op="placeholder"), leaves, strict=True)
+        if place.users
+    ]
+    if any(isinstance(leaf, FakeTensor) or getattr(leaf, "is_meta", False) for leaf in read):
+        return None
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    try:
+        with draws:
+            found = InputValue(compute, truth, None, "").read(leaves)
+    except (LookupError, RuntimeError, TypeError, ValueError):  # the forward raises one, too
+        return None
+    return None if draws.drawn else found
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices random operators."""
+
+    drawn = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in function.tags
+        return function(*args, **kwargs or {})
+
+
+def _ancestors(node: Node) -> set[Node]:
+    """Return a node, and all that it is computed from."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _depends_on_more(node: Node) -> bool:
+    if node.op == "placeholder":
+        outside = _ARGUMENT.fullmatch(node.name) is None
+    else:
+        outside = node.op not in ("call_function", "call_method")
+    made = node.meta.get("example_value")
+    return outside or (isinstance(made, torch.Tensor) and version_of(made) > 0)
+
+
+def _is_floating(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    return isinstance(made, torch.Tensor) and made.is_floating_point()
+
+
+def _enters_autocast(node: Node) -> bool:
+    return any(getattr(one.target, "__name__", "") == _AUTOCAST for one in node.graph.nodes)

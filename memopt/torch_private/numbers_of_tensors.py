@@ -1,0 +1,97 @@
+"""Numbers of tensors (`item()`) in Dynamo's graphs, and what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from memopt.torch_private.access import private
+
+_IN_RANGE = "torch.ops.aten._assert_scalar.default"
+
+
+def items_of(node: Node) -> tuple[Node, ...]:
+    """Return the `item()` nodes that a number is computed from; none if it is of anything else,
+    too."""
+    found, waiting, seen = list[Node](), [node], {node}
+    while waiting:
+        one = waiting.pop()
+        if one.op == "call_method" and one.target == "item":
+            found.append(one)
+        elif one.op != "call_function" or not one.all_input_nodes:
+            return ()
+        else:
+            new = [other for other in one.all_input_nodes if other not in seen]
+            seen.update(new)
+            waiting += new
+    return tuple(found)
+
+
+def computed_by(node: Node, items: Sequence[Node]) -> GraphModule | None:
+    """Return what computes a node from the numbers of these nodes; None: it is the only one."""
+    if tuple(items) == (node,):
+        return None
+    made = Graph()
+    known = {item: made.placeholder(f"number_{i}") for i, item in enumerate(items)}
+
+    def copied(one: Node) -> Node:
+        if one not in known:
+            known[one] = made.node_copy(one, copied)
+        return known[one]
+
+    made.output(copied(node))
+    return GraphModule({}, made)
+
+
+def has_numbers(traced: GraphModule) -> bool:
+    """Return whether a graph reads numbers out of tensors, or their values decide its sizes."""
+    find = traced.graph.find_nodes
+    checks = find(op="call_function", target=private(_IN_RANGE), sort=False)
+    return bool(checks or find(op="call_method", target="item", sort=False))
+
+
+def without_numbers(traced: GraphModule) -> None:
+    """Remove the numbers from a graph, in place, that it makes of tensors and reads only to check
+    that they are within their range."""
+    checks = private(_IN_RANGE)
+    found = dict[Node, None]()
+
+    def unread(node: Node) -> bool:
+        alone = node.op != "output" and all(unread(user) for user in node.users)
+        return alone and (bool(node.users) or node.target == checks or _is_number(node))
+
+    def collect(node: Node) -> None:
+        for user in node.users:
+            collect(user)
+        found.setdefault(node)  # after all that read it
+
+    for item in [one for one in traced.graph.nodes if _is_number(one)]:
+        if unread(item):
+            collect(item)
+    for node in found:
+        traced.graph.erase_node(node)
+    if found:
+        traced.recompile()
+
+
+def _is_number(node: Node) -> bool:
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return node.target == "item" or isinstance(node.meta.get("example_value"), kinds)
+
+
+def without_unread(traced: GraphModule, nodes: Sequence[Node]) -> None:
+    """Remove nodes of Dynamo's from a graph that is made of its own, in place, and what they are
+    computed from, where nothing else reads it. None of that may have side effects."""
+    targets = {node.name: node.target for node in nodes}
+    waiting = [one for one in traced.graph.nodes if targets.get(one.name, "") == one.target]
+    erased = set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in erased and not node.users and node.op in ("call_function", "call_method"):
+            waiting += node.all_input_nodes
+            traced.graph.erase_node(node)
+            erased.add(node)
+    if erased:
+        traced.recompile()

@@ -1,0 +1,125 @@
+"""Selections by tensors' values (`x[mask]`, `nonzero()`) in a trace: Dynamo makes symbols of their
+sizes. Where these are known, operators of fixed sizes take their place, which compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memopt.torch_private.dynamo import constant, handlers, variables
+
+Count = Callable[[Any, Any, str], int | None]
+"""(translator, variable of a tensor, method) → the number that the method computes; None: it is not
+known."""
+_METHODS = ("argwhere", "masked_select", "nonzero", "repeat_interleave")
+_WHERE = torch.where
+
+
+class Selections:
+    """Replaces selections of known sizes.
+
+    Args:
+        count: tells sizes.
+        is_ours: (translator, variable) → whether it is a tensor whose size `count` may know.
+    """
+
+    def __init__(self, count: Count, is_ours: Callable[[Any, Any], bool]) -> None:
+        self._count, self._is_ours = count, is_ours
+        self._tuple, self._list = variables("TupleVariable", "ListVariable")
+
+    def functions(self) -> dict[Any, Callable[..., Any]]:
+        """Return Dynamo's handlers of the functions."""
+        named = {getattr(torch, name): name for name in _METHODS} | {_WHERE: "where"}
+        known = handlers()
+
+        def handler(function: Any, name: str) -> Callable[..., Any]:
+            def handled(own: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+                first, *more = [one.realize() for one in args] or [None]
+                found = self.method(translator, first, name, more, kwargs)
+                usual = known.get(function)
+                if found is None and usual is not None:
+                    return usual(own, translator, *args, **kwargs)
+                return found
+
+            return handled
+
+        return {function: handler(function, name) for function, name in named.items()}
+
+    def method(
+        self, translator: Any, variable: Any, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a method of a tensor selects; None: it is no such, or its size not known."""
+        if not self._is_ours(translator, variable):
+            return None
+        given = [one.realize() for one in args]
+        if name == "repeat_interleave" and "output_size" not in kwargs:
+            return self._repeated(translator, variable, given, kwargs)
+        if name == "masked_select" and len(given) == 1 and not kwargs:
+            return self._masked(translator, variable, given[0])
+        if given or name not in ("argwhere", "nonzero", "where"):
+            return None
+        as_tuple = "as_tuple" in kwargs and kwargs["as_tuple"].as_python_constant()
+        if name == "where" or as_tuple:
+            found = self._indices(translator, variable)
+            return None if found is None else self._tuple(found)
+        return self._nonzero(translator, variable)
+
+    def item(self, translator: Any, variable: Any, index: Any) -> Any:
+        """Return the index of a tensor with positions in place of masks; None: it has no mask, or
+        their sizes are not known."""
+        several = isinstance(index, self._tuple)
+        made, masks = [], 0
+        for one in index.items if several else (index,):
+            one = one.realize()
+            if not (self._is_ours(translator, one) and _value(one).dtype is torch.bool):
+                made.append(one)
+                continue
+            found = self._indices(translator, one)
+            if found is None:
+                return None
+            made += found
+            masks += 1
+        return self._tuple(made) if masks and self._is_ours(translator, variable) else None
+
+    def _nonzero(self, translator: Any, variable: Any) -> Any:
+        if _value(variable).dim() == 0:
+            return None
+        count = self._count(translator, variable, "count_nonzero")
+        if count is None:
+            return None
+        return variable.call_method(translator, "nonzero_static", [], {"size": constant(count)})
+
+    def _indices(self, translator: Any, variable: Any) -> list[Any] | None:
+        found = self._nonzero(translator, variable)
+        if found is None:
+            return None
+        unbound = found.call_method(translator, "unbind", [constant(1)], {})
+        return list(unbound.unpack_var_sequence(translator))
+
+    def _masked(self, translator: Any, variable: Any, mask: Any) -> Any:
+        # Its gradient would be summed, not put in place: other signs of zeros.
+        one = _value(variable)
+        if one.requires_grad or not self._is_ours(translator, mask):
+            return None
+        indices = self._indices(translator, mask) if _value(mask).shape == one.shape else None
+        if indices is None:
+            return None
+        return variable.call_method(translator, "__getitem__", [self._tuple(indices)], {})
+
+    def _repeated(
+        self, translator: Any, variable: Any, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        repeats = args[0] if args else kwargs.get("repeats")
+        if not self._is_ours(translator, repeats) or _value(repeats).dim() == 0:
+            return None
+        count = self._count(translator, repeats, "sum")
+        if count is None:
+            return None
+        known = {**kwargs, "output_size": constant(count)}
+        return variable.call_method(translator, "repeat_interleave", args, known)
+
+
+def _value(variable: Any) -> Any:
+    return variable.as_proxy().node.meta["example_value"]

@@ -1,0 +1,179 @@
+"""What a forward reads of its inputs' values in Python is part of what a plan is for: calls with
+other values have plans of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memopt
+from memopt.errors import GuardError
+
+WORDS = 20
+
+
+class Reading(nn.Module):
+    """Reads values of its words, as `kinds` say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(WORDS, 8), nn.Linear(8, 8)
+        self.last, self.drop = nn.Linear(8, WORDS), nn.Dropout(0.2)
+
+    def forward(self, ids: Tensor) -> Any:
+        h = self.drop(self.layer(self.words(ids)).relu())
+        return self.last(self.read(h, ids))
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Branches(Reading):
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        if ids.max().item() >= WORDS:
+            raise ValueError(f"no word {int(ids.max())}")
+        mask = ids != 0
+        if not mask.all():
+            h = h * mask.unsqueeze(-1)
+        padded = bool((ids == 0).any())
+        h = h * 2 if padded and int(ids.sum()) > 3 else h
+        return h + 1 if (ids[0] == 0).any() or (ids[1] == 0).any() else h
+
+
+class Numbers(Reading):
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        lengths = (ids != 0).sum(1)
+        longest = int(lengths.max())
+        means = [row[:n].mean(0) for row, n in zip(h, lengths.tolist(), strict=True)]
+        h = functional.pad(h[:, :longest], (0, 0, 0, h.shape[1] - longest))
+        for count in torch.bincount(ids.flatten(), minlength=WORDS)[:2].tolist():
+            h = h * (1 + count)
+        return h + torch.stack(means).unsqueeze(1)
+
+
+class Selections(Reading):
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = ids != 0
+        rows, columns = torch.where(mask)
+        packed = h[mask] * torch.repeat_interleave(ids[:, 0] + 1, mask.sum(1)).unsqueeze(-1)
+        h = h.index_put((rows, columns), packed)
+        return h * mask.nonzero().sum() + ids.masked_select(mask).sum() + h[:, mask[0]].mean()
+
+
+def batches() -> list[Tensor]:
+    """Calls of two kinds that take turns."""
+    found = []
+    for number in range(5):
+        ids = torch.randint(1, WORDS, (3, 5), generator=torch.Generator().manual_seed(number))
+        ids[:, 0] = 3
+        if number in (1, 3):
+            ids[1, 4] = ids[2, 3] = ids[2, 4] = 0
+        found.append(ids)
+    found[3][0, :4], found[3][1, :4], found[3][2, :3] = found[1][0, :4], 5, 6
+    return found
+
+
+def trained(model: nn.Module, calls: list[Tensor]) -> list[Any]:
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for ids in calls:
+        try:
+            loss = model(ids).pow(2).mean()
+        except (ValueError, IndexError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+            continue
+        loss.backward()
+        found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+        model.zero_grad()
+    return [*found, torch.rand(3)]
+
+
+def wrapped(kind: type[Reading]) -> nn.Module:
+    torch.manual_seed(0)
+    return memopt.wrap(kind(), "min", strategy="rotor", progress=False, improve=False)
+
+
+def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    expected, found = trained(kind(), calls), trained(model, calls)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, str):
+            assert one == other
+        else:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Branches, Numbers, Selections])
+def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
+    model = wrapped(kind)
+    check_equal(kind, model, batches())
+    calls = memopt.running(model).calls
+    assert (calls.planned, calls.original, len(model.plans)) == (5, 0, 2)
+
+
+def test_an_error_of_the_forward_is_eagers() -> None:
+    model = wrapped(Branches)
+    bad = batches()[0].clone()
+    bad[0, 0] = WORDS
+    with pytest.warns(UserWarning, match="an operator fails"):
+        check_equal(Branches, model, [batches()[0], bad, batches()[0]])
+
+
+class Longest(Reading):
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * int(ids.max())
+
+
+def test_no_more_than_eight_plans_are_made() -> None:
+    model = wrapped(Longest)
+    calls = [torch.full((2, 3), number) for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 10, 8)]
+    with pytest.warns(UserWarning, match=r"int\(ids.max\(\)\).*planned 8, got 9.*torch\.where"):
+        check_equal(Longest, model, calls)
+    assert len(model.plans) == 8
+    calls_made = memopt.running(model).calls
+    assert (calls_made.planned, calls_made.original) == (10, 3)
+
+
+def test_an_applied_plan_names_the_value() -> None:
+    model = Longest()
+    ids = torch.full((2, 3), 4)
+    plan = memopt.plan(model, ids, budget="min", strategy="rotor", progress=False)
+    planned = plan.apply(model)
+    planned(ids).sum().backward()
+    with pytest.raises(GuardError, match=r"int\(ids\.max\(\)\).*planned 4, got 5"):
+        planned(ids + 1)
+    following = plan.apply(model, on_mismatch="plan")
+    following(ids + 1).sum().backward()
+    assert memopt.running(following).calls.replanned == 1
+
+
+class ReadsWhatItChanged(Reading):
+    def forward(self, ids: Tensor) -> Any:
+        ids.clamp_(max=4)
+        return super().forward(ids)
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * 2 if ids.max() < 5 else h
+
+
+def test_what_the_forward_has_changed_is_looked_at_in_the_step() -> None:
+    model = wrapped(ReadsWhatItChanged)
+    check_equal(ReadsWhatItChanged, model, [torch.full((2, 3), number) for number in (3, 7)] * 2)
+    assert memopt.running(model).calls.planned == 4
+
+
+def test_an_applied_plan_leaves_errors_to_the_model() -> None:
+    """It was an InputsError."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = memopt.plan(model, torch.ones(2, 4), budget="min", strategy="rotor", progress=False)
+    planned = plan.apply(model, on_mismatch="plan")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as eager:
+        model(torch.ones(2, 3))
+    with pytest.raises(RuntimeError) as found:
+        planned(torch.ones(2, 3))
+    assert (type(found.value), str(found.value)) == (type(eager.value), str(eager.value))
