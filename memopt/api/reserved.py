@@ -166,7 +166,7 @@ def soon_within_card(
 
 
 def holding(plan: PlanRecord, more_bytes: int) -> PlanRecord:
-    """Return a plan within a budget of so many bytes more, that are there throughout the step."""
+    """Return a plan with so many bytes added to its charges and its budget, for the whole step."""
     graph, base, chain = plan.graph, plan.baseline, plan.chain
     if chain is not None:
         chain = replace(chain, resident_bytes=chain.resident_bytes + more_bytes)
@@ -183,7 +183,8 @@ def holding(plan: PlanRecord, more_bytes: int) -> PlanRecord:
 
 
 def reserved_bytes(plan: PlanRecord) -> int:
-    """Return what CUDA's allocator would reserve for a plan's step; 0 on other devices."""
+    """Return the bytes that CUDA's allocator would reserve for a plan's step; 0 on other
+    devices."""
     found = plan.reserved
     return 0 if found is None else found.reserved_peak_bytes
 
@@ -300,8 +301,8 @@ def _least_beside(
             return replace(plan, budget=limit)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"
     raise InfeasibleBudgetError(
-        f"{' and '.join(beside.listed())} are there meanwhile, beside which no plan was found "
-        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop outputs and gradients "
+        f"no plan was found within {limit} bytes ({format_bytes(limit)}) beside what is held then: "
+        f"{' and '.join(beside.listed())}. {remedy}, or drop outputs and gradients "
         "before the forward (del output, optimizer.zero_grad())",
         limit,
         smallest,

@@ -49,9 +49,9 @@ def check_invertible(weight: Tensor | None, bias: Tensor | None) -> None:
     """
     if not invertible(weight, bias):
         raise ExecutionError(
-            "a normalisation's backward from its output met a weight of 0, or a bias more than "
-            f"{LIMIT:g} times its weight, and cannot find its input again. No gradient was written "
-            "in this step. Plan again with exact_only=True, or from the present weights"
+            "the backward of a normalisation cannot compute its input from its output: a weight is "
+            f"0, or a bias is more than {LIMIT:g} times its weight. No gradient was written in "
+            "this step. Plan again with exact_only=True, or from the present weights"
         )
 
 

@@ -145,11 +145,11 @@ def _check_effects(captured: Captured) -> None:
 
 
 def _with_checks(captured: Captured, micro_batches: int) -> Captured:
-    """Return the capture of a step whose forward looks at values of its own, with these before the
-    loss among its outputs.
+    """Return the capture of a step with data-dependent branches, whose deciding values come before
+    the loss among its outputs.
 
     Raises:
-        CaptureError: it goes on in another way where they are otherwise.
+        CaptureError: a branch that goes the other way does not just raise an error.
     """
     count = len(captured.assumed)
     if not count:
@@ -157,9 +157,9 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
     other = next((one for one in captured.assumed if not one.raises), None)
     if other is not None:
         raise CaptureError(
-            f"the step looks at a value of its own ({other.shown}), and a train step does not run "
-            "again, unplanned, where it is another than as a rule: plan the module alone "
-            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
+            f"the step has a data-dependent branch ({other.shown}), and a train step cannot run "
+            "again without its plan when the branch goes another way than planned: plan the module "
+            "alone (memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which can"
         )
     *before, loss = captured.forward_outputs[:-count]
     if micro_batches == 1:
@@ -167,8 +167,8 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
         leaves = replace(captured.outputs, count=count)
         return replace(captured, forward_outputs=ordered, outputs=leaves)
     warn(
-        f"a step of several micro-batches does not look at the checks of its forward "
-        f"({captured.assumed[0].shown}): check the inputs before it"
+        f"a step of several micro-batches leaves out the checks of values in its forward "
+        f"({captured.assumed[0].shown}): check the inputs before the step"
     )
     return replace(captured, forward_outputs=(*before, loss), assumed=())
 
