@@ -224,7 +224,7 @@ class _BatchSearch:
         return self._known[batch]
 
     def row(self, strategy: Strategy, batch: int, search: bool) -> Fit:
-        """Make a strategy's row; `search` asks for the largest batch, too."""
+        """Make a strategy's row; `search` also looks for the largest batch."""
         try:
             smallest = self._smallest(strategy, batch)
         except ValueError as error:

@@ -91,7 +91,7 @@ def ladder(
     progress: bool | Progress = True,
     heard: Callable[[Rung], None] | None = None,
 ) -> Ladder:
-    """Estimate whether a step fits a device, what takes what, and how it can be made to fit.
+    """Estimate whether a step fits a device, what takes the memory, and how to make it fit.
 
     Args:
         model: an nn.Module, which stays as it is; it may be on meta.
@@ -252,8 +252,9 @@ class _LadderMaker:
         return held * self._asked.ranks // variant.ranks
 
     def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
-        """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
-        recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
+        """Yield the rungs of one way to run the step: unchanged, or, if that does not fit, with its
+        activations recomputed or moved (the latter if nothing is recomputed within the budget, or
+        for `offload`)."""
         budget = self._asked.budget_bytes
         if (self._holds(way) or 0) > budget:
             return
@@ -324,7 +325,7 @@ class _LadderMaker:
         return plan
 
     def _solve(self, graph: Graph, held_bytes: int, strategy: str, budget_bytes: int) -> PlanRecord:
-        """Plan a graph beside so many bytes that are there throughout."""
+        """Plan a graph beside so many bytes that stay during the whole step."""
         device, chosen = self._asked.device, resolve(strategy)
         view = None if strategy == "store-all" else self._view(graph)
         budget_bytes = max(1, budget_bytes - held_bytes)

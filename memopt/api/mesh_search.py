@@ -220,8 +220,8 @@ def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
 
 
 def kept_bytes(graph: Graph, program: Program) -> int:
-    """Return what a micro-batch's blocks keep between its forward and its backward, with what they
-    read: a stage's loss is of one micro-batch at a time."""
+    """Return the bytes that a micro-batch's blocks keep between its forward and its backward,
+    inputs included. The loss is left out: a stage computes one micro-batch's at a time."""
     boundary = program.boundary
     assert boundary is not None
     of_blocks = {

@@ -331,7 +331,7 @@ class _WholeJoint:
         return FakeTensor(value.fake_mode, bare, value.device)
 
     def _moves(self, value: torch.Tensor, node: Node, shift: int) -> bool:
-        """Whether a kept operator's result is in the memory of a value that is now another."""
+        """Whether a kept operator's result is a view of a value that the deeper model replaces."""
         home = self._homes[storage_of(value)]
         return home is not node and self._corresponding(home, shift) is not self._new[home]
 

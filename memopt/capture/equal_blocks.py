@@ -110,7 +110,8 @@ def _closed(found: EqualBlocks, read: list[tuple[int, ...]], count: int) -> bool
 
 
 def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether each parameter and buffer of the blocks is of one block alone, its memory, too."""
+    """Whether each parameter and buffer of the blocks belongs to one block alone, and so does its
+    memory."""
     used = Counter(str(node.target) for node in traced.graph.find_nodes(op="get_attr"))
     tensors = {name: attrgetter(name)(traced) for name in used}
     storages = {name: storage_of(one) for name, one in tensors.items() if is_plain(one)}
@@ -185,7 +186,7 @@ _PLAIN = (
 
 
 def read_by(node: Node) -> list[Node]:
-    """Return what an operator reads, each as often as it is there."""
+    """Return the nodes that an operator reads, each as often as it is an argument."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
@@ -203,8 +204,8 @@ def is_plain(value: Any) -> bool:
 
 
 def plain(value: Any) -> Hashable:
-    """Return what can be compared of an operator's argument or result: of a tensor all that its
-    metadata says, of a node only that it is one. What is not understood equals nothing else."""
+    """Return a comparable form of an operator's argument or result: all metadata of a tensor, and
+    only the fact that it is one for a node. An unknown object equals nothing else."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Node):

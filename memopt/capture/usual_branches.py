@@ -1,10 +1,11 @@
-"""Traces a forward that looks at values of its own as it goes in a healthy training run.
+"""Traces data-dependent branches of a forward the way they go in a healthy training run.
 
 `if not torch.isfinite(h).all(): h = torch.clamp(h, ...)` stands in many of Hugging Face's models
-(DETR and its kin), `assert (x >= 0).all()` in many of the user's own. Dynamo cannot trace a branch
-on a tensor's value, and of an assertion it makes an operator that nothing reads. But as a rule all
-numbers are finite, and no check fails: so the forward is traced, and the values that decide are
-returned by its graph. Each planned call looks at them, and runs unplanned where one is otherwise.
+(DETR and its kin), `assert (x >= 0).all()` in many users' models. Dynamo cannot trace a branch on a
+tensor's value, and turns an assertion into an operator that nothing reads. But usually all numbers
+are finite, and no check fails: so the forward is traced under that assumption, and its graph also
+returns the values that decide the branches. Each planned call checks them, and runs unplanned if
+one differs from what was assumed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from memopt.torch_private.branches import (
 )
 
 _LOOKING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose trace met such a value."""
+"""Models whose trace met a data-dependent branch or check."""
 _REFUSED = re.compile(
     r"[Dd]ata-dependent|_local_scalar_dense|Pending unbacked|_check_tensor_all"
     r"|distributions/constraints\.py"
@@ -43,8 +44,8 @@ _EITHER = {"bitwise_or", "logical_or", "or_"}
 
 
 def looks_at_values(model: nn.Module, error: Exception) -> bool:
-    """Return whether a model that could not be traced is to be traced as it goes as a rule, as it
-    is from now on."""
+    """Return whether tracing failed at a data-dependent branch; the next traces of the model then
+    assume how its branches go."""
     if model in _LOOKING or not _REFUSED.search(str(error)):
         return False
     _LOOKING.add(model)
@@ -52,17 +53,17 @@ def looks_at_values(model: nn.Module, error: Exception) -> bool:
 
 
 def is_looking(model: nn.Module) -> bool:
-    """Return whether a model is one that looks at values."""
+    """Return whether traces of a model assume how its data-dependent branches go."""
     return model in _LOOKING
 
 
 @contextlib.contextmanager
 def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool]]:
-    """Trace inside with a model's branches as they go as a rule, if it is one that has such.
+    """Trace inside with the usual outcome of a model's data-dependent branches, if it has any.
 
     Returns:
-        A function that notes in a graph that was traced what was assumed, and returns whether it
-        has to be traced again: it turns out to have such.
+        A function that records the assumptions in a traced graph, and returns whether to trace the
+        model again, since the graph turns out to have an unread check.
     """
     if model not in _LOOKING:
 
@@ -99,8 +100,8 @@ def _unknown(_node: Node) -> None:
 
 
 def usual_outcome(node: Node) -> bool | None:
-    """Return the truth of a value in a trace where all numbers are finite; None: it depends on
-    more."""
+    """Return whether a value in a trace is true if all numbers are finite; None if that does not
+    decide it."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     name = name.strip("_") if name.startswith("__") else name
     if name in _FINITE:
@@ -120,7 +121,7 @@ def usual_outcome(node: Node) -> bool | None:
 
 
 def _place(node: Node) -> str:
-    """Return where a value is looked at, for people."""
+    """Return the line of code that reads a value, for messages."""
     lines = [one.strip() for one in str(node.meta.get("stack_trace", "")).splitlines()]
     files: list[Any] = [i for i, one in enumerate(lines) if one.startswith("File ")]
     if not files:

@@ -54,7 +54,7 @@ def fits(
         ),
     ] = None,
 ) -> None:
-    """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
+    """Say whether a model trains on a device, what takes the memory, and how to make it fit."""
     limit = options.budget_of(budget)
     with value_of("--budget"):
         if isinstance(limit, str) and (limit == MINIMUM or parse_budget(limit, 1) in (0, 1)):

@@ -37,8 +37,8 @@ class AddedLater:
         self._hooks = HookOrder(captured)
 
     def look(self, primals: Sequence[Any], gradient_of: Callable[[int], Any]) -> None:
-        """Have autograd tell when it has all parts of a gradient that planned calls have summed,
-        and call the hooks on gradients in order.
+        """Have autograd report when it has all parts of a gradient that planned calls have summed,
+        and call the hooks on gradients in eager's order.
 
         Args:
             primals: the values of the joint graph's inputs.

@@ -60,7 +60,7 @@ _LIKE_OF: dict[int, Callable[..., torch.Tensor]] = {1: torch.neg, 2: torch.add, 
 
 @dataclass
 class ArrivedLayouts:
-    """How gradients of a call's outputs have arrived otherwise than planned.
+    """The gradients of a call's outputs that arrived in another layout than planned.
 
     Attributes:
         orders: positions of outputs → their gradients' dimensions, from the largest stride on.
@@ -120,7 +120,7 @@ class ArrivingLayouts:
             arrived.orders[position] = order_of(gradient)
 
     def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
-        """Return whether the backward may round otherwise than planned, given this gradient."""
+        """Return whether the backward may round differently from the plan, given this gradient."""
         if self._known(_may_round, position, gradient, True):
             return True
         if not (expanded(gradient) and self._known(_may_round, position, gradient, False)):
@@ -201,7 +201,7 @@ class ArrivingLayouts:
 
 
 def _reaches_what_rounds(tangent: Node) -> bool:
-    """Return whether a kernel that may round a gradient as it lies follows from a tangent."""
+    """Return whether a tangent reaches a kernel whose rounding depends on the layout."""
     waiting, seen = [tangent], {tangent}
     while waiting:
         for user in waiting.pop().users:
@@ -214,11 +214,11 @@ def _reaches_what_rounds(tangent: Node) -> bool:
 
 
 def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
-    """Return whether a kernel may round otherwise because a gradient, or what is made of it, is
-    laid out otherwise than planned.
+    """Return whether a kernel may round differently because the layout of a gradient, or of what is
+    computed from it, is not the planned one.
 
     Args:
-        exact: whether sums of the gradient's equal elements are.
+        exact: whether sums of the gradient's equal elements are exact.
     """
     shape = tangent.meta["val"].shape
     planned, found = {tangent: _meta(tangent.meta["val"])}, {tangent: _laid_as(gradient, shape)}
@@ -249,8 +249,8 @@ def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
 
 
 def rounds_otherwise(node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
-    """Return whether a kernel may round otherwise than planned where some arguments of an operator
-    lie like tensors without data that are given instead."""
+    """Return whether a kernel may round differently from the plan if some arguments of an operator
+    have the layouts of the given tensors (without data)."""
     try:
         result, _ = _layouts(node, {one: _meta(value) for one, value in given.items()})
     except REFUSALS:
@@ -283,7 +283,8 @@ def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
 
 
 def _laid_as(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor without data of a planned shape that lies as a gradient of another, too."""
+    """Return a tensor without data of the planned shape, in the layout of a gradient, which may
+    have another shape."""
     strides: Sequence[int] = gradient.stride()
     if gradient.shape != shape:
         shared = expanded(gradient)

@@ -16,10 +16,10 @@ from memopt.torch_private.tensors import has_gradient_hooks
 
 
 class DrawingHooks:
-    """Looks, in the 1st, 2nd, 4th, 8th... backward of a captured model, until it has warned.
+    """Checks the 1st, 2nd, 4th, 8th... backward of a captured model, until it has warned.
 
     Args:
-        device: whose generator is looked at.
+        device: the device whose generator is compared.
     """
 
     def __init__(self, device: torch.device) -> None:

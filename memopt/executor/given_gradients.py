@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def warning_of_given(plan: PlanRecord) -> Arrived | None:
-    """Return what is to be called when the backwards of a planned module begin; None: the budget
-    has room for all gradients of the outputs, or there is none."""
+    """Return a function to call when the backwards of a planned module begin; None if the budget
+    has room for all gradients of the outputs, or there is no budget."""
     graph = plan.graph
     if plan.budget is None or not graph.tangents or graph.tangents_held:
         return None

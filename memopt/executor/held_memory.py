@@ -59,7 +59,7 @@ class Waiting:
     _inputs: Memory = field(default_factory=dict)
 
     def count(self, inputs: Sequence[torch.Tensor], calls: int) -> None:
-        """Count the calls that wait when one with these inputs begins, which may wait, too."""
+        """Count the calls that wait when one with these inputs begins. That one may wait, too."""
         own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
         others_bytes = size_of({at: one for at, one in others.items() if at not in own})
         # An input may be a view of a whole data set.

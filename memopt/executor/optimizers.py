@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ToldOfSteps(Protocol):
-    """What is told of optimizers' steps.
+    """An object that is informed of optimizers' steps.
 
     Attributes:
         settled: whether nothing is said any more of steps that leave its model idle.
@@ -46,14 +46,14 @@ class AllOptimizers:
         self._hooks: list[RemovableHandle] = []
 
     def tell(self, one: ToldOfSteps) -> None:
-        """Tell of each step from now on."""
+        """Report each later step to `one`."""
         self._told.add(one)
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
             self._hooks.append(register_optimizer_step_post_hook(self._stepped))
 
     def tell_no_more(self, one: ToldOfSteps) -> None:
-        """Tell of steps no more."""
+        """Stop reporting steps to `one`."""
         self._told.discard(one)
         while self._hooks and not self._told:
             self._hooks.pop().remove()

@@ -109,7 +109,7 @@ class PartMaker(PlanMaker):
 
     def keeps(self, made: Made, kind: Any, call: Call) -> bool:
         """Return whether a plan stays: it is for the outputs that the loss uses, or cannot be made
-        now."""
+        anew now."""
         of_others = isinstance(made, MadePart) and made.used != self._planner.outputs
         return not (of_others and self._planning.around.can_measure(call))
 

@@ -43,9 +43,9 @@ class StageCall:
 
 
 def scheduled(call: Call) -> StageCall:
-    """Return what the schedule of a pipeline keeps beside the present call of its stage: other
-    micro-batches until their backward or its second half, the buffers in which their activations
-    and gradients are received, the last stage's outputs. Only torch's schedules are read."""
+    """Return the memory that the schedule of a pipeline keeps beside the present call of its stage:
+    other micro-batches until their backward or its second half, the buffers that receive their
+    activations and gradients, and the last stage's outputs. Only torch's schedules are known."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:

@@ -20,8 +20,8 @@ Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns outputs: first those without a planned backward, then those with one. If the first
-    get gradients, its backward is another one, for all of them."""
+    """Returns outputs: first those without a planned backward, then those with one. If one of the
+    first gets a gradient, another backward than the planned one runs for all of them."""
 
     @staticmethod
     def forward(

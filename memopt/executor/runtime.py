@@ -129,7 +129,7 @@ class _Call:
         arrived: called when its backward begins.
         handover: hands its gradients over as they are complete; None: all come at the end.
         moves: (updated tensor, new value) pairs, once the whole forward has run.
-        layouts: of gradients that arrive otherwise than planned.
+        layouts: the gradients that arrived in another layout than planned.
     """
 
     program: Installed
@@ -380,7 +380,7 @@ class Runtime:
         return tuple(gradients[i] for i in given)
 
     def _look_for_changes(self, state: _State) -> None:
-        """Look for what has changed since a forward: settings are warned of, tensors refused."""
+        """Check what has changed since a forward: warn of settings, refuse changed tensors."""
         program = state.program
         self._settings.look(state.settings)
         for position, version in zip(program.watched, state.versions, strict=True):

@@ -286,8 +286,8 @@ def loss_text(loss: Loss) -> str | None:
 def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
-    """Return whether a loss depends on the model's parameters otherwise than through its outputs:
-    through tensors that the forward has left behind, for example."""
+    """Return whether a loss depends on the model's parameters other than through its outputs
+    (through tensors that the forward left behind, say)."""
     cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
     return reaches(loss.value(cut), model.parameters())
 

@@ -144,7 +144,7 @@ class MeterUntilBackward:
 
 
 def _mark_now() -> None:
-    """Mark the present time in the profile that runs."""
+    """Mark the present time in the running profile."""
     # A mode of the user's, such as one that counts operations, would call it a second time.
     with dispatch_modes_off():
         _MARK()
@@ -246,7 +246,8 @@ class LossMeter(MeterUntilBackward):
 
 
 def freed_again(peak_bytes: int, end_bytes: int) -> int:
-    """Return what a block needed and has freed again: an optimizer's first step makes its state."""
+    """Return the bytes that a block of code has used and freed again, without those that it leaves
+    (the state that an optimizer's first step makes)."""
     return peak_bytes - max(0, end_bytes)
 
 

@@ -42,14 +42,14 @@ _CHUNKED = "chunked"
 
 @dataclass(frozen=True)
 class StepVariant:
-    """What of a step is other than the user has it.
+    """The changes of a step from the user's own.
 
     Attributes:
         dtype: of parameters and floating inputs; None: the model's own.
         rank: of adapters beside frozen weights; 0: none, everything is trained as it is.
         quantized: whether weights beside adapters are held in 4 bits.
         ranks: devices over which the parameters are sharded.
-        tiled: whether what works token by token runs on some tokens at a time.
+        tiled: whether operators that work token by token run on some tokens at a time.
     """
 
     dtype: str | None = None

@@ -81,8 +81,9 @@ def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES
 
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
-    """Return what the calls keep that await their backward beside this one, with their outputs; or
-    their gradients, if that is more, where a backward is half done; and buffers for outputs."""
+    """Return the bytes of other calls that await their backward: what they keep with their
+    outputs (or their gradients, if those are larger and a backward is half done), and buffers for
+    outputs."""
 
     def total_bytes(tensors: Iterable[int]) -> int:
         return sum(graph.tensors[one].size_bytes for one in set(tensors) - graph.resident)

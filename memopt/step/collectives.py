@@ -80,7 +80,8 @@ def has_scratch(collective: Collective, device: torch.device | None) -> bool:
 
 
 def collective_of(node: Node) -> Collective | None:
-    """Return what a call sends over the network; None if it is no collective.
+    """Return the collective that a call runs, with the bytes that it sends; None if it is no
+    collective.
 
     Raises:
         CaptureError: memopt does not know the collective, or the process group is gone.

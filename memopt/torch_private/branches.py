@@ -1,5 +1,5 @@
-"""Branches and checks of tensors' values in a trace: Dynamo refuses branches, unless it is told how
-they go, and makes of checks operators that nothing reads."""
+"""Decides data-dependent branches and checks in a trace: Dynamo refuses such branches by itself,
+and turns such checks into operators that nothing reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CHECKS = {
     "torch._check_tensor_all": 0,
     "torch._check_tensor_all_with": 1,
 }
-"""Functions that raise where a tensor is not true, and which argument it is."""
+"""Functions that raise an error if a tensor is not true → which argument the tensor is."""
 _JUMPS = tuple(
     number
     for name, number in dis.opmap.items()
@@ -53,10 +53,10 @@ class Met:
     """A value that a trace has met in a branch or a check.
 
     Attributes:
-        variable: Dynamo's variable of the value as it was there: the forward may change it later.
-        node: its node in Dynamo's graph, where the value is looked at.
+        variable: Dynamo's variable of a copy: the forward may change the value later.
+        node: the copy's node in Dynamo's graph.
         goes: how the branch goes.
-        raises: whether the forward raises an error where it goes the other way.
+        raises: whether the forward raises an error if the branch goes the other way.
     """
 
     variable: Any
@@ -75,8 +75,8 @@ class _Branches:
     thread: int = field(default_factory=threading.get_ident)
 
     def in_whole(self, translator: Any, value: Any) -> bool:
-        """Return whether a variable is a tensor of the graph itself, not of one inside it, nor of a
-        transform (`torch.func.grad`), nor of another thread's."""
+        """Return whether a variable is a tensor of this thread's outermost graph: not of a nested
+        graph, nor of a transform (`torch.func.grad`)."""
         output = translator.output
         if not isinstance(value, self.tensor) or output.current_tracer is not output.root_tracer:
             return False
@@ -85,7 +85,8 @@ class _Branches:
         return here and isinstance(made, torch.Tensor) and not private(_WRAPPED)(made)
 
     def add(self, translator: Any, value: Any, how: str, goes: bool, raises: bool) -> None:
-        """Add what a method makes of a value, which nothing else has."""
+        """Add the result of a method of the value to the values met: a copy that nothing else can
+        change."""
         own = value.call_method(translator, how, [], {})
         self.met.append(Met(own, own.as_proxy().node, goes, raises))
 
@@ -103,14 +104,14 @@ class _Branches:
         return usual(translator, instruction)
 
     def asked(self, translator: Any) -> Any:
-        """Return the tensor whose truth, or whose number's, an instruction asks for; else None."""
+        """Return the tensor whose truth an instruction tests, also as a number; else None."""
         value = translator.stack[-1]
         if isinstance(value, self.number):
             value = self.numbers.get(value.as_proxy().node)
         return value if self.in_whole(translator, value) else None
 
     def settle(self, translator: Any, value: Any, goes: bool | None, raises: bool) -> None:
-        """Replace the value of which is asked by its truth, if that is known."""
+        """Replace the tested value by a constant, if its truth is known."""
         if goes is None:
             goes = self.decide(value.as_proxy().node)
         if goes is not None:
@@ -118,7 +119,7 @@ class _Branches:
             translator.stack[-1] = constant(goes)
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep the value of the tensor of which a number is made."""
+        """Keep a copy of each tensor that `item()` turns into a number."""
         found = usual(variable, *args, **kwargs)
         if isinstance(found, self.number) and "item" in args and self.in_whole(args[0], variable):
             self.numbers[found.as_proxy().node] = variable.call_method(args[0], "clone", [], {})
@@ -127,7 +128,7 @@ class _Branches:
     def check(
         self, usual: Any, position: int, function: Any, translator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand for a function that raises where an argument is not true."""
+        """Trace a function that raises an error if an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
             self.add(translator, given, "all", True, True)
@@ -140,7 +141,7 @@ class _Branches:
 
 
 class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a forward asks of fake tensors' values, in turn, while there are answers."""
+    """Answers a forward's reads of fake tensors' values with the given answers, in order."""
 
     supports_higher_order_operators = True
 
@@ -166,12 +167,12 @@ def values_met() -> Any:
 
 @contextlib.contextmanager
 def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[list[Met]]:
-    """Trace inside with branches on tensors that go past an error that the forward would raise, or
-    as `decide` says of the tensor's node in Dynamo's graph. Where neither tells, Dynamo refuses
-    them, as it does all in a graph inside the graph.
+    """Trace inside with decided branches on tensors. A branch around code that only raises an error
+    skips it; others go as `decide` says for the tensor's node in Dynamo's graph. Dynamo refuses a
+    branch that neither decides, and every branch in a nested graph.
 
     Returns:
-        A list to which what is met is added; clear it when a trace begins.
+        A list to which each value met is added; clear it when a trace begins.
     """
     branches, several = _Branches(decide), private(_TUPLE)
     functions = {private(name): position for name, position in _CHECKS.items()}
@@ -199,7 +200,7 @@ def branches_decided(decide: Callable[[Node], bool | None]) -> Iterator[list[Met
 
 
 def check_left(traced: GraphModule) -> Node | None:
-    """Return a check in a graph, or in one inside it, whose value nothing reads; None: there is
+    """Return a check in a graph or a nested one, an operator that nothing reads; None if there is
     none."""
     targets = {*map(private, _CHECKS), "_is_all_true"}
     for module in traced.modules():
@@ -211,8 +212,7 @@ def check_left(traced: GraphModule) -> Node | None:
 
 
 def without_numbers(traced: GraphModule) -> None:
-    """Remove the numbers from a graph, in place, that it makes of tensors and reads only to check
-    that they are within their range."""
+    """Remove from a graph, in place, `item()` calls that are read only by range checks."""
     checks = private(_IN_RANGE)
     found = dict[Node, None]()
 
@@ -235,8 +235,8 @@ def without_numbers(traced: GraphModule) -> None:
 
 
 def _past_error(translator: Any, instruction: Any) -> bool | None:
-    """Return the truth of a value with which a jump goes past code that does nothing but raise an
-    error; None: there is none, or both ways lead to one."""
+    """Return the truth of the tested value with which a jump skips code that only raises an error;
+    None if neither way, or each, leads to such code."""
     at = translator.indexof
     ways = {"TRUE" in instruction.opname: at[instruction.target]}
     ways["TRUE" not in instruction.opname] = at[instruction] + 1
@@ -254,7 +254,7 @@ def _raises(instructions: Any) -> bool:
 
 
 def _tables() -> Iterator[list[Any]]:
-    """Yield what Dynamo's translators do at each instruction, a list for each class."""
+    """Yield the table of handlers by instruction of each of Dynamo's translator classes."""
     waiting, name = [private(_TRANSLATOR)], attribute_name(_TABLE)
     while waiting:
         one = waiting.pop()

@@ -204,7 +204,7 @@ def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
 
 
 class _TrueInThisThread:
-    """A truth of the thread that makes it, and of no other."""
+    """True in the thread that makes it, False in all others."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -279,7 +279,7 @@ def constant(value: object) -> Any:
 
 @contextlib.contextmanager
 def functions_ignored(functions: Iterable[Any]) -> Iterator[None]:
-    """In this context Dynamo leaves out calls of these functions, too."""
+    """Have Dynamo also leave out calls of these functions inside."""
     ignored = {*functions, *private("torch._dynamo.config.ignore_logging_functions")}
     config: Any = importlib.import_module("torch._dynamo.config")
     # torch 2.11 writes its settings into a log, which functions cannot be.

@@ -77,8 +77,8 @@ def _put_back(hooks: dict[int, Any], old: Mapping[int, Any], keys: list[int]) ->
 def with_engine_around(
     module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `run(*args, **kwargs)` does, with the engine's hooks before and after it in place
-    of around the module's own forward, from which they are off meanwhile."""
+    """Return the result of `run(*args, **kwargs)`, with the engine's hooks around it instead of
+    around the module's own forward."""
     if not has_engine(module):
         return run(*args, **kwargs)
     with engine_off(module) as (before, after):

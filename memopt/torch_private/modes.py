@@ -229,11 +229,11 @@ def node_number(node: Any) -> int:
 
 
 def accumulate_in_order(leaves: Sequence[torch.Tensor]) -> bool:
-    """Let autograd take the nodes that accumulate the gradients of these leaves in this order, and
-    ahead of all other nodes, as without this.
+    """Have autograd run the nodes that accumulate the gradients of these leaves in this order. They
+    run ahead of all other nodes, as always.
 
     Returns:
-        Whether this torch can be told.
+        Whether this torch lets their order be set.
     """
     if optional(_SET_NUMBER) is None:
         return False

@@ -255,7 +255,7 @@ def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
 
 
 def _answers(one: Any) -> bool:
-    """Return whether an object tells its class: a proxy of one that is gone does not."""
+    """Return whether an object tells its class. (A proxy of an object that is gone does not.)"""
     try:
         return one.__class__ is not None
     except Exception:  # noqa: BLE001 (whatever a proxy raises)

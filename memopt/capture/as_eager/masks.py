@@ -136,8 +136,8 @@ def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
 
 
 def _sources(mask: Node) -> set[str] | None:
-    """Return the arguments whose values a mask has; none of one that is made of ones; None: the
-    model computes it."""
+    """Return the names of the arguments that a mask is a copy of; empty for a mask of ones; None if
+    the model computes it in another way."""
     stack, found = [mask], set()
     while stack:
         one = stack.pop()

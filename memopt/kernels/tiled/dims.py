@@ -271,8 +271,8 @@ def _reduced(sums: bool) -> Callable[[Node], Dims | None]:
 
 
 def _along(place: int) -> Callable[[Node], Dims]:
-    """Return the rule of operators on tensors of one shape that mix the dimension which is the
-    argument at a place."""
+    """Return the rule of operators whose operands and result have the same shape, and that mix one
+    dimension: the argument at `place`."""
 
     def rule(node: Node) -> Dims:
         made, shape = Dims(), shape_of(node)

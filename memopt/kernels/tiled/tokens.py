@@ -43,7 +43,8 @@ class Axis:
     counts: tuple[int, int]
 
     def part_of(self, found: Any) -> str:
-        """Return what a class counts: "rows", "sequences", "length", or "": no tokens."""
+        """Return the unit that a class of dimensions counts: "rows", "sequences", "length"; "" for
+        no tokens."""
         if found is None:
             return ""
         names = {self.rows: "rows", self.sequences: "sequences", self.length: "length"}
@@ -139,7 +140,7 @@ class Tokens:
         return self._equal.root((node, number, dim))
 
     def places(self, node: Node, axis: Axis, number: int = 0) -> tuple[str, ...]:
-        """Return what each dimension of a result counts (`Axis.part_of`)."""
+        """Return the unit that each dimension of a result counts (`Axis.part_of`)."""
         value = values_of(node)[number]
         return tuple(
             axis.part_of(self.class_of(node, dim, number)) if size != 1 else ""

@@ -271,8 +271,7 @@ def stopping_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _all(parts: Iterable[Column], limits: SolveLimits, done: float) -> list[Column]:
-    """Return all parts of a level; raises Stopped at the deadline, which is looked at after
-    each."""
+    """Return all parts of a level; raises Stopped at the deadline, which is checked after each."""
     found: list[Column] = []
     limits.deadline.check(done, WHAT)
     for part in parts:
