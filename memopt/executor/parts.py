@@ -306,7 +306,7 @@ class Parts:
             self._found[name] = PartPlanning(name, module, self, self._most, self._on_mismatch)
 
     def report(self) -> str:
-        """Write a line for each part: its plan, or why it has none; then what runs as it is."""
+        """Write a line for each part, then what runs as it is."""
         lines, others = [], []
         for name, part in self._found.items():
             for plan in part.ready:
@@ -342,8 +342,8 @@ class InParts(SelfPlanning):
         self.parts = Parts(self, budget, solver, planner, names, most_plans, on_mismatch)
 
     def report(self) -> str:
-        """Write a line for each part of the model: its plan, or why it has none."""
-        return self.parts.report()
+        """Write a line for each part: its plan, or why it has none. Without parts, the plans."""
+        return self.parts.report() if self.parts.is_open else f"not in parts: {self.plans!r}"
 
     def count_in(self, calls: Calls) -> None:
         """Count later calls in `calls`, those of the parts included."""

@@ -49,9 +49,9 @@ def check_invertible(weight: Tensor | None, bias: Tensor | None) -> None:
     """
     if not invertible(weight, bias):
         raise ExecutionError(
-            "the backward of a normalisation cannot compute its input from its output: a weight is "
-            f"0, or a bias is more than {LIMIT:g} times its weight. No gradient was written in "
-            "this step. Plan again with exact_only=True, or from the present weights"
+            "the backward of a normalisation cannot compute its input from its output: it has a "
+            f"weight of 0, or a bias more than {LIMIT:g} times its weight. No gradient was written "
+            "in this step. Plan again with exact_only=True, or from the present weights"
         )
 
 

@@ -195,7 +195,7 @@ def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
 def test_a_whole_step_that_goes_on_otherwise_is_refused() -> None:
     model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(CaptureError, match="does not run again, unplanned"):
+    with pytest.raises(CaptureError, match="a train step cannot run again without its plan"):
         whole_step(model, optimizer)
 
 
