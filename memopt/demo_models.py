@@ -105,7 +105,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder as GPT-2 is one, in plain torch: tokens to logits, or with `labels` to its loss."""
+    """A decoder like GPT-2's in plain torch: from tokens to logits, or with `labels` to its
+    loss."""
 
     def __init__(
         self,

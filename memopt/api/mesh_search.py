@@ -61,8 +61,8 @@ class MeshSearch:
     def search(
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
     ) -> tuple[MeshRung, ...]:
-        """Try meshes of so many ranks: of data alone, and those with twice the ranks along tensor,
-        pipe or context, from the best of them on while that is better."""
+        """Try meshes of so many ranks: first data parallelism alone, then, from the best mesh so
+        far, twice the ranks along tensor, pipe or context, while that is better."""
         network = self._device.network
         within = 1 if network is None else network.ranks_per_node
         tried: dict[Mesh, MeshRung] = {}

@@ -121,7 +121,7 @@ def within_card(
 def _below(
     solve_for: Callable[[int], PlanRecord], known_bytes: int, known: PlanRecord
 ) -> Callable[[int], PlanRecord]:
-    """Plan as `solve_for` does within less than the budget whose plan is known."""
+    """Plan as `solve_for` does, within less than a budget whose plan is known."""
     return lambda limit: known if limit >= known_bytes else solve_for(limit)
 
 
@@ -254,8 +254,9 @@ def _lowered(
     used: Callable[[PlanRecord], int],
     refusal: Callable[[int], InfeasibleBudgetError],
 ) -> tuple[int, int, PlanRecord]:
-    """Return a budget on allocated bytes whose plan fits, the last one before whose plan did not,
-    and the plan. Where a lower one brings nothing the next is lowered by twice as much."""
+    """Lower the budget on allocated bytes until its plan fits; return that budget, the last one
+    whose plan did not fit, and the plan. If lowering changes nothing, the next one is lowered by
+    twice as much."""
     asked, tried, used_bytes, times = limit, limit, 0, 1
     for _ in range(LOWERED):
         try:

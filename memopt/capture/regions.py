@@ -55,7 +55,7 @@ def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
 
 
 def _repeated(blocks: Sequence[nn.Module]) -> int:
-    """Return how many blocks are like one of the few last kinds before them."""
+    """Return how many blocks equal one of the last few distinct blocks before them."""
     kinds: list[nn.Module] = []
     for block in blocks:
         if not any(alike(one, block) for one in kinds[-_KINDS:]):

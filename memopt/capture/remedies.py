@@ -369,8 +369,8 @@ def said_of_selection(where: str) -> str | None:
 
 
 def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
-    """Return the remedy where the model's own loss cannot be captured; "" if it has none, or if
-    what cannot is inside of sub-modules (the outermost first) that compute no loss."""
+    """Return the remedy for a model whose own loss cannot be captured; "" if it has no loss, or if
+    the failure is inside of sub-modules (the outermost first) that compute no loss."""
     given = loss_arguments(call)
     if not given or (inside and not _may_compute_loss(model.get_submodule(inside[-1]), given)):
         return ""
@@ -381,6 +381,6 @@ def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
 
 
 def _may_compute_loss(module: nn.Module, given: Sequence[str]) -> bool:
-    """Return whether a sub-module may be a loss, or takes what a loss is computed from."""
+    """Return whether a sub-module may be a loss, or takes the arguments of one."""
     takes = inspect.signature(type(module).forward).parameters
     return next(module.parameters(), None) is None or any(name in takes for name in given)

@@ -373,9 +373,8 @@ def _name_of_class(of: Any, name: object) -> Any:
 
 @contextlib.contextmanager
 def lean_trace() -> Iterator[None]:
-    """Trace without full garbage collections, without writing the Python code of graphs that are
-    never run (it is written when they run), and without a second description of every value, or
-    what torch tries out meanwhile."""
+    """Trace without full garbage collections, without writing the Python code of graphs until they
+    run, without describing every value twice, and without what torch tries out meanwhile."""
     with (
         ONE_TRACE_AT_A_TIME,
         full_collections_deferred(),

@@ -24,7 +24,8 @@ _COPIES = frozenset((torch.ops.aten.clone.default,))
 
 
 class AddedLater:
-    """Checks, in each backward of a captured model, whether its sums come behind other parts."""
+    """Checks, in each backward of a captured model, whether gradients that it sums are added to
+    others."""
 
     def __init__(self, captured: Captured) -> None:
         self._names = {

@@ -1,10 +1,10 @@
 """Notes where the gradient of an output arrives in another layout than it was captured for.
 
-Autograd hands a kernel the gradient as the loss has laid it out; a planned backward is for the
-layouts of the outputs, of a named loss or of earlier calls, and copies others first. Kernels may
-then round otherwise. A wrapped model is planned for the new layout (`planning_in_backward`); of
-another one it is said. An expanded gradient (`output.sum()`) is read as it arrived if kernels that
-read it lay their results out as planned; else it is copied, and that is said.
+Autograd hands a kernel the gradient in the loss's layout; a planned backward is for the layouts of
+the outputs, of a named loss or of earlier calls, and copies gradients in others first. Kernels may
+then round differently. A wrapped model is planned for the new layout (`planning_in_backward`); a
+module of an applied plan warns. An expanded gradient (`output.sum()`) is read as it arrived if the
+kernels that read it give results in the planned layouts; else it is copied, with a warning.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ArrivedLayouts:
 
 
 class ArrivingLayouts:
-    """Looks at the gradients of the outputs of a captured model's calls."""
+    """Checks the layouts of the output gradients of a captured model's calls."""
 
     def __init__(self, captured: Captured) -> None:
         self._tangents: dict[int, Node] = {}
@@ -134,7 +134,7 @@ class ArrivingLayouts:
     def _known(
         self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: bool
     ) -> bool:
-        """Return a function's answer of a tangent and a gradient, asked once for each layout."""
+        """Return a function's answer for a tangent and a gradient, cached by layout."""
         key = asked, position, gradient.shape, gradient.stride(), more
         if key not in self._rounds:
             with function_modes_off(), dispatch_modes_off():
@@ -144,8 +144,8 @@ class ArrivingLayouts:
     def put_back(
         self, arrived: ArrivedLayouts, arguments: list[Any], by_kernels: Container[int]
     ) -> None:
-        """Replace copies of expanded gradients among a backward's arguments, behind the first, by
-        what arrived; warn, once, of those that have to be copied.
+        """Replace copies of expanded gradients among a backward's arguments, after the first, by
+        the gradients that arrived; warn, once, of those that have to stay copies.
 
         Args:
             by_kernels: numbers of the tangents that a program's backward reads as eager does.
@@ -259,8 +259,8 @@ def rounds_otherwise(node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
 
 
 def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
-    """Return whether what kernels of torch's make of an expanded gradient lies as what they make of
-    a copy without gaps, which is planned."""
+    """Return whether torch's kernels give results in the same layouts from an expanded gradient as
+    from a gapless copy, which is planned."""
     given = tangent.meta["val"]
     as_given, as_arrived = {tangent: _meta(given)}, {tangent: _laid_as(gradient, given.shape)}
     for node in tangent.graph.nodes:
@@ -299,9 +299,10 @@ def _meta(value: Any) -> Any:
 
 
 def _layouts(node: Node, known: dict[Node, Any]) -> tuple[Any, Any]:
-    """Return an operator's results without data, from tensors that are known, else as they were
-    traced: as torch says, and as a kernel lays them out that computes element by element. What
-    torch says of some of these (`hardswish_backward`) is how their parts in Python would lie.
+    """Return an operator's results without data, given some operands' layouts (the others as
+    traced): with the layouts that torch's fake kernel gives, and with those of a kernel that
+    computes element by element. Fake kernels of some such operators (`hardswish_backward`) give the
+    layouts of a decomposition.
 
     Raises:
         one of REFUSALS: the operator does not run so.

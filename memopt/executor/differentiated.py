@@ -249,7 +249,7 @@ class AsOriginal:
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
     def _check_runs_again(self, why: str) -> None:
-        """Raise ExecutionError if the forward reads what it has updated, or draws for a batch."""
+        """Raise ExecutionError if the forward reads what it updates, or draws under vmap."""
         if why is BATCHED and self._random is not None:
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: it draws random numbers, which "

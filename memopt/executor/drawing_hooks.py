@@ -26,7 +26,8 @@ class DrawingHooks:
         self._random, self._backwards, self._told = RandomStates(device), 0, False
 
     def look(self, values: Sequence[Any]) -> None:
-        """Look whether hooks on the gradients of these values draw, once their node returns."""
+        """Check whether hooks on the gradients of these values draw random numbers, once their node
+        returns."""
         self._backwards += 1
         if self._told or self._backwards & (self._backwards - 1) or backward_number() == -1:
             return

@@ -67,8 +67,8 @@ def zero_charges(model: nn.Module) -> Charges:
 
 
 def _bucket_elements(optimizer: Any) -> int:
-    """Return the elements of the buckets in which ZeRO reduces gradients, or of its partitions
-    where these are larger; warn of a version that does not say."""
+    """Return the number of elements of the buckets in which ZeRO reduces gradients, or of its
+    partitions if these are larger; warn of a version that does not tell."""
     if not type(optimizer).__module__.startswith(_ZERO):
         return 0
     unknown = tuple(name for name in _BUCKETS if name not in vars(optimizer))
@@ -89,8 +89,8 @@ def _warn_of_buckets(unknown: tuple[str, ...]) -> None:
 
 
 def _tensors_in(holder: Any, own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an optimizer of an engine's holds, and their gradients; of the model's
-    own parameters not the gradients, which plans charge."""
+    """Yield the tensors that an engine's optimizer holds, and their gradients, except the gradients
+    of the model's own parameters, which plans charge."""
     waiting: list[Any] = [vars(holder)]
     seen, without = set[int](), set(map(id, own))
     while waiting:

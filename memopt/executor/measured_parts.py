@@ -70,7 +70,7 @@ class PartSolver(Protocol):
         self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
     ) -> PlanRecord:
         """Return the store-all plan of a part's kind of call. Its backward begins at the leaves
-        `used` of the output, or at all if that is empty.
+        `used` of the output (at all if empty).
 
         Raises:
             CaptureError: the part cannot be captured. NothingToTrainError: nothing is trained.
@@ -86,7 +86,7 @@ class PartSolver(Protocol):
 
 
 class NothingToSaveError(NothingToTrainError):
-    """No plan of a part needs less than the part itself, which is to run as it is."""
+    """No plan of a part needs less than the unplanned part, which runs instead."""
 
 
 def saves_nothing(first: PlanRecord, small: PlanRecord) -> bool:

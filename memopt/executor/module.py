@@ -39,7 +39,7 @@ OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 
 @dataclass(eq=False)
 class _Inside:
-    """What a planned module is made of, and how its calls ran."""
+    """The components of a planned module, and how its calls ran."""
 
     model: nn.Module
     captured: Captured

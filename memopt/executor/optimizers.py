@@ -1,4 +1,4 @@
-"""Watches the steps of every optimizer of the process, for who asks."""
+"""Reports the steps of every optimizer of the process to registered objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToldOfSteps(Protocol):
     """An object that is informed of optimizers' steps.
 
     Attributes:
-        settled: whether nothing is said any more of steps that leave its model idle.
+        settled: whether not to warn any more of steps in which its model was not called.
     """
 
     settled: bool

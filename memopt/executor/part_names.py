@@ -89,7 +89,8 @@ def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
 
 @contextmanager
 def naming_parts(model: nn.Module | None) -> Iterator[None]:
-    """Plan a model inside; if it cannot be captured, the error names its parts that may be."""
+    """Plan a model inside; if it cannot be captured, add to the error the names of parts that may
+    be."""
     try:
         yield
     except NothingToTrainError:

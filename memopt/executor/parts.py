@@ -91,7 +91,7 @@ class PartPlanning(SelfPlanning):
 
     @property
     def why_without(self) -> str:
-        """Why it has no plan, if it has none and can be captured."""
+        """Why the part has no plan, although it can be captured."""
         if self._idle:
             return "no plan needs less memory than it does as it is"
         return "nothing to train" if self.called else "not called in training"
@@ -102,8 +102,8 @@ class PartPlanning(SelfPlanning):
         return () if self.refused else tuple(self.plans)
 
     def run_again(self, why: str) -> None:
-        """Count a call that ran again in place of its backward. One whose plan has no backward for
-        some outputs alone would do so in each step: the part is opened instead."""
+        """Count a call that ran again for its backward. Where the plan has no backward for the
+        outputs used, that would happen in each step: the part is opened instead."""
         opens = why is PARTIAL and not self.parts.named
         self._opens = why if opens else self._opens
         why = _OTHER_OUTPUTS.format(self.name) if why is OTHER_LOSS else why

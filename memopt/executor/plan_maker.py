@@ -67,7 +67,7 @@ class BetterPlan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans as asked for, for a loss that uses the leaves `outputs` of the output, if any."""
+    """Makes plans as requested, for a loss that uses the leaves `outputs` of the output, if any."""
 
     outputs: frozenset[int]
 

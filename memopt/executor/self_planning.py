@@ -253,7 +253,8 @@ class SelfPlanning:
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call under a plan. Hooks on all modules are in its step, not around it."""
+        """Run a call under a plan. Hooks on all modules run inside its step, not once more around
+        it."""
         return made.module.forward(*args, **kwargs)
 
     def _metered_on(self, call: Call) -> torch.device | None:

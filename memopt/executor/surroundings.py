@@ -177,10 +177,10 @@ class Surroundings:
         self._gathering = NO_CHARGES
 
     def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:
-        """Begin a call of a kind, while so many await their backward, and so many awaited the
-        second half of one. The most that wait in a step are charged from the next one on, which
-        begins where none waits or an optimizer has stepped: some may never get a backward. A
-        pipeline's schedule tells them at once."""
+        """Begin a call of a kind, while `waiting` calls await their backward, and `halved` the
+        second half of one. The most that wait in a step are charged from the next step on. A step
+        begins when none waits, or an optimizer has stepped, since some calls may never get a
+        backward. A pipeline's schedule tells how many at once."""
         self.stop()
         _BEGUN.calls += 1
         self._waiting.count(call.tensors(), waiting)
@@ -280,7 +280,7 @@ class Surroundings:
             met()
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
-        """Charge the gradients of outputs that the loop holds: torch has dropped its own."""
+        """Charge the gradients of outputs that only the loop still holds."""
         held_bytes = size_of(still_held(tangents))
         if held_bytes > LARGEST_NUMBER_BYTES and self._largest(kind, Charges(given_gradients=1)):
             met()

@@ -259,8 +259,8 @@ V = TypeVar("V")
 
 
 class TiedValue(weakref.ref[Any], Generic[V]):
-    """A value kept for an object that may die at any time, and that goes with it even if Ctrl-C
-    interrupts: what a finalizer written in Python should free would stay for ever then."""
+    """A value kept until an object dies, even if Ctrl-C interrupts then: what a finalizer written
+    in Python frees would otherwise stay for ever."""
 
     __slots__ = ("value",)
 

@@ -27,10 +27,10 @@ class Charges:
             stage receives: resident.
         waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
             backward; each keeps what the plan keeps between its forward and its backward.
-        halved_calls: of them, those whose backward is split and half done; each keeps its
-            gradients instead.
-        output_calls: other calls as large as whose outputs something is kept: those that a pipeline
-            collects, or buffers for their gradients.
+        halved_calls: those of them whose backward is split and half done; each keeps its gradients
+            instead.
+        output_calls: other calls for each of which as many bytes are kept as its outputs have:
+            outputs that a pipeline collects, or buffers for their gradients.
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
         update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
             once the backward has run.

@@ -343,7 +343,7 @@ def eager_step(
     rules: StepRules,
     run_backward: OwnBackward,
 ) -> Callable[[], None]:
-    """Make a step that takes the same batch for each of its micro-batches."""
+    """Make the eager step, which takes the same batch for each of its micro-batches."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
     if rules.scaled:

@@ -41,8 +41,7 @@ class MemoryUse:
 
     Attributes:
         peak_bytes, end_bytes: the highest and the last level.
-        update_bytes: of a loss, the most that an optimizer's step needs inside its backward, and
-            frees.
+        update_bytes: the most that an optimizer's step inside a loss's backward needs and frees.
     """
 
     peak_bytes: int = 0
@@ -212,7 +211,7 @@ class LossMeter(MeterUntilBackward):
         when_backward_is_over(self.close)
 
     def update(self) -> None:
-        """Record that an optimizer's step begins inside the backward, or the last one ends."""
+        """Record that an optimizer's step inside the backward begins, or that the last one ends."""
         if self._gone is not None and self.profiles and threading.get_ident() == self._thread:
             self._updates += 1
             self._mark(-self._updates)

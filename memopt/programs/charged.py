@@ -13,7 +13,8 @@ from memopt.programs.replay import Timeline, replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
-    """Charge the loop's resident bytes, those of its loss, and output gradients that it holds."""
+    """Add the charges of the loop to a graph: resident bytes, its loss, and output gradients that
+    it holds."""
     return replace(
         graph,
         tangents_held=graph.tangents_held or bool(charges.given_gradients),
@@ -46,9 +47,9 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 
 def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
-    """Return the timeline of a program. If its graph is kept, the backward frees nothing of what
-    the forward has saved, and copies what it would overwrite, or the whole arena. Nor does it free
-    gradients of outputs that the loop holds."""
+    """Return the timeline of a program. If its graph is kept, the backward frees no saved tensor,
+    and copies those that it would overwrite, or the whole arena. Gradients of outputs that the loop
+    holds are not freed either."""
     timeline = replay(graph, program)
     boundary, steps = program.boundary, timeline.step_bytes
     if boundary is None or not (charges.kept_graphs or charges.given_gradients):

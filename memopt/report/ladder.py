@@ -78,13 +78,14 @@ class Rung:
 
     @property
     def streams(self) -> str:
-        """The streams that work, and for which share of the step; the busiest first."""
+        """The streams that work, and the share of the step in which each does; the busiest
+        first."""
         shares = sorted(self.busy.items(), key=lambda one: -one[1])
         return ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table says of it: whether it fits, what it needs, and how long its step takes."""
+        """Cells of a table: whether it fits, what it needs, and how long its step takes."""
         needs = or_dash(self.needed_bytes, format_bytes)
         return "yes" if self.fits else "no", needs, or_dash(self.step_time_s, format_seconds)
 
@@ -172,7 +173,7 @@ def _longer(here: Rung, there: Rung) -> float:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Whether a step fits a device, what takes what, and the ways to make it fit; `print` it.
+    """Whether a step fits a device, what takes the memory, and the ways to make it fit; `print` it.
 
     Attributes:
         device: to train on.

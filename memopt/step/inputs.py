@@ -26,10 +26,10 @@ class Call:
 
     Attributes:
         args, kwargs: the arguments.
-        whole_masks: the leaves that, as attention masks, mask nothing; it is captured without them
-            (`memopt.capture.as_eager.masks`).
-        orders: how gradients of its outputs arrive, if it is captured for other layouts than the
-            outputs'.
+        whole_masks: the leaves that are attention masks which mask nothing; the call is captured
+            without them (`memopt.capture.as_eager.masks`).
+        orders: the layouts in which gradients of its outputs arrive, if it is captured for others
+            than the outputs'.
     """
 
     args: tuple[Any, ...]

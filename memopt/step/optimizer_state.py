@@ -73,7 +73,7 @@ def optimizer_state(
         optimizer: a name (see the module), a `torch.optim` instance, or None (no state).
         parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
         block_bytes: the allocator's granularity.
-        device: where an instance updates them; None: where they lie, as moved ones do not.
+        device: where an instance updates them (moved ones lie elsewhere); None: where they lie.
 
     Raises:
         ValueError: an unknown name or class (the message lists the known ones), or an instance

@@ -115,7 +115,7 @@ def check_splittable(
 
 
 def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what an update of each parameter alone would call too often, or not at all.
+    """Refuse hooks that updating each parameter by itself would call too often, or not at all.
 
     Raises:
         ValueError: the optimizer or a gradient has hooks, its step was replaced, or it is

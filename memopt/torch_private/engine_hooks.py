@@ -34,8 +34,8 @@ def has_engine(module: nn.Module) -> bool:
 
 
 def optimizer_of_engine(module: nn.Module) -> Any:
-    """Return the optimizer of DeepSpeed's that holds a module's master weights; None: no such one.
-    The engine's hooks on the module close over the engine."""
+    """Return DeepSpeed's optimizer that holds a module's master weights; None if there is none. It
+    is found through the engine's hooks on the module."""
     hooks = [one for both in _registries(module) for one in both.values() if _is_engines(one)]
     cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
     found = [getattr(cell.cell_contents, "optimizer", None) for cell in cells]

@@ -173,7 +173,8 @@ def inside_transform() -> bool:
 
 
 def is_batch(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is a batch of them (`is_grads_batched=True`), which shows as one."""
+    """Whether a gradient is a batch of gradients (`is_grads_batched=True`), which looks like a
+    single one."""
     found = private_once("torch._C._functorch.is_legacy_batchedtensor")
     return gradient is not None and bool(found(gradient))
 

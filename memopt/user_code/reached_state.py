@@ -246,7 +246,8 @@ class ReachedState:
 
 
 def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
-    """Return an attribute without the object's own `__getattr__`, which may refuse any name."""
+    """Return an attribute without calling the object's own `__getattr__`, which may fail for any
+    name."""
     kind: Any = type(one)
     try:
         return kind.__getattribute__(one, name)  # a `threading.local` has its own

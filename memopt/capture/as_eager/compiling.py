@@ -85,7 +85,7 @@ class _Answers:
 
 
 def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
-    """Trace a model as what it computes when it is not compiled, if that can be traced.
+    """Trace what a model computes when it is not compiled, if that can be traced.
 
     Args:
         model, call: the model to trace, and its call.
@@ -95,8 +95,8 @@ def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) ->
         The result of `trace`.
 
     Raises:
-        CaptureError: the model cannot be traced either way; the error is the compiled trace's, but
-            where the model's own code raises one there, which it does not in eager.
+        CaptureError: the model cannot be traced either way. The error is the compiled trace's,
+            unless the model's own code raised that one only because it is compiled.
     """
     answers = _Answers(None)
     try:

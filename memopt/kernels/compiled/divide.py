@@ -36,7 +36,7 @@ _ADD = "aten.add.Tensor"
 
 @dataclass(frozen=True)
 class Region:
-    """Operators that become one."""
+    """Operators that become one operator."""
 
     operators: tuple[int, ...]
 

@@ -148,7 +148,7 @@ class Tokens:
         )
 
     def axis_of(self, node: Node, *, sums: bool) -> Axis | None:
-        """Return the tokens one by one of which a call works; None: it does not."""
+        """Return the tokens that a call processes one by one; None if it does not."""
         made = self.dims.get(node)
         if made is None:
             return None
