@@ -252,8 +252,8 @@ def ring_s(
     """Return the seconds of an attention to the keys of a whole context, as `context_parallel`
     computes it (torch/distributed/tensor/experimental/_attention.py).
 
-    All ranks' keys are gathered beside the first part's work; in the backward a part's slopes are
-    sent on in float32 beside the next part's. Under `torch.compile` nothing is beside anything: a
+    All ranks' keys are gathered beside the first part's work; in the backward a part's gradients
+    are sent on in float32 beside the next part's work. Under `torch.compile` nothing overlaps: a
     traced collective is waited for at once, and Inductor moves no wait.
 
     Args:

@@ -145,7 +145,7 @@ class Lengths:
         prepare: prepares a plan to be called.
 
     Attributes:
-        why_not: why the last call in question got a plan of its own; "": none did.
+        why_not: why a call last got a plan of its own; "" if none did.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PartFigures:
     """What a part's plan needs: bytes at the peaks of its forward and backward, and bytes that it
-    keeps in between. Compared with those of another plan of the part."""
+    keeps in between. Figures of two plans of a part are compared."""
 
     plan: PlanRecord
 

@@ -82,7 +82,7 @@ class Installed:
         recomputes: whether it computes anything twice.
         by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
-        origin: of what generated code was written; None: of something else, too (an arena, moved
+        origin: what the generated code was written from; None if more went into it (an arena, moved
             parameters, a recorder), or it is interpreted.
     """
 
@@ -368,7 +368,7 @@ class Runtime:
         return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients that AOTAutograd takes, of a step that had some."""
+        """Return those of a step's gradients that AOTAutograd takes, their hooks in order."""
         self._added_later.look(state.primals, gradients.__getitem__)
         call_hooks_of_gradients_alone(state.primals, gradients)
         return self._as_taken(gradients)

@@ -191,8 +191,8 @@ def _storage_bytes(lowering: Lowering) -> list[int]:
 
 
 def why_not_alike(one: Halves, other: Halves) -> str | None:
-    """Return how two captures are of steps that differ in more than their sizes; None: they are
-    not."""
+    """Return a difference of the steps of two captures other than in sizes; None if there is
+    none."""
     first, second = one.captured, other.captured
     fixed = _why_fixed(first) or _why_fixed(second)
     if fixed is not None:

@@ -1,5 +1,5 @@
-"""Order and addresses of a program together (OLLA eq. 1-9), starting from one after the other: a
-0-1 program in CP-SAT, for small steps.
+"""Finds order and addresses of a program together (OLLA eq. 1-9), starting from a solution that
+finds one after the other: a 0-1 program in CP-SAT, for small steps.
 
 Variables: those of `LifetimeModel`; A_i, the address of storage i
     a[i,j], b[i,j]  storage i lies below j, or above, for pairs that can be in memory together

@@ -71,8 +71,8 @@ def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
 
 
 def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES) -> int:
-    """Return the peak of a step once its backward has begun, total bytes, with the calls of the
-    charges that await theirs."""
+    """Return the peak of a step once its backward has begun, total bytes, with the charges' other
+    calls that await their backward."""
     timeline = _timeline(graph, program, charges)
     peak_bytes = timeline.placed_peak_bytes or timeline.peak_bytes
     if timeline.placed_peak_bytes is None and program.boundary is not None:

@@ -23,7 +23,7 @@ FEWER_BITS = "8-bit optimizer state"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
 TILED = "tiles of tokens"
 SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED, TILED})
-"""Changes that leave what is trained, and but for rounding its numbers, as they are."""
+"""Changes that alter neither what is trained nor, up to rounding, its numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Rung:
 
     @property
     def is_as_asked(self) -> bool:
-        """Whether it trains the same, but for rounding in the same numbers."""
+        """Whether the changes leave the training as asked, up to rounding."""
         return SAME.issuperset(self.changes)
 
     @property
     def binds(self) -> str:
-        """What a step that moves tensors waits for, and what it takes of the host; "" of others."""
+        """What a step that moves tensors waits for, and the host memory that it takes; "" for other
+        steps."""
         if not self.host_bytes:
             return ""
         host = format_bytes(self.host_bytes)

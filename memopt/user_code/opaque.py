@@ -193,7 +193,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Autocast(NamedTuple):
-    """Autocast as it is for a type of device."""
+    """Autocast's settings for a type of device."""
 
     device: str
     enabled: bool

@@ -89,7 +89,7 @@ class CallForm:
         return tuple(place is not None and self.needs[place] for place in self.places)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Returned]:
-        """Run the function's forward; return the results of its operator, and what they are."""
+        """Run the function's forward; return the operator's results, and their description."""
         given = [
             tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(tensors, self.needs, strict=True)

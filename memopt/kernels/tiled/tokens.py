@@ -99,8 +99,8 @@ class Tokens:
             self._equal.join((parent, number, dim), (node, 0, dim))
 
     def _close(self) -> None:
-        """Joined dimensions are equal if their parts are; and parts of one size are, if what they
-        are joined to is."""
+        """Join classes until nothing changes: joined dimensions are equal if their parts are, and
+        parts of equal sizes are equal if the dimensions that they are joined to are."""
         changed = True
         while changed:
             changed = False

@@ -262,7 +262,7 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
 
 @contextmanager
 def stopping_threads() -> Iterator[ThreadPoolExecutor]:
-    """Open threads; where the body fails, what they have not begun is not done."""
+    """Open threads; if the body fails, cancel the tasks that they have not begun."""
     threads = ThreadPoolExecutor(thread_count())
     try:
         yield threads
