@@ -1,4 +1,4 @@
-"""A better plan is looked for in a process of its own while a wrapped model trains."""
+"""Looks for a better plan in a process of its own while a wrapped model trains."""
 
 from __future__ import annotations
 

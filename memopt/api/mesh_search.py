@@ -36,8 +36,9 @@ _FAR = 2**62
 
 
 class MeshSearch:
-    """Plans one rank of meshes. Its figures hold for every rank: of a pipeline's stages it is one
-    with the first one's table and micro-batches in flight, and the last one's loss.
+    """Plans one rank of each mesh. Its figures hold for every rank: of a pipeline it stands for a
+    stage with the first stage's embedding table and micro-batches in flight, and the last stage's
+    loss.
 
     Args:
         load: gives the model, with as much of the sequence as one rank of a context has.

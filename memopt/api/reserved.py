@@ -285,11 +285,11 @@ def _least_beside(
     beside: Charges,
     cause: InfeasibleBudgetError,
 ) -> PlanRecord:
-    """Return the smallest plan, if it leaves room for the charges during the forward within the
-    limit: a search for what is smallest may find a plan where one within the limit found none.
+    """Return the smallest plan, if with the charges during the forward it is within the limit.
+    (Searching for the smallest plan may succeed where searching within the limit failed.)
 
     Raises:
-        InfeasibleBudgetError: it does not; names the budget for which it does.
+        InfeasibleBudgetError: it is not; names the budget that would be enough.
     """
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):

@@ -122,8 +122,8 @@ def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]
 
 
 def _updated(nodes: list[Node], run: Period) -> bool:
-    """Whether an operator of the first block looks as if it updated a parameter or buffer. What is
-    missed here is found in the joint graph, after a part has been traced in vain."""
+    """Whether an operator of the first block seems to update a parameter or buffer. One that is
+    missed here is found in the joint graph, at the cost of a trace."""
     for node in nodes[run.start : run.start + run.length]:
         name = getattr(node.target, "__name__", str(node.target))
         in_place = name.endswith("_") and not name.endswith("__")
@@ -135,7 +135,7 @@ def _updated(nodes: list[Node], run: Period) -> bool:
 
 @contextlib.contextmanager
 def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
-    """Leave blocks of Dynamo's graph out; afterwards the graph is as it was."""
+    """Leave most blocks out of Dynamo's graph inside; restore it afterwards."""
     whole, run = traced.graph, found.blocks
     nodes, first = list(whole.nodes), found.first_left_out()
     skipped = found.left_out * run.length
@@ -158,7 +158,7 @@ def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
 
 
 def _key(traced: GraphModule, node: Node) -> Any:
-    """What must be equal of two operators besides which values they read."""
+    """Return the key by which two operators are equal, apart from the values that they read."""
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(traced)
         if not is_plain(value):

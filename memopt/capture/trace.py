@@ -331,7 +331,7 @@ _NAMES = ("__module__", "__name__", "__qualname__")
 
 @contextlib.contextmanager
 def known_attributes() -> Iterator[None]:
-    """Trace inside with these answers, where this torch can be given them."""
+    """Trace inside with known answers about attributes, if this torch accepts them."""
     if not (known(_GET) and known(_SET)):
         yield
         return

@@ -1,4 +1,4 @@
-"""`memopt fits`: whether a model trains on a device or on many, and how it can be made to."""
+"""`memopt fits`: whether a model trains on one device or many, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def fits(
 
 
 class _Asked:
-    """A model and what it is asked for, at any size."""
+    """A model and the request about it, for any size."""
 
     def __init__(
         self,

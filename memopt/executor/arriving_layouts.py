@@ -86,8 +86,8 @@ class ArrivingLayouts:
                 self._tangents[leaf], self._numbers[leaf] = tangent, number
 
     def look(self, output: Any, arrived: ArrivedLayouts) -> None:
-        """Note in `arrived`, when a call's backward begins, gradients of its output in a layout
-        with which the backward may round otherwise."""
+        """When a call's backward begins, note in `arrived` the output gradients whose layout may
+        change the backward's rounding."""
         if not self._tangents:
             return
         leaves = pytree.tree_leaves(output)
@@ -175,7 +175,8 @@ class ArrivingLayouts:
         )
 
     def as_arrived(self, arrived: ArrivedLayouts, tangents: list[Any]) -> list[Any]:
-        """Return the gradients with which a backward begins in the layouts in which they came."""
+        """Return the gradients with which a backward begins, in the layouts in which they
+        arrived."""
         made = list(tangents)
         for position, order in arrived.orders.items():
             i = self._numbers[position]

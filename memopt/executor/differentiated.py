@@ -160,7 +160,7 @@ class AsOriginal:
         `create_graph=True`.
 
         Args:
-            tangents: the gradients of its outputs, in the joint graph's order; None: it has none.
+            tangents: the gradients of its outputs, in the joint graph's order; None for none.
             why: why it runs, a key of `REMEDIES`.
             planned: as of `gradients_from`; None: the unplanned model runs.
 
@@ -303,9 +303,9 @@ def _gradients_of(
 
 
 def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, list[torch.Tensor]]:
-    """Return the call, and the tensors `wanted`, with aliases in place of arguments. They have no
-    hooks of the user's. Nor does a gradient go through them to what they were computed from: it
-    would be added there twice, since autograd adds theirs, too.
+    """Return the call, and the tensors `wanted`, with aliases in place of arguments. Aliases have
+    none of the user's hooks, and pass no gradient on to what the arguments were computed from:
+    autograd adds the arguments' gradients there, so it would be added twice.
 
     Raises:
         ExecutionError: a second derivative goes on through them, and reaches a parameter.

@@ -255,8 +255,8 @@ class PlanMaker:
         return not can_plan
 
     def _largest(self, own: Charges, kind: int = 0) -> Charges:
-        """Return the largest of each charge that any rank has; none where ranks run calls of
-        different kinds, of which they would not make a plan together."""
+        """Return the largest of each charge that any rank has; none if ranks run calls of different
+        kinds, for which they would make no plan together."""
         ranks = None if self.alone else ranks_of(self._model)
         if ranks is None:
             return own

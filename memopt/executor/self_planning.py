@@ -349,7 +349,7 @@ class SelfPlanning:
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
-        """Prepare a module under a new plan to be called, which holds no example any longer."""
+        """Prepare a module under a new plan for calls; it no longer holds the example inputs."""
         captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone:

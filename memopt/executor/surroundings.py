@@ -173,7 +173,7 @@ class Surroundings:
             self._gathering = gathering(model) or self._gathering
 
     def metered_whole(self) -> None:
-        """Charge no gathering: from now on steps are metered with it."""
+        """Charge no gathering any more: from now on metered steps include it."""
         self._gathering = NO_CHARGES
 
     def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:

@@ -49,7 +49,7 @@ class JointAnswer:
         bound: on arena and memory outside it, resident included, bytes.
         rows: of eq. 6 for pairs and steps.
         too_large: whether these were too many to make the program.
-        interrupted: whether neither a proof nor a limit was the end.
+        interrupted: whether the search ended by neither a proof nor a limit.
     """
 
     order: tuple[int, ...]

@@ -92,8 +92,8 @@ def measure_baseline(
 
 
 def _peak_bytes(step: Callable[[], Any], clear: Callable[[], None], device: torch.device) -> int:
-    """Meter a step; return the most bytes above those resident on any rank. gloo's thread lets go
-    of what it has sent late, now and then, so that ranks take the least that they meet twice."""
+    """Meter steps; return the most bytes above those resident on any rank. gloo's thread now and
+    then frees what it has sent late, so that the least peak that ranks measure twice counts."""
     found: list[int] = []
     again = 1.0
     while again:

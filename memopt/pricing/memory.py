@@ -138,7 +138,7 @@ class MeterUntilBackward:
         _mark_now()
 
     def _marks(self) -> dict[str | int, int]:
-        """Return the times, in ns, of what was marked in the profile, which has ended."""
+        """Return the times, in ns, of the marks in the profile, which has ended."""
         return dict(zip(self._marked, _marked_at(self._profiler), strict=True))
 
 
@@ -267,9 +267,9 @@ def library_bytes(device: torch.device) -> int:
 
 
 def can_measure(device: torch.device) -> bool:
-    """Return whether a device's memory can be measured now: on a CPU not while a profile runs other
-    than this thread's meter, which ends. Another thread's measuring or meter is waited for, ten
-    seconds at most."""
+    """Return whether a device's memory can be measured now: on a CPU not while somebody else's
+    profile runs. This thread's meter is ended; another thread's measuring or meter is waited for,
+    ten seconds at most."""
     if not backend_of(device).on_host:
         return True
     end_metering()

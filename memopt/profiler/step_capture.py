@@ -296,9 +296,9 @@ _PACKS = frozenset(
 
 
 def reductions(captured: Captured) -> tuple[Node, ...]:
-    """Return the calls that average gradients over the ranks, those that pack gradients for them
-    and those that take averages apart, in their order. Several micro-batches share them, as FSDP2
-    does after `set_requires_gradient_sync(False)`.
+    """Return, in their order, the calls that average gradients over the ranks, that pack gradients
+    for these, and that unpack the averages. Several micro-batches share them, as FSDP2 does after
+    `set_requires_gradient_sync(False)`.
 
     A reduction begins where gradients are packed, padded or cut for it. What comes in there has the
     dtype in which it is averaged, and is what FSDP2 adds up. Packing moves elements and adds
@@ -320,8 +320,8 @@ def reductions(captured: Captured) -> tuple[Node, ...]:
 
 
 def _averages(node: Node) -> bool:
-    """Return whether a call averages a gradient. A model's own collectives add, or what they give
-    is used otherwise, or scattered."""
+    """Return whether a call averages a gradient. (A model's own collectives add, or their results
+    are scattered or used in another way.)"""
     if node.target not in (_SCATTER, _REDUCE) or node.args[1] != "avg":
         return False
     targets = {one.target for one in _after(node)}

@@ -98,7 +98,7 @@ def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:
     """Return the bytes that a step keeps from its forward for its backward. An output counts if the
-    backward reads it: else it is for the caller to keep or drop, who keeps it with `outputs`."""
+    backward reads it; others only with `outputs`, which assumes that the caller keeps them."""
     boundary = program.boundary
     if boundary is None:
         return 0

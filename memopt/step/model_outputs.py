@@ -89,7 +89,7 @@ def separate_outputs(
         gradients: how the user's loss uses the outputs. Unused ones are traced without a gradient,
             or not returned at all; the others' gradients get the layout in which the loss gives
             them.
-        orders: of outputs' dimensions in gradients that arrive otherwise, see `Call`.
+        orders: dimension orders of output gradients that arrive in other layouts, see `Call`.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
@@ -128,7 +128,7 @@ def separate_outputs(
 
 
 def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> OutputGradients:
-    """Return the facts known of a loss, and that gradients arrive in these orders."""
+    """Add to the facts known of a loss that gradients arrive in these orders."""
     known = dict(gradients.strides)
     for position, order in orders:
         value = values[position] if position < len(values) else None

@@ -210,8 +210,8 @@ def _tensors_in(held: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _has_state(name: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a tensor is state of a parameter rather than a count of its steps. State of a
-    parameter without dimensions has none, either."""
+    """Return whether a tensor is state of a parameter rather than a count of its steps. (Counts
+    have no dimensions, nor has the state of a parameter without dimensions.)"""
     return bool(value.dim()) or (not parameter.dim() and name != "step")
 
 

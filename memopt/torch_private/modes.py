@@ -120,7 +120,8 @@ def profiler_looks_on() -> bool:
 
 def profile_begun() -> bool:
     """Whether torch's profiler records what this thread does, or somebody's profile with a schedule
-    warms up or records: another one ends it, and torch crashes when its schedule goes on."""
+    warms up or records. (Another profile would end it, and torch would crash when its schedule goes
+    on.)"""
     if profiler_looks_on():
         return True
     # Their steps are counted from the time they are made: without any, none is looked for.
@@ -149,9 +150,9 @@ def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operators_alone() -> Iterator[None]:
-    """Let a profile that begins inside record operators, no ranges (`record_function`, a process
-    group's work). A range that began in a profile, and ends when that one is over, writes to freed
-    memory if another runs then, or in a process group's thread."""
+    """Let a profile that begins inside record operators only, no ranges (`record_function`, a
+    process group's work). A range that outlives its profile writes to freed memory if another
+    profile runs then, or in a process group's thread."""
     enable = private("torch.autograd.profiler._enable_profiler")
     scope = private("torch._C._profiler.RecordScope").FUNCTION
     only = functools.partial(enable, scopes={scope})
@@ -212,7 +213,7 @@ def running_node() -> Any:
 
 
 def wanted_inputs() -> frozenset[int]:
-    """Return the positions of the running node's inputs whose gradients its backward is for."""
+    """Return the positions of the running node's inputs whose gradients the backward asks for."""
     inputs = enumerate(running_node().next_functions)
     return frozenset(i for i, (node, _) in inputs if node is not None and _is_wanted(node))
 
