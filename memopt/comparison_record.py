@@ -155,6 +155,8 @@ class ComparisonRecord(Generic[AnyCell]):
             )
         remedy = 'compare with smaller budgets (budgets=["min"]) or other strategies'
         if known is not None:
-            remedy = f"the smallest feasible budget known is {known} bytes; or " + remedy
+            remedy = (
+                f"the smallest feasible budget known is {known} bytes: raise yours, or {remedy}"
+            )
         asked = limit if limit is not None else max((b or 0 for b in self.budgets), default=0)
         return InfeasibleBudgetError(f"{what}; {remedy}", asked, known)

@@ -105,7 +105,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder as GPT-2 is one, in plain torch: tokens to logits, or with `labels` to its loss."""
+    """A decoder like GPT-2's in plain torch: from tokens to logits, or with `labels` to its
+    loss."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class ResidualNet(nn.Module):
 
 
 def decoder(batch: int = 4, length: int = 128, width: int = 256, layers: int = 12) -> DemoTask:
-    """Make a decoder as GPT-2 is one, written in plain torch, on the same bytes."""
+    """Make a decoder like GPT-2's, written in plain torch, on bytes of text."""
     torch.manual_seed(0)
     return DemoTask(
         f"a decoder of {layers} layers, d={width}, {batch} x {length} bytes of text",

@@ -279,7 +279,7 @@ def test_a_class_in_place_of_a_model_is_named() -> None:
         (lambda y: y, (), r"must return one number.*got a tensor of shape \[4, 6\]"),
         (lambda y: y.detach().sum(), (), r"must return one number.*without a gradient"),
         (lambda y: 0.5, (), r"must return one number.*got float"),
-        (None, (1,), r"targets go with loss_fn="),
+        (None, (1,), r"targets= needs loss_fn="),
     ],
 )
 def test_loss(loss_fn: Any, targets: tuple[Any, ...], message: str) -> None:
@@ -325,7 +325,7 @@ def test_an_option_of_another_kind(options: dict[str, Any], message: str) -> Non
         ({"shapes": 3}, "shapes= is a list of example inputs.*got int"),
         ({"parts": True}, 'parts= is "auto" or names of sub-modules.*got True'),
         ({"parts": ["0", 1]}, 'parts= is "auto" or names of sub-modules.*got 1'),
-        ({"targets": (1,)}, "targets go with loss_fn="),
+        ({"targets": (1,)}, "targets= needs loss_fn="),
     ],
 )
 def test_an_option_of_another_kind_leaves_the_model_unwrapped(

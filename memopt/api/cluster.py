@@ -29,8 +29,8 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
         return
     if mode != "estimate":
         raise ValueError(
-            'mesh= is for a cluster that is not there: mode="estimate". To measure, run the ranks '
-            "(torchrun) and plan in each"
+            'mesh= describes a cluster to estimate, and needs mode="estimate". To measure, run the '
+            "ranks (torchrun) and plan in each, without mesh="
         )
     from memopt.capture.fake_ranks import fake_ranks, model_on
 
@@ -40,7 +40,7 @@ def on_mesh(model: Any, mesh: Mesh | None, mode: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def sharded_over(model: Any, ranks: int) -> Iterator[Any]:
-    """Spread a model over ranks that need not exist; one: leave it as it is."""
+    """Spread a model over ranks that need not exist; leave it as it is for one rank."""
     if ranks == 1:
         yield model
         return

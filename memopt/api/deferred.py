@@ -54,7 +54,7 @@ class FixedBytes:
 
     @property
     def resident(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes that stay during the whole step."""
         return self.weights + self.state
 
     @classmethod
@@ -89,12 +89,12 @@ class DeferredPlan(Plan):
 
     `apply(model)` lets the model plan its own training calls, as `memopt.wrap` does: the first one,
     and each further kind of call when it comes. `train_step` does the same for whole steps. Once a
-    plan is made, this object is that plan, the one made last, with its figures, plots and files.
-    Before, `summary()` says what it waits for, and everything else raises NotYetPlannedError.
+    plan is made, this object stands for the plan made last, with its figures, plots and files.
+    Before that, `summary()` says what it waits for, and everything else raises NotYetPlannedError.
 
     Attributes:
         known: the bytes of parameters, buffers, optimizer state and gradients.
-        resident_bytes: those of them that are there all the time.
+        resident_bytes: those of them that stay during the whole step.
         strategy: the strategy that will plan.
     """
 
@@ -220,7 +220,8 @@ class DeferredPlan(Plan):
         """Refuse a budget that the weights alone exceed.
 
         Raises:
-            InfeasibleBudgetError: see above; names what would do at least.
+            InfeasibleBudgetError: the budget is below the bytes of parameters, buffers and
+                optimizer state.
         """
         step, (size, _) = self._request.step, split_reserved(self._request.limits.budget)
         if size in (None, MINIMUM) or step.movable or step.offload_optimizer:

@@ -66,10 +66,10 @@ class Fits:
     """The answer of `fits()`, a table; `print` shows it.
 
     Attributes:
-        device: for which the answer holds.
+        device: the device that the answer is for.
         budget_bytes: total device memory allowed.
         batch: the batch that `rows` are for; None if `inputs` was no function of it.
-        standing: (what, bytes) that no plan can free.
+        standing: (name, bytes) of memory that no plan can free.
         rows: one per strategy, in the order asked.
         notes: what to know about the figures.
     """
@@ -224,7 +224,7 @@ class _BatchSearch:
         return self._known[batch]
 
     def row(self, strategy: Strategy, batch: int, search: bool) -> Fit:
-        """Make a strategy's row; `search` asks for the largest batch, too."""
+        """Make a strategy's row; `search` also looks for the largest batch."""
         try:
             smallest = self._smallest(strategy, batch)
         except ValueError as error:
@@ -300,7 +300,8 @@ class _BatchSearch:
 
 
 def _more_reserved(plan: PlanRecord, card_bytes: int | None) -> str:
-    """Say that the allocator reserves more for a plan than the device has; "": it does not."""
+    """Return a note that the allocator reserves more for a plan than the device has; "" if it does
+    not."""
     reserved = reserved_bytes(plan)
     if card_bytes is None or reserved <= card_bytes:
         return ""

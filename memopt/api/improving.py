@@ -1,4 +1,4 @@
-"""A better plan is looked for in a process of its own while a wrapped model trains."""
+"""Looks for a better plan in a process of its own while a wrapped model trains."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Improving:
             self._search = None
 
     def better(self) -> PlanRecord | None:
-        """Return the better plan of a search that has ended, if it found one; again after an
-        interruption."""
+        """Return the better plan of a search that has ended, if it found one, also when asked again
+        after an interruption."""
         if self._better is None and self._search is not None:
             self._better = self._found(self._search.solution())
         return self._better

@@ -55,7 +55,7 @@ _WAYS = {"store-all": "", "rotor": RECOMPUTE, "dynprog": OFFLOAD}
 
 @dataclass(frozen=True)
 class _Way:
-    """A rung to try: what of the step is changed, and how that is said."""
+    """A rung to try: the changes of the step, and their names."""
 
     variant: StepVariant
     optimizer: str | None
@@ -91,7 +91,7 @@ def ladder(
     progress: bool | Progress = True,
     heard: Callable[[Rung], None] | None = None,
 ) -> Ladder:
-    """Estimate whether a step fits a device, what takes what, and how it can be made to fit.
+    """Estimate whether a step fits a device, what takes the memory, and how to make it fit.
 
     Args:
         model: an nn.Module, which stays as it is; it may be on meta.
@@ -227,8 +227,8 @@ class _LadderMaker:
             yield _Way(variant, self._asked.optimizer, False, (*said, TILED))
 
     def _graph(self, way: _Way) -> tuple[Graph, int, VariantStep] | None:
-        """Return the graph of a way's step without the bytes of its optimizer's state, those, and
-        the step. Ways with other optimizers share the graph and what is known of it."""
+        """Return the graph of a way's step without its optimizer's state, the bytes of that state,
+        and the step. Ways that differ in the optimizer share the graph."""
         step = self._variants.step(way.variant)
         graph = step.chunked if way.chunked else step.graph
         if graph is None:
@@ -252,8 +252,9 @@ class _LadderMaker:
         return held * self._asked.ranks // variant.ranks
 
     def _rungs(self, way: _Way, offload: bool) -> Iterator[Rung]:
-        """Yield the rungs of a way: as it is; or, where that does not fit, with its activations
-        recomputed or, if it recomputes nothing within the budget or `offload`, moved."""
+        """Yield the rungs of one way to run the step: unchanged, or, if that does not fit, with its
+        activations recomputed or moved (the latter if nothing is recomputed within the budget, or
+        for `offload`)."""
         budget = self._asked.budget_bytes
         if (self._holds(way) or 0) > budget:
             return
@@ -324,7 +325,7 @@ class _LadderMaker:
         return plan
 
     def _solve(self, graph: Graph, held_bytes: int, strategy: str, budget_bytes: int) -> PlanRecord:
-        """Plan a graph beside so many bytes that are there throughout."""
+        """Plan a graph beside so many bytes that stay during the whole step."""
         device, chosen = self._asked.device, resolve(strategy)
         view = None if strategy == "store-all" else self._view(graph)
         budget_bytes = max(1, budget_bytes - held_bytes)
@@ -359,9 +360,9 @@ class _LadderMaker:
 
 
 def _needless(way: _Way, rungs: list[Rung], ranks: int) -> bool:
-    """Whether a rung that fits makes this way needless: the step as it was asked for, the same way
-    without its loss in chunks, for tiles one that trains the same, or one on fewer devices, of
-    which there are `ranks`: on several, one that trains the same."""
+    """Whether a rung that fits makes this way needless: the step as asked; the same way without its
+    loss in chunks; for tiles, a rung that trains the same; or a rung on fewer devices (if `ranks`
+    is several, one that trains the same)."""
     whole = {rung.changes for rung in rungs if rung.fits and rung.strategy == "store-all"}
     more = [rung.fits for rung in rungs if rung.ranks > ranks or (ranks > 1 and rung.is_as_asked)]
     same = any(

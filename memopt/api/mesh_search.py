@@ -36,8 +36,9 @@ _FAR = 2**62
 
 
 class MeshSearch:
-    """Plans one rank of meshes. Its figures hold for every rank: of a pipeline's stages it is one
-    with the first one's table and micro-batches in flight, and the last one's loss.
+    """Plans one rank of each mesh. Its figures hold for every rank: of a pipeline it stands for a
+    stage with the first stage's embedding table and micro-batches in flight, and the last stage's
+    loss.
 
     Args:
         load: gives the model, with as much of the sequence as one rank of a context has.
@@ -61,8 +62,8 @@ class MeshSearch:
     def search(
         self, ranks: int, contexts: bool, heard: Callable[[MeshRung], None]
     ) -> tuple[MeshRung, ...]:
-        """Try meshes of so many ranks: of data alone, and those with twice the ranks along tensor,
-        pipe or context, from the best of them on while that is better."""
+        """Try meshes of so many ranks: first data parallelism alone, then, from the best mesh so
+        far, twice the ranks along tensor, pipe or context, while that is better."""
         network = self._device.network
         within = 1 if network is None else network.ranks_per_node
         tried: dict[Mesh, MeshRung] = {}
@@ -220,8 +221,8 @@ def _mesh(pipe: int, data: int, context: int, tensor: int) -> Mesh:
 
 
 def kept_bytes(graph: Graph, program: Program) -> int:
-    """Return what a micro-batch's blocks keep between its forward and its backward, with what they
-    read: a stage's loss is of one micro-batch at a time."""
+    """Return the bytes that a micro-batch's blocks keep between its forward and its backward,
+    inputs included. The loss is left out: a stage computes one micro-batch's at a time."""
     boundary = program.boundary
     assert boundary is not None
     of_blocks = {
@@ -252,8 +253,8 @@ def ring_s(
     """Return the seconds of an attention to the keys of a whole context, as `context_parallel`
     computes it (torch/distributed/tensor/experimental/_attention.py).
 
-    All ranks' keys are gathered beside the first part's work; in the backward a part's slopes are
-    sent on in float32 beside the next part's. Under `torch.compile` nothing is beside anything: a
+    All ranks' keys are gathered beside the first part's work; in the backward a part's gradients
+    are sent on in float32 beside the next part's work. Under `torch.compile` nothing overlaps: a
     traced collective is waited for at once, and Inductor moves no wait.
 
     Args:

@@ -23,8 +23,8 @@ _SHARES = (0.7, 0.3)
 
 
 def moved_plan(graph: Graph, budget_bytes: int, device: Device) -> PlanRecord | int | None:
-    """Plan a whole step whose movable tensors are on the host where the room does not suffice, and
-    such that the allocator reserves no more than the device has.
+    """Plan a whole step with movable tensors on the host as far as the budget requires, such that
+    the allocator reserves no more than the device has.
 
     Activations are recomputed by `rotor` within a share of the room, with every movable tensor
     resident; which of those move then, and when, `memopt.strategies.moving.stays` decides.

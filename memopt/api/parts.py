@@ -36,9 +36,9 @@ class PartPlans:
     def first(
         self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
     ) -> PlanRecord:
-        """Capture and profile a part, whose backward begins at the leaves `used` of its output
-        (none: at all); return the plan that keeps everything. A part that communicates has one plan
-        on all ranks of the whole, which run in step."""
+        """Capture and profile a part, whose backward begins at the leaves `used` of its output (at
+        all if empty); return its store-all plan. A part that communicates has the same plan on all
+        ranks."""
         from memopt.step.loss import LossOfOutputs
         from memopt.step.ranks import members_of, note_members
         from memopt.torch_private.engine_hooks import as_in_forward

@@ -50,8 +50,8 @@ def recalled(
     wanted: PlanRequest,
     make: Callable[[], PlanRecord],
 ) -> PlanRecord:
-    """Return the plan that was kept for a step with the same graph and costs, with this step's
-    capture; else make it, and keep it if that took long."""
+    """Return the stored plan for a step with the same graph and costs, with this step's capture; if
+    there is none, make it, and store it if that took long."""
     key = _key(step, strategy, host_budget_bytes, wanted)
     if key is None:
         return make()
@@ -89,7 +89,7 @@ def is_within(limits: PlanLimits, plan: PlanRecord) -> bool:
 def _key(
     step: Preparation, strategy: Strategy, host_budget_bytes: int | None, wanted: PlanRequest
 ) -> str | None:
-    """Digest all that a solve depends on; None: its plan is not kept."""
+    """Digest all that a solve depends on; None if its plan is not stored."""
     profiled = step.profiled
     own = type(strategy) in {type(one) for one in STRATEGIES}  # the code of others may change
     of_reserved = split_reserved(step.budget)[1]  # depends on the allocator's settings, too

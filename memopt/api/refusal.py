@@ -55,7 +55,8 @@ def _exact(size_bytes: int) -> str:
 
 
 def unit_meant(budget_bytes: int) -> str:
-    """Ask whether GiB were meant by a number that is no one's memory, for a message."""
+    """Return the question whether GiB were meant, for the message about a number of bytes too small
+    for any device."""
     if not 1 <= budget_bytes <= 1024:
         return ""
     return f'A bare number is bytes: did you mean "{budget_bytes}GiB"? '

@@ -121,7 +121,7 @@ def within_card(
 def _below(
     solve_for: Callable[[int], PlanRecord], known_bytes: int, known: PlanRecord
 ) -> Callable[[int], PlanRecord]:
-    """Plan as `solve_for` does within less than the budget whose plan is known."""
+    """Plan as `solve_for` does, within less than a budget whose plan is known."""
     return lambda limit: known if limit >= known_bytes else solve_for(limit)
 
 
@@ -166,7 +166,7 @@ def soon_within_card(
 
 
 def holding(plan: PlanRecord, more_bytes: int) -> PlanRecord:
-    """Return a plan within a budget of so many bytes more, that are there throughout the step."""
+    """Return a plan with so many bytes added to its charges and its budget, for the whole step."""
     graph, base, chain = plan.graph, plan.baseline, plan.chain
     if chain is not None:
         chain = replace(chain, resident_bytes=chain.resident_bytes + more_bytes)
@@ -183,7 +183,8 @@ def holding(plan: PlanRecord, more_bytes: int) -> PlanRecord:
 
 
 def reserved_bytes(plan: PlanRecord) -> int:
-    """Return what CUDA's allocator would reserve for a plan's step; 0 on other devices."""
+    """Return the bytes that CUDA's allocator would reserve for a plan's step; 0 on other
+    devices."""
     found = plan.reserved
     return 0 if found is None else found.reserved_peak_bytes
 
@@ -253,8 +254,9 @@ def _lowered(
     used: Callable[[PlanRecord], int],
     refusal: Callable[[int], InfeasibleBudgetError],
 ) -> tuple[int, int, PlanRecord]:
-    """Return a budget on allocated bytes whose plan fits, the last one before whose plan did not,
-    and the plan. Where a lower one brings nothing the next is lowered by twice as much."""
+    """Lower the budget on allocated bytes until its plan fits; return that budget, the last one
+    whose plan did not fit, and the plan. If lowering changes nothing, the next one is lowered by
+    twice as much."""
     asked, tried, used_bytes, times = limit, limit, 0, 1
     for _ in range(LOWERED):
         try:
@@ -283,11 +285,11 @@ def _least_beside(
     beside: Charges,
     cause: InfeasibleBudgetError,
 ) -> PlanRecord:
-    """Return the smallest plan, if it leaves room for the charges during the forward within the
-    limit: a search for what is smallest may find a plan where one within the limit found none.
+    """Return the smallest plan, if with the charges during the forward it is within the limit.
+    (Searching for the smallest plan may succeed where searching within the limit failed.)
 
     Raises:
-        InfeasibleBudgetError: it does not; names the budget for which it does.
+        InfeasibleBudgetError: it is not; names the budget that would be enough.
     """
     smallest, remedy = None, "Raise the budget"
     with contextlib.suppress(MemoptError):
@@ -300,8 +302,8 @@ def _least_beside(
             return replace(plan, budget=limit)
         remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"
     raise InfeasibleBudgetError(
-        f"{' and '.join(beside.listed())} are there meanwhile, beside which no plan was found "
-        f"within {limit} bytes ({format_bytes(limit)}). {remedy}, or drop outputs and gradients "
+        f"no plan was found within {limit} bytes ({format_bytes(limit)}) beside what is held then: "
+        f"{' and '.join(beside.listed())}. {remedy}, or drop outputs and gradients "
         "before the forward (del output, optimizer.zero_grad())",
         limit,
         smallest,

@@ -236,7 +236,9 @@ def solve(
     if budget == MINIMUM:
         least = attempts.smallest()
         if least is None:
-            raise MemoptError(f"{strategy.name} does not know its smallest budget; name one")
+            raise MemoptError(
+                f"{strategy.name} cannot tell its smallest budget: pass budget= in bytes"
+            )
         budget_bytes, solution = least
     else:
         budget_bytes = parse_budget(budget, baseline.peak_bytes)

@@ -84,8 +84,8 @@ def wrap(
     Args:
         model: the module that is called in training, or what Lightning Fabric's `setup` made of
             it.
-        budget: as for `memopt.plan`, for each kind of call. A share that is too small for one of
-            them is that of the kind planned so far that needs most.
+        budget: as for `memopt.plan`, for each kind of call. Where a share is too small for one
+            kind, that of the kind planned so far that needs most holds.
         strategy: as for `memopt.plan`.
         loss_fn: your loss, `loss_fn(output, *targets)`: its own memory is charged. None: the
             output's `loss`, if the call has `labels` or the like (`return_loss`); the other
@@ -197,7 +197,10 @@ def running(model: nn.Module) -> SelfPlanning | Running:
         return made
     if isinstance(model, PlannedModule):
         return running_planned(model)
-    raise ValueError("this model is neither wrapped nor planned")
+    raise ValueError(
+        "this model is neither wrapped nor planned: pass a model after memopt.wrap, or what "
+        "plan.apply returned"
+    )
 
 
 @dataclass
@@ -209,13 +212,14 @@ class OwnCallsPlanner:
     targets: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
     made: Callable[[Plan], None] | None = None
     improve: bool = False
-    """Whether the first plan is one made at once, if the strategy has one."""
+    """Whether to run a quickly made plan first, where the strategy has one, and a better one later.
+    """
     labelled: bool = True
     """Whether calls with `labels` or the like compute their own loss."""
     outputs: frozenset[int] = frozenset()
     """The leaves of the output that the loss was seen to use; empty: unknown."""
     most_bytes: int = 0
-    """The largest budget of a plan made for a share: that of the kind of call that needs most."""
+    """The largest budget, in bytes, that a share has meant for any kind of call so far."""
 
     def charges_loss(self, call: Call) -> bool:
         """Whether a plan for the call charges its loss."""
@@ -224,12 +228,12 @@ class OwnCallsPlanner:
         return self.loss_fn is not None or (self.labelled and has_own_loss(call))
 
     def guesses_loss(self, call: Call) -> bool:
-        """Whether a plan for the call is for the `loss` in its output."""
+        """Whether a plan for the call assumes a loss that the user did not name."""
         named = self.loss_fn is not None or self.request.step.returns == "loss"
         return not named and (bool(self.outputs) or self.charges_loss(call))
 
     def train_with(self, outputs: frozenset[int]) -> None:
-        """Plan for a loss that uses these leaves of the output, too, from now on."""
+        """Make later plans for a loss that also uses these leaves of the output."""
         self.labelled = False
         self.outputs |= outputs
 
@@ -303,8 +307,9 @@ class OwnCallsPlanner:
     def _plan(
         self, model: nn.Module, call: Call, request: PlanRequest
     ) -> tuple[Plan, Callable[[], Plan] | None]:
-        """Return a plan and, if it was read from disk, the function that makes it anew. A share
-        that is too small for one kind of call (a last, smaller batch) is another's."""
+        """Return a plan and, if it was read from disk, the function that makes it anew. If a share
+        is too small for one kind of call (a last, smaller batch), the largest budget that it meant
+        for another kind holds."""
         try:
             return self._plan_within(model, call, request)
         except InfeasibleBudgetError as error:

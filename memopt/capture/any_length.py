@@ -36,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 def any_length(
     model: nn.Module, call: Call, where: Mapping[int, tuple[int, ...]]
 ) -> Symbols | None:
-    """Return what a model's step relies on of a length that varies; None: it is not known.
+    """Return the conditions on a varying length that a model's step relies on; None if they are not
+    known.
 
     Args:
         model: the model.

@@ -1,8 +1,8 @@
 """Writes out the equal blocks that were left out of a joint graph (`equal_blocks`).
 
 A kept block is numbered as in Dynamo's part graph. In the joint graph the forward is a run whose
-parts go up through the blocks, the backward one whose parts go down. Where a part begins is of no
-importance: a part's number is that of the first parameter or part of the forward that it reads.
+parts go up through the blocks, the backward one whose parts go down. Where a part begins does not
+matter: its number is that of the first parameter or forward part that it reads.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _WholeJoint:
         return run
 
     def _follows(self, one: int, other: int, way: int, step: int, back: int) -> bool:
-        """Whether what two operators a part apart read corresponds."""
+        """Whether two values (positions) that operators a part apart read correspond."""
         slot, after = self._slot.get(self._nodes[one]), self._slot.get(self._nodes[other])
         if slot is not None or after is not None:
             if slot is None or after is None:
@@ -225,8 +225,8 @@ class _WholeJoint:
         return self._written(self._nodes[run.at(kept, offset)])
 
     def _check_ends(self) -> None:
-        """Check that what is before and after the runs reads from their ends, and that the parts
-        that are copied, and their neighbours, read the same of what is outside of both."""
+        """Check that operators before and after the runs read only from their ends, and that the
+        copied parts and their neighbours read the same values from outside."""
         forward, backward = self._runs
         for place in range(len(self._nodes) - 1):
             run = run_of(self._runs, place)
@@ -295,7 +295,7 @@ class _WholeJoint:
         return homes
 
     def _with_values(self, node: Node, shift: int) -> dict[str, Any]:
-        """Return what is known of an operator in another block, whose results have memory of their
+        """Return the metadata of an operator in another block, its results in memory of their
         own."""
         meta, own = self._with_stacks(node, shift), dict[int, Any]()
         known = meta.get("val")
@@ -308,7 +308,7 @@ class _WholeJoint:
         return meta
 
     def _with_stacks(self, node: Node, shift: int) -> dict[str, Any]:
-        """Return what is known of an operator, with the module stacks of another block."""
+        """Return the metadata of an operator, with the module stacks of another block."""
         meta = dict(node.meta)
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             place = self._stacks.get(_of_stack(meta[key])) if key in meta else None
@@ -331,7 +331,7 @@ class _WholeJoint:
         return FakeTensor(value.fake_mode, bare, value.device)
 
     def _moves(self, value: torch.Tensor, node: Node, shift: int) -> bool:
-        """Whether a kept operator's result is in the memory of a value that is now another."""
+        """Whether a kept operator's result is a view of a value that the deeper model replaces."""
         home = self._homes[storage_of(value)]
         return home is not node and self._corresponding(home, shift) is not self._new[home]
 

@@ -125,8 +125,8 @@ def _captured(
 
 
 def check_not_set_before_read(captured: Captured) -> None:
-    """Refuse a forward that sets a buffer anew and reads the old one in a checkpoint or a custom
-    backward: there eager reads the new buffer, and a planned step the one of its forward.
+    """Refuse a forward that replaces a buffer and reads the old one in a checkpoint or a custom
+    backward: eager would read the new buffer there, a planned step the old one.
 
     Raises:
         CaptureError: there is such a buffer, named.

@@ -110,7 +110,8 @@ def _closed(found: EqualBlocks, read: list[tuple[int, ...]], count: int) -> bool
 
 
 def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether each parameter and buffer of the blocks is of one block alone, its memory, too."""
+    """Whether each parameter and buffer of the blocks belongs to one block alone, and so does its
+    memory."""
     used = Counter(str(node.target) for node in traced.graph.find_nodes(op="get_attr"))
     tensors = {name: attrgetter(name)(traced) for name in used}
     storages = {name: storage_of(one) for name, one in tensors.items() if is_plain(one)}
@@ -121,8 +122,8 @@ def _of_one_block_each(traced: GraphModule, targets: tuple[tuple[str, ...], ...]
 
 
 def _updated(nodes: list[Node], run: Period) -> bool:
-    """Whether an operator of the first block looks as if it updated a parameter or buffer. What is
-    missed here is found in the joint graph, after a part has been traced in vain."""
+    """Whether an operator of the first block seems to update a parameter or buffer. One that is
+    missed here is found in the joint graph, at the cost of a trace."""
     for node in nodes[run.start : run.start + run.length]:
         name = getattr(node.target, "__name__", str(node.target))
         in_place = name.endswith("_") and not name.endswith("__")
@@ -134,7 +135,7 @@ def _updated(nodes: list[Node], run: Period) -> bool:
 
 @contextlib.contextmanager
 def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
-    """Leave blocks of Dynamo's graph out; afterwards the graph is as it was."""
+    """Leave most blocks out of Dynamo's graph inside; restore it afterwards."""
     whole, run = traced.graph, found.blocks
     nodes, first = list(whole.nodes), found.first_left_out()
     skipped = found.left_out * run.length
@@ -157,7 +158,7 @@ def without_most(traced: GraphModule, found: EqualBlocks) -> Iterator[None]:
 
 
 def _key(traced: GraphModule, node: Node) -> Any:
-    """What must be equal of two operators besides which values they read."""
+    """Return the key by which two operators are equal, apart from the values that they read."""
     if node.op == "get_attr":
         value = attrgetter(str(node.target))(traced)
         if not is_plain(value):
@@ -185,7 +186,7 @@ _PLAIN = (
 
 
 def read_by(node: Node) -> list[Node]:
-    """Return what an operator reads, each as often as it is there."""
+    """Return the nodes that an operator reads, each as often as it is an argument."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
@@ -203,8 +204,8 @@ def is_plain(value: Any) -> bool:
 
 
 def plain(value: Any) -> Hashable:
-    """Return what can be compared of an operator's argument or result: of a tensor all that its
-    metadata says, of a node only that it is one. What is not understood equals nothing else."""
+    """Return a comparable form of an operator's argument or result: all metadata of a tensor, and
+    only the fact that it is one for a node. An unknown object equals nothing else."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Node):

@@ -31,8 +31,8 @@ _KINDS = 4
 
 
 def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
-    """Return the code of the forwards of a model's blocks: classes of which lists have many
-    members, none of which is inside another, and at least half of which are like one before."""
+    """Return the code of the forwards of a model's blocks. A class of blocks has many members in
+    lists, none inside another class of blocks, and at least half of them equal an earlier one."""
     found, inner = defaultdict[type, list[nn.Module]](list), dict[type, set[type]]()
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -55,7 +55,7 @@ def forwards_of_blocks(model: nn.Module) -> frozenset[CodeType]:
 
 
 def _repeated(blocks: Sequence[nn.Module]) -> int:
-    """Return how many blocks are like one of the few last kinds before them."""
+    """Return how many blocks equal one of the last few distinct blocks before them."""
     kinds: list[nn.Module] = []
     for block in blocks:
         if not any(alike(one, block) for one in kinds[-_KINDS:]):

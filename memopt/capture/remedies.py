@@ -192,8 +192,8 @@ def known_remedy(model: nn.Module, error: Exception, call: Call | None = None) -
 
 
 def _without_own_loss(model: nn.Module, call: Call | None, text: str) -> str:
-    """Return the further remedy for a speech model whose own loss looks at values: that of CTC
-    selects the labels that count."""
+    """Return the further remedy for a speech model whose own loss is data-dependent (CTC selects
+    the labels that count)."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     given = [] if call is None else loss_arguments(call)
     if not given or not ("labels" in text or any(name.endswith("ForCTC") for name in kinds)):
@@ -310,8 +310,8 @@ def _drawn_in_python(model: nn.Module, _text: str) -> str | None:
 
 
 def _layers_left_out(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield what says how often layers are left out: modules, which copied it when they were made
-    (BART's kin), and configurations that are read in each step (Wav2Vec2's)."""
+    """Yield the settings of how often layers are dropped: modules that copied theirs when they were
+    made (as BART's), and configurations that are read in each step (as Wav2Vec2's)."""
     read: dict[int, tuple[str, object]] = {}
     copied = set()
     for name, module in model.named_modules():
@@ -374,8 +374,8 @@ def said_of_selection(where: str) -> str | None:
 
 
 def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
-    """Return the remedy where the model's own loss cannot be captured; "" if it has none, or if
-    what cannot is inside of sub-modules (the outermost first) that compute no loss."""
+    """Return the remedy for a model whose own loss cannot be captured; "" if it has no loss, or if
+    the failure is inside of sub-modules (the outermost first) that compute no loss."""
     given = loss_arguments(call)
     if not given or (inside and not _may_compute_loss(model.get_submodule(inside[-1]), given)):
         return ""
@@ -386,6 +386,6 @@ def without_labels(model: nn.Module, call: Call, inside: Sequence[str]) -> str:
 
 
 def _may_compute_loss(module: nn.Module, given: Sequence[str]) -> bool:
-    """Return whether a sub-module may be a loss, or takes what a loss is computed from."""
+    """Return whether a sub-module may be a loss, or takes the arguments of one."""
     takes = inspect.signature(type(module).forward).parameters
     return next(module.parameters(), None) is None or any(name in takes for name in given)

@@ -328,9 +328,8 @@ def real_values_uncopied() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lean_trace() -> Iterator[None]:
-    """Trace without full garbage collections, without writing the Python code of graphs that are
-    never run (it is written when they run), and without a second description of every value, or
-    what torch tries out meanwhile."""
+    """Trace without full garbage collections, without writing the Python code of graphs until they
+    run, without describing every value twice, and without what torch tries out meanwhile."""
     with (
         ONE_TRACE_AT_A_TIME,
         full_collections_deferred(),

@@ -59,8 +59,8 @@ def check_initialised(model: nn.Module) -> None:
 def why_not_captured(
     model: nn.Module, call: Call, error: Exception, inside: Sequence[str] = ()
 ) -> str:
-    """Explain what dynamo refused in a model's forward, in which sub-modules (the outermost first),
-    where, and what to do about it."""
+    """Explain what Dynamo refused in a model's forward: in which sub-modules (the outermost first),
+    at which line, and what to do about it."""
     known = (
         cumulative_average(model)
         or known_remedy(model, error, call)
@@ -159,7 +159,7 @@ def _sized_by_the_first_forward(model: nn.Module, call: Call, text: str) -> str 
 
 
 def _backward_hooks(model: nn.Module) -> str | None:
-    """Explain full backward hooks, of a module or of all, which dynamo puts into no graph."""
+    """Explain full backward hooks, on one module or on all, which no graph of Dynamo's can hold."""
     hooked = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     if hooks_on_all_backwards():
         found = "all modules have a full backward hook (register_module_full_backward_hook)"

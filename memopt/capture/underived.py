@@ -22,14 +22,14 @@ _TIMES_CHANGED = "_tensor_version"
 def not_derived(
     model: nn.Module, traced: GraphModule, call: Call, error: Exception
 ) -> CaptureError:
-    """Make the error for what AOTAutograd refused in dynamo's graph of a model, which says what to
-    do about it, and in which modules."""
+    """Make the error for what AOTAutograd refused in Dynamo's graph of a model: it says in which
+    modules, and what to do about it."""
     node, text = _refused_at(model, traced, call, error)
     return CaptureError(text) if node is None else refused_in(node, text)
 
 
 def refused_in(node: Node, text: str) -> CaptureError:
-    """Make the error for a node of dynamo's graph; its modules are those that the node is in."""
+    """Make the error for a node of Dynamo's graph, and for the modules that the node is in."""
     refused = CaptureError(text)
     refused.modules = _modules_of(node)
     return refused

@@ -1,4 +1,4 @@
-"""Traces a forward that looks at values of its own as it goes in a healthy training run.
+"""Traces data-dependent branches of a forward the way they go in a healthy training run.
 
 `if not torch.isfinite(h).all(): h = torch.clamp(h, ...)` stands in many of Hugging Face's models
 (DETR and its kin), `assert (x >= 0).all()` in many of the user's own. Dynamo cannot trace a branch
@@ -48,7 +48,7 @@ def looks_at_values(model: nn.Module, error: Exception) -> bool:
 
 
 def is_looking(model: nn.Module) -> bool:
-    """Return whether a model is one that looks at values."""
+    """Return whether traces of a model assume how its data-dependent branches go."""
     return model in _LOOKING
 
 
@@ -57,8 +57,8 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
     """Trace inside with a model's branches as they go as a rule, if it is one that has such.
 
     Returns:
-        A function that notes in a graph that was traced what was assumed, and returns whether it
-        has to be traced again: it turns out to have such.
+        A function that records the assumptions in a traced graph, and returns whether to trace the
+        model again, since the graph turns out to have an unread check.
     """
     looking = _LOOKING.get(model)
     if looking is None:

@@ -15,7 +15,7 @@ _LIKE = "like"
 
 
 def chosen_device(name: str | None, file: Path | None, capacity: str | None) -> Device | str | None:
-    """Return what `device=` takes; None: nothing was named.
+    """Return the value for `device=`; None if the user named no device.
 
     Raises:
         OptionError: an unknown device or field, an unreadable file or size.

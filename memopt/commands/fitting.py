@@ -1,4 +1,4 @@
-"""`memopt fits`: whether a model trains on a device or on many, and how it can be made to."""
+"""`memopt fits`: whether a model trains on one device or many, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fits(
         ),
     ] = None,
 ) -> None:
-    """Say whether a model trains on a device, what takes what, and how it can be made to fit."""
+    """Say whether a model trains on a device, what takes the memory, and how to make it fit."""
     limit = options.budget_of(budget)
     with value_of("--budget"):
         if isinstance(limit, str) and (limit == MINIMUM or parse_budget(limit, 1) in (0, 1)):
@@ -99,7 +99,7 @@ def fits(
 
 
 class _Asked:
-    """A model and what it is asked for, at any size."""
+    """A model and the request about it, for any size."""
 
     def __init__(
         self,

@@ -107,10 +107,10 @@ def _part(whole: Tensor, dim: int, ranks: int) -> nn.Parameter:
 
 
 def tensor_plan(model: nn.Module) -> Mapping[str, str]:
-    """Return a model's plan of tensor parallelism.
+    """Return a model's plan of tensor parallelism (`tp_plan`).
 
     Raises:
-        ValueError: it has none, or one of other styles than these.
+        ValueError: it has none, or one with styles that this module does not know.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     others = set(plan.values()) - {COLUMNS, ROWS, GATHERED, WORDS}

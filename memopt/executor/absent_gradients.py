@@ -1,7 +1,7 @@
-"""Calls no hooks on gradients that a loss does not give.
+"""Keeps hooks on gradients from being called for gradients that a loss does not give.
 
 Autograd goes on to each input of a node, with None where the node returns None, and calls the hooks
-there. Without a plan what the loss does not use is not reached.
+there. Without a plan, autograd does not reach inputs that the loss does not use.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from memopt.torch_private.tensors import gradient_hooks, has_gradient_hooks, hoo
 
 
 def call_hooks_of_gradients_alone(values: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Let the running backward call the hooks of the values that have no gradient here only if they
-    get one from elsewhere.
+    """Let the running backward call the hooks of values without a gradient from this node only if
+    another node gives them one.
 
     Args:
         values: what a node returns gradients for.

@@ -24,7 +24,8 @@ _COPIES = frozenset((torch.ops.aten.clone.default,))
 
 
 class AddedLater:
-    """Checks, in each backward of a captured model, whether its sums come behind other parts."""
+    """Checks, in each backward of a captured model, whether gradients that it sums are added to
+    others."""
 
     def __init__(self, captured: Captured) -> None:
         self._names = {
@@ -37,8 +38,8 @@ class AddedLater:
         self._hooks = HookOrder(captured)
 
     def look(self, primals: Sequence[Any], gradient_of: Callable[[int], Any]) -> None:
-        """Have autograd tell when it has all parts of a gradient that planned calls have summed,
-        and call the hooks on gradients in order.
+        """Have autograd report when it has all parts of a gradient that planned calls have summed,
+        and call the hooks on gradients in eager's order.
 
         Args:
             primals: the values of the joint graph's inputs.

@@ -1,10 +1,10 @@
 """Notes where the gradient of an output arrives in another layout than it was captured for.
 
-Autograd hands a kernel the gradient as the loss has laid it out; a planned backward is for the
-layouts of the outputs, of a named loss or of earlier calls, and copies others first. Kernels may
-then round otherwise. A wrapped model is planned for the new layout (`planning_in_backward`); of
-another one it is said. An expanded gradient (`output.sum()`) is read as it arrived if kernels that
-read it lay their results out as planned; else it is copied, and that is said.
+Autograd hands a kernel the gradient in the loss's layout; a planned backward is for the layouts of
+the outputs, of a named loss or of earlier calls, and copies gradients in others first. Kernels may
+then round differently. A wrapped model is planned for the new layout (`planning_in_backward`); a
+module of an applied plan warns. An expanded gradient (`output.sum()`) is read as it arrived if the
+kernels that read it give results in the planned layouts; else it is copied, with a warning.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LIKE_OF: dict[int, Callable[..., torch.Tensor]] = {1: torch.neg, 2: torch.add, 
 
 @dataclass
 class ArrivedLayouts:
-    """How gradients of a call's outputs have arrived otherwise than planned.
+    """The gradients of a call's outputs that arrived in another layout than planned.
 
     Attributes:
         orders: positions of outputs → their gradients' dimensions, from the largest stride on.
@@ -72,7 +72,7 @@ class ArrivedLayouts:
 
 
 class ArrivingLayouts:
-    """Looks at the gradients of the outputs of a captured model's calls."""
+    """Checks the layouts of the output gradients of a captured model's calls."""
 
     def __init__(self, captured: Captured) -> None:
         self._tangents: dict[int, Node] = {}
@@ -86,8 +86,8 @@ class ArrivingLayouts:
                 self._tangents[leaf], self._numbers[leaf] = tangent, number
 
     def look(self, output: Any, arrived: ArrivedLayouts) -> None:
-        """Note in `arrived`, when a call's backward begins, gradients of its output in a layout
-        with which the backward may round otherwise."""
+        """When a call's backward begins, note in `arrived` the output gradients whose layout may
+        change the backward's rounding."""
         if not self._tangents:
             return
         leaves = pytree.tree_leaves(output)
@@ -120,7 +120,7 @@ class ArrivingLayouts:
             arrived.orders[position] = order_of(gradient)
 
     def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
-        """Return whether the backward may round otherwise than planned, given this gradient."""
+        """Return whether the backward may round differently from the plan, given this gradient."""
         if self._known(_may_round, position, gradient, True):
             return True
         if not (expanded(gradient) and self._known(_may_round, position, gradient, False)):
@@ -134,7 +134,7 @@ class ArrivingLayouts:
     def _known(
         self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: bool
     ) -> bool:
-        """Return a function's answer of a tangent and a gradient, asked once for each layout."""
+        """Return a function's answer for a tangent and a gradient, cached by layout."""
         key = asked, position, gradient.shape, gradient.stride(), more
         if key not in self._rounds:
             with function_modes_off(), dispatch_modes_off():
@@ -144,8 +144,8 @@ class ArrivingLayouts:
     def put_back(
         self, arrived: ArrivedLayouts, arguments: list[Any], by_kernels: Container[int]
     ) -> None:
-        """Replace copies of expanded gradients among a backward's arguments, behind the first, by
-        what arrived; warn, once, of those that have to be copied.
+        """Replace copies of expanded gradients among a backward's arguments, after the first, by
+        the gradients that arrived; warn, once, of those that have to stay copies.
 
         Args:
             by_kernels: numbers of the tangents that a program's backward reads as eager does.
@@ -175,7 +175,8 @@ class ArrivingLayouts:
         )
 
     def as_arrived(self, arrived: ArrivedLayouts, tangents: list[Any]) -> list[Any]:
-        """Return the gradients with which a backward begins in the layouts in which they came."""
+        """Return the gradients with which a backward begins, in the layouts in which they
+        arrived."""
         made = list(tangents)
         for position, order in arrived.orders.items():
             i = self._numbers[position]
@@ -201,7 +202,7 @@ class ArrivingLayouts:
 
 
 def _reaches_what_rounds(tangent: Node) -> bool:
-    """Return whether a kernel that may round a gradient as it lies follows from a tangent."""
+    """Return whether a tangent reaches a kernel whose rounding depends on the layout."""
     waiting, seen = [tangent], {tangent}
     while waiting:
         for user in waiting.pop().users:
@@ -214,11 +215,11 @@ def _reaches_what_rounds(tangent: Node) -> bool:
 
 
 def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
-    """Return whether a kernel may round otherwise because a gradient, or what is made of it, is
-    laid out otherwise than planned.
+    """Return whether a kernel may round differently because the layout of a gradient, or of what is
+    computed from it, is not the planned one.
 
     Args:
-        exact: whether sums of the gradient's equal elements are.
+        exact: whether sums of the gradient's equal elements are exact.
     """
     shape = tangent.meta["val"].shape
     planned, found = {tangent: _meta(tangent.meta["val"])}, {tangent: _laid_as(gradient, shape)}
@@ -249,8 +250,8 @@ def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
 
 
 def rounds_otherwise(node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
-    """Return whether a kernel may round otherwise than planned where some arguments of an operator
-    lie like tensors without data that are given instead."""
+    """Return whether a kernel may round differently from the plan if some arguments of an operator
+    have the layouts of the given tensors (without data)."""
     try:
         result, _ = _layouts(node, {one: _meta(value) for one, value in given.items()})
     except REFUSALS:
@@ -259,8 +260,8 @@ def rounds_otherwise(node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
 
 
 def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
-    """Return whether what kernels of torch's make of an expanded gradient lies as what they make of
-    a copy without gaps, which is planned."""
+    """Return whether torch's kernels give results in the same layouts from an expanded gradient as
+    from a gapless copy, which is planned."""
     given = tangent.meta["val"]
     as_given, as_arrived = {tangent: _meta(given)}, {tangent: _laid_as(gradient, given.shape)}
     for node in tangent.graph.nodes:
@@ -283,7 +284,8 @@ def _lie_as_planned(tangent: Node, gradient: torch.Tensor) -> bool:
 
 
 def _laid_as(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a tensor without data of a planned shape that lies as a gradient of another, too."""
+    """Return a tensor without data of the planned shape, in the layout of a gradient, which may
+    have another shape."""
     strides: Sequence[int] = gradient.stride()
     if gradient.shape != shape:
         shared = expanded(gradient)
@@ -298,9 +300,10 @@ def _meta(value: Any) -> Any:
 
 
 def _layouts(node: Node, known: dict[Node, Any]) -> tuple[Any, Any]:
-    """Return an operator's results without data, from tensors that are known, else as they were
-    traced: as torch says, and as a kernel lays them out that computes element by element. What
-    torch says of some of these (`hardswish_backward`) is how their parts in Python would lie.
+    """Return an operator's results without data, given some operands' layouts (the others as
+    traced): with the layouts that torch's fake kernel gives, and with those of a kernel that
+    computes element by element. Fake kernels of some such operators (`hardswish_backward`) give the
+    layouts of a decomposition.
 
     Raises:
         one of REFUSALS: the operator does not run so.

@@ -1,6 +1,6 @@
-"""Warns of a backward under settings of torch that make a planned one differ from eager's:
-autocast, which casts what an unplanned one computes, and modes and other kernels than in the
-forward, under which a planned one would compute activations again."""
+"""Warns of a backward under settings of torch that make a planned backward differ from eager's:
+autocast, which would cast in eager's, and dispatch modes and kernel settings that differ from the
+forward's, under which the plan recomputes activations."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class BackwardSettings:
         self._compares = True
 
     def follow(self, output: Any) -> None:
-        """Look when the backward of the output of a call under autocast begins: AOTAutograd ends
-        autocast before it calls the backward."""
+        """Check autocast when the backward of this output begins, if the call was under autocast.
+        (AOTAutograd ends autocast before it calls the planned backward.)"""
         if self._casts and any(autocast_state()):
             for value in differentiable(output).values():
                 value.register_hook(lambda _gradient: self._look_for_casts())  # type: ignore[no-untyped-call]
 
     def now(self, recomputes: bool) -> tuple[Any, ...]:
-        """Return a forward's settings, for `look`; () if nothing is computed again after it."""
+        """Return a forward's settings, for `look`; () if its backward recomputes nothing."""
         return self._settings.read() if recomputes and self._compares else ()
 
     def look(self, before: tuple[Any, ...]) -> None:
-        """Look as the backward begins of a forward whose settings are given."""
+        """Compare the settings when a backward begins with its forward's."""
         self._look_for_casts()
         if before and not nobody_looks_on() and (mode := mode_around()):
             self._compares = False
@@ -60,7 +60,8 @@ class BackwardSettings:
         if self._casts and any(autocast_state()):
             self._casts = False
             warn(
-                "backward() was called inside torch.autocast, which casts what the backward "
-                "computes in float32; a planned one computes it in float32, as after the `with`: "
-                "gradients differ in their last bits. Call backward() after it, as torch advises",
+                "backward() was called inside torch.autocast, where eager's backward casts some "
+                "operators to the lower precision; a planned backward computes them in float32, as "
+                "eager's does after the `with`: gradients differ in their last bits. Call "
+                "backward() after the `with`, as torch advises",
             )

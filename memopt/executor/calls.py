@@ -74,7 +74,8 @@ _MANY = (8, 32, 128, 512, 2048)
 
 
 def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
-    """Warn that plans are made for many kinds of calls, each time that four times as many exist."""
+    """Warn that plans are made for many kinds of calls; again each time that their number has
+    quadrupled."""
     if made in _MANY:
         warn(
             f"{made} plans were made, one for each kind of call, and to make one takes as long as "
@@ -85,7 +86,7 @@ def warn_of_many_plans(made: int, differs: str, remedy: str) -> None:
 
 
 def warn_of_hooks_around() -> None:
-    """Warn that hooks on all modules meet an applied plan's module, too, as torch's own do."""
+    """Warn that hooks on all modules also run on an applied plan's module, as torch calls them."""
     if hooks_on_all_forwards():
         warn(
             "there are hooks on all modules (register_module_forward_hook and the like): they are "
@@ -116,7 +117,7 @@ def warned_of_gradients(model: nn.Module, spare_bytes: int) -> bool:
 
 
 def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Parameter]) -> bool:
-    """Warn that an optimizer trains a model that was never called, if it does."""
+    """Warn if an optimizer trains a model that was never called."""
     groups = (group["params"] for group in optimizer.param_groups)
     trained = {one for group in groups for one in group if one.grad is not None} - settled
     if trained.isdisjoint(model.parameters()):
@@ -184,12 +185,13 @@ class Calls:
         )
 
     def take_back(self, why: str, remedy: str | None = None) -> None:
-        """Count a planned call as one of the unplanned model, which runs again in place of its
-        backward; warn once per reason.
+        """Count a planned call as unplanned, since the original model runs again for its backward;
+        warn once per reason.
 
         Args:
-            why: why it runs, such as a key of `memopt.executor.differentiated.REMEDIES`.
-            remedy: what the warning says to do, or what is done; None: the one known for it.
+            why: the reason, such as a key of `memopt.executor.differentiated.REMEDIES`.
+            remedy: what the warning says to do, or what is done; None: the one known for the
+                reason.
         """
         self.planned -= 1
         self.original += 1

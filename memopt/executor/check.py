@@ -107,7 +107,7 @@ class _Steps:
 def _steps(
     plan: PlanRecord, model: nn.Module, inputs: Any, loss_fn: Any, targets: tuple[Any, ...]
 ) -> _Steps:
-    """Prepare steps on tensors without their autograd history, which is the user's."""
+    """Prepare steps on tensors detached from the user's autograd graph."""
     call = planned_call(plan, model, inputs).detached()
     given = Call(as_targets(targets), {}).detached().args
     world = ReachedState((model, call.args, call.kwargs, loss_fn, given))

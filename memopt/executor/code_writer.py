@@ -273,7 +273,7 @@ class Writer(ExpressionWriter):
         return name
 
     def lay_out(self, node: Node, kept: Iterable[tuple[Any, Node, int]], own: bool) -> None:
-        """Note which results of a call have a certain layout; `own`: the call runs as captured."""
+        """Note which results of a call have a known layout; `own`: the call runs as captured."""
         for _, result, _ in kept:
             certain = own and is_laid_out_one_way(node, result)
             (self.laid_out.add if certain else self.laid_out.discard)(result)

@@ -67,9 +67,9 @@ class CudaGraphs:
 
 def static_bytes(lowering: Lowering, program: Program, library_bytes: int = 0) -> int:
     """Return the bytes that a captured step holds beyond the plan: copies of its inputs, of the
-    incoming gradients, and of its results, what attention leaves on the host otherwise, what runs
-    between graphs and has no address, with its largest result again while that is copied, and the
-    libraries' workspaces, which a capture's stream has of its own."""
+    incoming gradients, and of its results, what attention would otherwise leave on the host,
+    results without an address of instructions between graphs (the largest twice, while it is
+    copied), and the libraries' workspaces for the capture's stream."""
     graph = lowering.graph
     inputs = {i for i, tensor in enumerate(graph.tensors) if tensor.kind is TensorKind.INPUT}
     copied = sum(graph.tensors[i].size_bytes for i in inputs | graph.kept | {*graph.tangents})
@@ -90,8 +90,8 @@ def static_bytes(lowering: Lowering, program: Program, library_bytes: int = 0) -
 
 def between_graphs(lowering: Lowering, program: Program) -> dict[int, str]:
     """Return the instructions that no CUDA graph can repeat, by position, and why: they run between
-    two graphs. So does what reads a tensor that such an instruction, or the user, gives on the
-    host: a capture would keep its value."""
+    two graphs. So do instructions that read a tensor on the host which such an instruction, or the
+    user, gives: a capture would keep its value."""
     storages = lowering.storages
     runs = Counter(run.op for _, run in program.computes)
     given = (held for node, held in storages.items() if node.op == "placeholder")

@@ -69,7 +69,7 @@ class DependencyCheck:
         return False
 
     def difference(self, model: nn.Module) -> str | None:
-        """Return what changed and both values; None: all is as planned.
+        """Return a text with what changed and both values; None if all is as planned.
 
         Where a global is concerned, or a value that the forward itself changes, Dynamo's guards are
         stricter than the graph needs: a registry that has grown fails them. Where only such values
@@ -106,8 +106,8 @@ class DependencyCheck:
             )
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
-        """Return what changed since the forward of the values that eager reads in the backward;
-        None: nothing."""
+        """Return a text with the first of the values that eager reads in the backward which changed
+        since the forward; None if none did."""
         late = self._states[0].late
         with engine_off(model):  # as in the forward
             changed = None if late.unchanged(model) else late.changed(model)

@@ -89,9 +89,9 @@ def why_not_planned(tangents: Sequence[Any]) -> str | None:
 
 
 def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Change AOTAutograd's function behind a planned output in two ways. Its backward is told which
-    outputs have no gradient, where autograd would make zeros. And it may return differentiable
-    gradients: by itself it refuses a second derivative (torch 2.11 forgets to refuse)."""
+    """Change AOTAutograd's function behind a planned output in two ways. Its backward gets None for
+    outputs without a gradient, where autograd would make zeros. And it may return differentiable
+    gradients: by itself it refuses a second derivative (torch 2.11 forgets to)."""
     leaves = pytree.tree_leaves(output)
     for position in outputs.copied:
         node: Any = getattr(leaves[position], "grad_fn", None)
@@ -113,9 +113,11 @@ class AsOriginal:
         call: the call, before it runs.
         guard: checks whether the call is still the planned one.
         random: random states of the device; None: the call draws no random numbers.
-        used: is told why, before the call runs again, and whether it does so under a plan.
-        other_order: returns what runs it planned for gradients in other layouts (`OtherOrder`).
-        fewer_outputs: returns what runs it planned for a loss of some outputs (`OtherLoss`).
+        used: called before the call runs again, with the reason and whether a plan runs it.
+        other_order: returns a function that runs the call under a plan for gradients in other
+            layouts (`OtherOrder`).
+        fewer_outputs: returns the module that runs the call under a plan for a loss of fewer
+            outputs (`OtherLoss`).
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class AsOriginal:
         `create_graph=True`.
 
         Args:
-            tangents: the gradients of its outputs, in the joint graph's order; None: it has none.
+            tangents: the gradients of its outputs, in the joint graph's order; None for none.
             why: why it runs, a key of `REMEDIES`.
             planned: as of `gradients_from`; None: the unplanned model runs.
 
@@ -172,16 +174,16 @@ class AsOriginal:
         return found
 
     def _for_fewer_outputs(self, tangents: Sequence[Any]) -> Again | None:
-        """Return what runs the call planned for a loss that uses those of its outputs alone that
-        have got gradients; None: nothing does."""
+        """Return a function that runs the call under a plan for a loss of only the outputs that got
+        gradients; None if there is no such plan."""
         met, missing = self._fewer_outputs, (i for i, one in enumerate(tangents) if one is None)
         used = used_leaves(self._captured, frozenset(missing))
         given_bytes = sum(one.nbytes for one in tangents if one is not None)
         return (lambda call: met(call, used, given_bytes)) if met and used else None
 
     def in_order(self, orders: Mapping[int, tuple[int, ...]], given: list[Any]) -> Again | None:
-        """Return what runs the call planned for gradients that arrive in these orders; None: it
-        cannot run again."""
+        """Return a function that runs the call under a plan for gradients that arrive in these
+        orders; None if the call cannot run again."""
         # Gradients of what the forward leaves behind are no gradients of outputs.
         if self._other_order is None or self._captured.effects.made_by_call:
             return None
@@ -247,7 +249,7 @@ class AsOriginal:
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
     def _check_runs_again(self, why: str) -> None:
-        """Raise ExecutionError if the forward reads what it has updated, or draws for a batch."""
+        """Raise ExecutionError if the forward reads what it updates, or draws under vmap."""
         if why is BATCHED and self._random is not None:
             raise ExecutionError(
                 f"{why}; its forward cannot run again for that: it draws random numbers, which "
@@ -301,9 +303,9 @@ def _gradients_of(
 
 
 def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, list[torch.Tensor]]:
-    """Return the call, and the tensors `wanted`, with aliases in place of arguments. They have no
-    hooks of the user's. Nor does a gradient go through them to what they were computed from: it
-    would be added there twice, since autograd adds theirs, too.
+    """Return the call, and the tensors `wanted`, with aliases in place of arguments. Aliases have
+    none of the user's hooks, and pass no gradient on to what the arguments were computed from:
+    autograd adds the arguments' gradients there, so it would be added twice.
 
     Raises:
         ExecutionError: a second derivative goes on through them, and reaches a parameter.
@@ -344,8 +346,8 @@ def pattern(call: Call) -> tuple[bool, ...]:
 
 
 def used_leaves(captured: Captured, missing: frozenset[int]) -> frozenset[int]:
-    """Return the leaves of a captured model's output at which a backward without some tangents
-    begins; none if the model could not run again for one that begins at others, too."""
+    """Return the leaves of a captured model's output from which a backward without some tangents
+    begins. Empty if the model could not run again for a backward from other leaves."""
     leaves = [_index_of(tangent) for tangent in captured.tangents]
     if captured.effects.made_by_call or next(_read_and_written(captured), None) is not None:
         return frozenset()

@@ -16,17 +16,18 @@ from memopt.torch_private.tensors import has_gradient_hooks
 
 
 class DrawingHooks:
-    """Looks, in the 1st, 2nd, 4th, 8th... backward of a captured model, until it has warned.
+    """Checks the 1st, 2nd, 4th, 8th... backward of a captured model, until it has warned.
 
     Args:
-        device: whose generator is looked at.
+        device: the device whose generator is compared.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._random, self._backwards, self._told = RandomStates(device), 0, False
 
     def look(self, values: Sequence[Any]) -> None:
-        """Look whether hooks on the gradients of these values draw, once their node returns."""
+        """Check whether hooks on the gradients of these values draw random numbers, once their node
+        returns."""
         self._backwards += 1
         if self._told or self._backwards & (self._backwards - 1) or backward_number() == -1:
             return

@@ -36,8 +36,8 @@ def bucket_bytes() -> int:
 
 
 def gathering(model: nn.Module) -> Charges:
-    """Return what `fully_shard` keeps beside a model's gathered parameters: its shards and what
-    pads them to one size, and until the forward returns the buffer in which they were gathered."""
+    """Return the memory that `fully_shard` keeps beside a model's gathered parameters: its shards
+    with their padding, and, until the forward returns, the buffer in which they were gathered."""
     kept_bytes = gathered_bytes = 0
     for one in model.parameters():
         if local_part(one) is not one:
@@ -49,9 +49,9 @@ def gathering(model: nn.Module) -> Charges:
 
 
 def zero_charges(model: nn.Module) -> Charges:
-    """Return what DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's parameters: master
-    weights and state, gradients of other micro-batches; and in a backward the buckets in which it
-    reduces gradients, or those of its own partition where these are larger."""
+    """Return the memory that DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's
+    parameters: master weights, state, and gradients of other micro-batches; in a backward also the
+    larger of the buckets in which it reduces gradients and the gradients of its own partition."""
     optimizer = optimizer_of_engine(model)
     own = [] if optimizer is None else list(model.parameters())
     if not own:
@@ -67,8 +67,8 @@ def zero_charges(model: nn.Module) -> Charges:
 
 
 def _bucket_elements(optimizer: Any) -> int:
-    """Return the elements of the buckets in which ZeRO reduces gradients, or of its partitions
-    where these are larger; warn of a version that does not say."""
+    """Return the number of elements of the buckets in which ZeRO reduces gradients, or of its
+    partitions if these are larger; warn of a version that does not tell."""
     if not type(optimizer).__module__.startswith(_ZERO):
         return 0
     unknown = tuple(name for name in _BUCKETS if name not in vars(optimizer))
@@ -89,8 +89,8 @@ def _warn_of_buckets(unknown: tuple[str, ...]) -> None:
 
 
 def _tensors_in(holder: Any, own: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an optimizer of an engine's holds, and their gradients; of the model's
-    own parameters not the gradients, which plans charge."""
+    """Yield the tensors that an engine's optimizer holds, and their gradients, except the gradients
+    of the model's own parameters, which plans charge."""
     waiting: list[Any] = [vars(holder)]
     seen, without = set[int](), set(map(id, own))
     while waiting:

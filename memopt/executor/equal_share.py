@@ -86,8 +86,7 @@ def filled(
     stored: Mapping[T, P],
     fits: Callable[[Mapping[T, P]], bool],
 ) -> Mapping[T, P]:
-    """Let those graphs keep everything for which there is room, the slowest under its plan
-    first."""
+    """Give graphs their store-all plans while there is room, those that gain most time first."""
     slower = sorted(plans, key=lambda one: stored[one].step_time_s - plans[one].step_time_s)
     for one in slower:
         other = {**plans, one: stored[one]}

@@ -162,8 +162,8 @@ class ExpressionWriter:
 
     def look(self, node: Node) -> str | None:
         """Return a view as one strided view of a result, or as a name that it already has; None: it
-        must be made by the captured view calls. They also make it where the result may have
-        another layout than captured, and has."""
+        must be made by the captured view calls. They also make it if the result turns out to have
+        another layout than captured."""
         found = None if node in self.outside else look_of(node, self.lowering.views)
         if found is None:
             return None

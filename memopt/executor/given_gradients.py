@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def warning_of_given(plan: PlanRecord) -> Arrived | None:
-    """Return what is to be called when the backwards of a planned module begin; None: the budget
-    has room for all gradients of the outputs, or there is none."""
+    """Return a function to call when the backwards of a planned module begin; None if the budget
+    has room for all gradients of the outputs, or there is no budget."""
     graph = plan.graph
     if plan.budget is None or not graph.tangents or graph.tangents_held:
         return None
@@ -33,12 +33,12 @@ def warning_of_given(plan: PlanRecord) -> Arrived | None:
 
 
 class _HeldOrNot:
-    """Looks at the gradients of outputs until it has warned of them.
+    """Checks whether the loop holds the gradients of outputs, until it has warned.
 
     Args:
-        budget_bytes: of the plan.
+        budget_bytes: the budget of the plan.
         more_bytes: what a step needs beyond that while the loop holds all of these gradients.
-        given_bytes: of these gradients.
+        given_bytes: the bytes of these gradients.
     """
 
     def __init__(self, budget_bytes: int, more_bytes: int, given_bytes: int) -> None:
@@ -46,7 +46,7 @@ class _HeldOrNot:
         self._given_bytes, self._told = given_bytes, False
 
     def arrived(self, tangents: list[Any], _missing: frozenset[int]) -> None:
-        """Look, once the backward that begins is over, whether the loop holds its gradients."""
+        """Check, once the present backward is over, whether the loop still holds its gradients."""
         given = [one for one in tangents if one is not None]
         if given and not self._told:
             # The bytes of a number are charged in every step.

@@ -1,10 +1,10 @@
 """Captures a half of a step in segments: CUDA graphs, and between them what none can repeat.
 
-A graph repeats launches, and no more. What reads or writes values on the host, depends on values,
-or rewinds the generator therefore runs between two graphs, in every replay anew: the graph before
-it ends, with all copies under way joined, and another one begins after it. Generated code says
-where (`Segments.run`). A step's first run in segments is its capture: each graph is launched as
-soon as it is complete, so that what comes between finds values.
+A graph repeats launches and nothing else. What reads or writes values on the host, depends on
+values, or rewinds the generator therefore runs between two graphs, in every replay anew: the graph
+before it ends, with all copies under way joined, and another one begins after it. Generated code
+says where (`Segments.run`). A step's first run in segments is its capture: each graph is launched
+as soon as it is complete, so that what comes between finds values.
 
 All graphs share one pool and are launched in the order in which they were captured, so that what a
 later one takes over from an earlier one is at the same address each time. What runs between writes

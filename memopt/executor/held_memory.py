@@ -1,4 +1,4 @@
-"""The memory that tensors hold, told by their storages, which it does not keep."""
+"""Measures the memory that tensors hold by their storages, without keeping these alive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 
 def size_of(memory: Memory) -> int:
-    """Return its bytes."""
+    """Return the bytes of memory."""
     return sum(size for _, size in memory.values())
 
 
@@ -59,7 +59,7 @@ class Waiting:
     _inputs: Memory = field(default_factory=dict)
 
     def count(self, inputs: Sequence[torch.Tensor], calls: int) -> None:
-        """Count the calls that wait when one with these inputs begins, which may wait, too."""
+        """Count the calls that wait when one with these inputs begins. That one may wait, too."""
         own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
         others_bytes = size_of({at: one for at, one in others.items() if at not in own})
         # An input may be a view of a whole data set.
@@ -69,7 +69,7 @@ class Waiting:
         self._most = self._most.largest(Charges(kept_bytes=others_bytes, waiting_calls=calls))
 
     def charge(self, halved: int, told: bool) -> None:
-        """Charge the most that were counted, and so many calls whose backward was half done; not
-        their inputs, if a schedule tells them."""
+        """Charge the most waiting calls that were counted, and `halved` calls whose backward was
+        half done; leave out their inputs if a schedule tells the calls."""
         kept_bytes = 0 if told else self._most.kept_bytes
         self.charges = replace(self._most, kept_bytes=kept_bytes, halved_calls=halved)

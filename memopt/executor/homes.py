@@ -123,7 +123,7 @@ class Homes:
         self._host.wait(gradient)
 
     def stop(self) -> None:
-        """Start no more updates on the host in this step, and wait for the running one."""
+        """Start no further updates on the host in this step, and wait for the running one."""
         self._host.stop()
 
     def resume(self, tensor: int) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
 """Has autograd call hooks on gradients in the order in which it calls them without a plan.
 
-Autograd calls a parameter's hooks when its gradient is complete: without a plan while the backward
-goes on, with one when the planned backward has returned all gradients. Their order is that of a
-heap then, unless the nodes that accumulate them have numbers to be taken by. Norms that hooks add
-up, random numbers that they draw and counts that they keep depend on it.
+Autograd calls a parameter's hooks when its gradient is complete: during the backward without a
+plan, and after the planned backward has returned all gradients with one. The order is then that of
+autograd's heap, unless the nodes that accumulate gradients have sequence numbers. Norms that hooks
+add up, random numbers that they draw and counts that they keep depend on it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memopt.torch_private.modes import accumulate_in_order
 from memopt.torch_private.tensors import any_gradient_hooks
 
 _IN_ORDER = 2
-"""How many gradients of one kernel autograd takes in order. The order of more (a recurrent layer's)
-depends on what else waits in its heap."""
+"""How many gradients of one kernel autograd takes in their order. That of more (a recurrent
+layer's) depends on what else is in its heap."""
 
 
 class HookOrder:

@@ -1,6 +1,6 @@
 """The plans of calls that differ in one length: of texts, of a batch.
 
-The fourth length that is met begins a grid. A plan is made for the longest step of a cell, a power
+The fourth length that occurs begins a grid. A plan is made for the longest step of a cell, a power
 of 2, and its code serves every shorter length over other numbers (`memopt.executor.sized_code`). No
 tensor is padded: each step has the bits of its own length. Tensors of shorter steps are smaller, so
 that the budget is kept.
@@ -124,7 +124,7 @@ class _Grid:
     cells: dict[int, _Cell] = field(default_factory=dict)
 
     def add(self, length: int, kind: Any, made: Made) -> None:
-        """Take a plan of one length, for shorter steps, too."""
+        """Add a plan of one length; it also serves shorter steps."""
         if len(self.samples) < _SAMPLES:
             self.samples.setdefault(length, made)
         origin = program_of(made.module).origin
@@ -145,7 +145,7 @@ class Lengths:
         prepare: prepares a plan to be called.
 
     Attributes:
-        why_not: why the last call in question got a plan of its own; "": none did.
+        why_not: why a call last got a plan of its own; "" if none did.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a model that runs in parts was measured to need, and what it needs under other plans, and in
+"""The measured peaks of a model that runs in parts, and estimates of them under other plans and in
 steps that call other parts."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PartFigures:
     """What a part's plan needs: bytes at the peaks of its forward and backward, and bytes that it
-    keeps in between. Compared with those of another plan of the part."""
+    keeps in between. Figures of two plans of a part are compared."""
 
     plan: PlanRecord
 
@@ -45,8 +45,8 @@ class PartFigures:
 
     @cached_property
     def adds(self) -> int:
-        """Bytes that one more call of the part leaves in a step, outside of its own forward and
-        backward: what it keeps until then with its output, or the gradients it has made."""
+        """Bytes that one more call of the part adds to the rest of a step: what it keeps until its
+        backward, output included, or the gradients that the backward makes."""
         graph = self.plan.graph
         made = set(graph.gradients) - graph.resident
         gradient_bytes = sum(graph.tensors[one].size_bytes for one in made)
@@ -54,7 +54,7 @@ class PartFigures:
 
     @cached_property
     def works(self) -> int:
-        """Bytes at the peaks of its forward and backward beside what it keeps in between."""
+        """Bytes that its forward or backward needs at its peak beyond what it keeps in between."""
         kept_bytes = self.plan.graph.resident_bytes + self._kept
         return max(0, max(self.forward, self.backward) - kept_bytes)
 
@@ -69,8 +69,8 @@ class PartSolver(Protocol):
     def first(
         self, model: nn.Module, call: Call, holding: bool, used: frozenset[int]
     ) -> PlanRecord:
-        """Return the plan that keeps everything, of a part's kind of call, for a backward from the
-        leaves `used` of its output; none: from all.
+        """Return the store-all plan of a part's kind of call. Its backward begins at the leaves
+        `used` of the output (at all if empty).
 
         Raises:
             CaptureError: the part cannot be captured. NothingToTrainError: nothing is trained.
@@ -81,22 +81,22 @@ class PartSolver(Protocol):
         process alone."""
 
     def small(self, first: PlanRecord, floor: PlanRecord) -> tuple[PlanRecord, ...]:
-        """Return plans that need little, in their peak, as `floor` does, or until their backward:
-        of all parts equally many."""
+        """Return plans with a small peak, as `floor`, or that keep little until their backward; as
+        many for every part."""
 
 
 class NothingToSaveError(NothingToTrainError):
-    """No plan of a part needs less than the part itself, which is to run as it is."""
+    """No plan of a part needs less than the unplanned part, which runs instead."""
 
 
 def saves_nothing(first: PlanRecord, small: PlanRecord) -> bool:
-    """Return whether a part's plan that needs little needs no less than the unplanned part.
+    """Return whether a part's small plan needs no less memory than the unplanned part.
 
-    A planned call holds its inputs until its backward, since it may have to run again; unplanned,
-    those go that its backward does not read (a softmax's), which user code need not hold.
+    A planned call holds all its inputs until its backward, since it may have to run again. An
+    unplanned one holds only those that its backward reads (not a softmax's).
 
     Args:
-        first, small: its store-all plan, and the other one.
+        first, small: the store-all plan, and the small one.
     """
     kept, least = PartFigures(first), PartFigures(small)
     saved_bytes = max(kept.held - least.held, first.baseline.peak_bytes - small.peak_bytes)
@@ -110,7 +110,8 @@ class PlannedPart:
     Attributes:
         name: of the sub-module.
         first: its store-all plan.
-        small: plans that need little, the one of the smallest peak first.
+        small: plans with a small peak, the smallest first, or that keep little until their
+            backward.
         waiting: returns how many of its calls await their backward.
     """
 
@@ -126,7 +127,7 @@ class PlannedPart:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes that a call keeps under the plan that keeps everything."""
+        """Bytes that a call keeps until its backward under the store-all plan."""
         return PartFigures(self.first).held
 
 
@@ -134,10 +135,10 @@ PartCalls = Counter[PlannedPart]
 """How often a step calls each part."""
 
 METERED_KEPT = 3
-"""Metered steps that are remembered beside the last one."""
+"""How many metered steps are remembered beside the last one."""
 
 MOST_CALLS = 16
-"""Ways to call the parts that are remembered of one kind of step."""
+"""How many different calls of the parts are remembered for one kind of step."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,10 @@ class Measured:
         )
 
     def of_calls(self, calls: PartCalls, plans: Mapping[PlannedPart, PartFigures]) -> int:
-        """Return the estimated peak of a step that calls parts otherwise: what calls more leaves
-        there comes on top of everything, and their forwards and backwards on top of what lies
-        between the measured parts. A call less makes room for others of the same module."""
+        """Return the estimated peak of a step that calls other parts, or parts more often. What
+        additional calls leave behind is added to every section, and the working memory of their
+        forwards and backwards to the sections between the measured parts. A missing call makes room
+        for additional ones of the same module."""
         more, needed_bytes = calls - self.calls, self.needed_bytes(plans)
         if not more:
             return needed_bytes
@@ -206,19 +208,20 @@ class StepKind:
     """One kind of the model's steps.
 
     Attributes:
-        plans: of its parts; a part that is not here has its floor.
-        measured: the last steps that were metered, and the one before that called most.
-        metered: how many were.
-        seen: how steps called the parts, where none called all of that and more.
-        together: the calls of each part's in the step in which they keep most, under its name.
-        beside_bytes: what the loop holds that the plans were made for.
-        changed: whether something was met that the plans do not know of.
-        begun: whether one has run since it is known what its backward plans; one that makes plans
-            is not metered.
-        grown: whether the present one makes plans.
-        to_agree: whether the last one was to be metered, and ranks have not exchanged what they
-            found.
-        found: what this rank found, until then.
+        plans: the plans of its parts; a part that is missing runs its plan of the smallest peak.
+        measured: the last metered steps, and first an earlier one if it called more.
+        metered: how many steps were metered.
+        seen: how often steps called each part, without steps that called no part more often than
+            another one did.
+        together: name of a part → its calls in the step in which they kept most.
+        beside_bytes: what the loop held beside the step when the plans were made.
+        changed: whether the plans are to be made anew.
+        begun: whether a step has run, so that the next one may be metered; False again if metering
+            kept a part from being planned in a backward.
+        grown: whether parts were planned in the present step, which is then not metered.
+        to_agree: whether the last step was to be metered, and ranks have not yet exchanged its
+            figures.
+        found: this rank's figures of that step, until then.
         budget_bytes: the budget; None: none, or the smallest.
     """
 
@@ -245,7 +248,8 @@ class StepKind:
         self.measured.append(one)
 
     def saw(self, calls: PartCalls) -> bool:
-        """Remember how a step called the parts; return whether none did all of that before."""
+        """Remember how often a step called each part; return whether it called one more often than
+        each step before."""
         for name in {part.name for part in calls}:
             own = PartCalls({part: times for part, times in calls.items() if part.name == name})
             self.together[name] = max(self.together.get(name, own), own, key=_size)
@@ -258,12 +262,12 @@ class StepKind:
         return True
 
     def needed_bytes(self, plans: Mapping[PlannedPart, PartFigures], together: bool = False) -> int:
-        """Return the peak of such a step under these plans: the most that was measured, or that is
-        estimated from it where no metered step called as much.
+        """Return the peak of such a step under these plans: the largest that was measured, or
+        estimated for steps that called more than the metered ones.
 
         Args:
             plans: of all parts.
-            together: whether to expect a step that makes all calls together that any has made.
+            together: whether to assume a step that calls each part as often as any step has.
         """
         found = [one.needed_bytes(plans) for one in self.measured]
         every = [sum(self.together.values(), PartCalls())] if together else []
@@ -275,18 +279,18 @@ class StepKind:
 
 
 def _size(calls: PartCalls) -> int:
-    """Return the bytes that calls keep under plans that keep everything."""
+    """Return the bytes that calls keep until their backward under store-all plans."""
     return sum(times * part.stored_bytes for part, times in calls.items())
 
 
 def least_unmeasured(
     most: Mapping[PlannedPart, int], of: Callable[[PlanRecord], PartFigures]
 ) -> dict[PlannedPart, PlanRecord]:
-    """Return the plans of parts that need least in a step which was not measured.
+    """Return the plans of parts that need the least memory in a step that was not measured.
 
     Args:
         most: how many calls of each part await their backward at once.
-        of: a plan's figures.
+        of: returns a plan's figures.
     """
 
     def needed(plans: Mapping[PlannedPart, PlanRecord]) -> int:

@@ -39,7 +39,7 @@ OnMismatch: TypeAlias = Callable[[nn.Module, Call, GuardError], nn.Module]
 
 @dataclass(eq=False)
 class _Inside:
-    """What a planned module is made of, and how its calls ran."""
+    """The components of a planned module, and how its calls ran."""
 
     model: nn.Module
     captured: Captured
@@ -113,7 +113,9 @@ class PlannedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(PlannedModule, name, None)
         if name in _SHOWN and "_memopt" in self.__dict__ and not has_own(original_of(self), name):
-            raise AttributeError(f"{name!r} of a planned module cannot be set")
+            raise AttributeError(
+                f"{name!r} of a planned module is memopt's and cannot be set; choose another name"
+            )
         if isinstance(known, property):
             # Bypass nn.Module, which would register a module under the name.
             object.__setattr__(self, name, value)
@@ -300,22 +302,22 @@ def count_in(planned: PlannedModule, calls: Calls) -> None:
 
 
 def when_other_loss(planned: PlannedModule, met: OtherLoss, fewer: bool = False) -> None:
-    """Let the module that `met` returns run, or else the unplanned one, in place of the backward of
-    outputs that the plan's loss does not use, which else is an error; or, for `fewer`, in place of
-    one that begins at some of the outputs and is not in the plan."""
+    """Run the module that `met` returns, or else the unplanned one, for a backward from outputs
+    that the plan's loss does not use (otherwise an error); with `fewer`, for one from some of the
+    outputs that the plan has no backward for."""
     own = _inside(planned)
     own.other_loss, own.fewer_outputs = (None, met) if fewer else (met, None)
 
 
 def when_arrives_otherwise(planned: PlannedModule, met: OtherOrder) -> None:
-    """Let the module that `met` returns run in place of a backward whose gradients arrive in other
-    memory layouts than it was planned for; else they are copied."""
+    """Run the module that `met` returns for a backward whose gradients arrive in other memory
+    layouts than planned; if it returns None, the gradients are copied."""
     _inside(planned).other_order = met
 
 
 def when_run_again(planned: PlannedModule, met: Callable[[str], None]) -> None:
-    """Call `met` with the reason, in place of `Calls.take_back`, when the unplanned module runs in
-    place of a backward."""
+    """Call `met` with the reason, instead of `Calls.take_back`, when the unplanned module runs for
+    a backward."""
     _inside(planned).run_again = met
 
 
@@ -335,7 +337,8 @@ def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
 
 
 def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[Any, str]:
-    """Return a planned call's output, and why it is to run unplanned; "": it is not."""
+    """Return the output of a planned call, and why it has to run unplanned instead; "" if it has
+    not."""
     try:
         return own.runtime.run(own.program, held, call, again, own.arrived), ""
     except AssumptionError as error:

@@ -1,4 +1,4 @@
-"""Watches the steps of every optimizer of the process, for who asks."""
+"""Reports the steps of every optimizer of the process to registered objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ToldOfSteps(Protocol):
-    """What is told of optimizers' steps.
+    """An object that is informed of optimizers' steps.
 
     Attributes:
-        settled: whether nothing is said any more of steps that leave its model idle.
+        settled: whether not to warn any more of steps in which its model was not called.
     """
 
     settled: bool
@@ -46,14 +46,14 @@ class AllOptimizers:
         self._hooks: list[RemovableHandle] = []
 
     def tell(self, one: ToldOfSteps) -> None:
-        """Tell of each step from now on."""
+        """Report each later step to `one`."""
         self._told.add(one)
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
             self._hooks.append(register_optimizer_step_post_hook(self._stepped))
 
     def tell_no_more(self, one: ToldOfSteps) -> None:
-        """Tell of steps no more."""
+        """Stop reporting steps to `one`."""
         self._told.discard(one)
         while self._hooks and not self._told:
             self._hooks.pop().remove()

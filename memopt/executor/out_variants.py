@@ -71,8 +71,8 @@ def out_variant_of(node: Node, device: torch.device | None) -> OutVariant | None
 
 def _gives_the_same(variant: OutVariant, node: Node, device: torch.device) -> bool:
     """Return whether a variant writes the kernel's bits, tried on stand-in data. torch's overload
-    first gets empty tensors, which it resizes: if it makes them larger than the result (losses that
-    write what they sum up), it would resize a slot, too."""
+    first gets empty tensors to resize: one that makes them larger than the result (losses that
+    write the terms of their sum) would also resize a slot."""
     call, likes = signature(node), values_of(node)
 
     def writes_the_same(make: Callable[[], list[torch.Tensor]]) -> bool:

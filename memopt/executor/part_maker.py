@@ -34,7 +34,7 @@ class MadePart(Made):
     """A part's plan that is ready to run.
 
     Attributes:
-        used: the leaves of its output that it has a backward of; none: all."""
+        used: the leaves of the output from which it has a backward; all if empty."""
 
     part: PlannedPart | None = None
     used: frozenset[int] = frozenset()
@@ -52,15 +52,15 @@ class PlannedCalls(Protocol):
         """Return the module for a call whose plan no longer fits (an `OnMismatch`)."""
 
     def run_again(self, why: str) -> None:
-        """Count a call that ran again in place of its backward."""
+        """Count a call that ran again for its backward."""
 
 
 class PartMaker(PlanMaker):
     """Makes the plans of one part, within the budget that it shares.
 
-    Which of the part's outputs the loss uses is seen in the backward of its first call (of a vision
-    model's hidden states a language model may use one). What only the others need is planned no
-    longer from the next call on: neither their gradients, nor what is kept for these."""
+    The backward of the first call shows which of the part's outputs the loss uses (a language model
+    may use one of a vision model's hidden states). From the next call on, plans leave out the
+    gradients of the others, and what is kept for these."""
 
     def __init__(self, planning: PlannedCalls, planner: Planner, shared: SharedBudget) -> None:
         self._planning, self._planner, self._shared = planning, planner, shared
@@ -78,7 +78,7 @@ class PartMaker(PlanMaker):
         return made
 
     def improved(self, made: Made, kind: Any, call: Call) -> Made | None:
-        """Return the part under the plan that its share of the budget allows by now."""
+        """Return the part under the plan that its present share of the budget allows."""
         if not isinstance(made, MadePart) or made.part is None:
             return None
         plan = self._shared.plan_of(made.part)
@@ -100,7 +100,7 @@ class PartMaker(PlanMaker):
     def _arrived_at(
         self, part: PlannedPart, captured: Captured, _tangents: list[Any], missing: frozenset[int]
     ) -> None:
-        """Note that a backward of the part begins, and without which tangents."""
+        """Note that a backward of the part begins, and which tangents are missing."""
         used = used_leaves(captured, missing) if missing and self._shared.by_itself else frozenset()
         if not used <= self._planner.outputs:
             self._planner.train_with(used)
@@ -109,9 +109,9 @@ class PartMaker(PlanMaker):
 
     def keeps(self, made: Made, kind: Any, call: Call) -> bool:
         """Return whether a plan stays: it is for the outputs that the loss uses, or cannot be made
-        now."""
+        anew now."""
         of_others = isinstance(made, MadePart) and made.used != self._planner.outputs
         return not (of_others and self._planning.around.can_measure(call))
 
     def met(self, kind: Any, made: Made) -> None:
-        """Leave it to the whole model to look at its budget."""
+        """Do nothing: the whole model checks its budget."""

@@ -17,8 +17,8 @@ may checkpoint."""
 
 
 def calling_class(module: nn.Module) -> type | None:
-    """Return the class of a module that puts a `__call__` of its own around (or in place of) that
-    of `nn.Module`, which alone asks memopt; None: no class does, or it passes calls on."""
+    """Return the class that gives a module a `__call__` of its own, around or in place of
+    `nn.Module`'s, the only one that asks memopt; None if no class does, or it passes calls on."""
     for kind in type(module).__mro__:
         own = vars(kind).get("__call__")
         if own is not None:
@@ -27,7 +27,7 @@ def calling_class(module: nn.Module) -> type | None:
 
 
 def check_call(module: nn.Module) -> None:
-    """Check that a plan for a module's calls would be asked for once in each.
+    """Check that each call of a module asks for its plan once.
 
     Raises:
         ValueError: its calls go elsewhere already, or its class has a `__call__` of its own.
@@ -89,7 +89,8 @@ def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
 
 @contextmanager
 def naming_parts(model: nn.Module | None) -> Iterator[None]:
-    """Plan a model inside; if it cannot be captured, the error names its parts that may be."""
+    """Plan a model inside; if it cannot be captured, add to the error the names of parts that may
+    be."""
     try:
         yield
     except NothingToTrainError:

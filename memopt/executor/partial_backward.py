@@ -228,9 +228,9 @@ class FirstHalf:
     def running(
         primals: Sequence[Primal], tangents: list[Any], handover: Handover | None
     ) -> FirstHalf | None:
-        """Return the first half that runs now: a backward that keeps its graph, and is asked for no
-        parameter's gradient, where there may be pipelines. None: the backward is another one, or
-        hands its gradients over in parts."""
+        """Return the first half if it runs now: in a backward that keeps its graph and is asked for
+        no parameter's gradient, where there may be pipelines. None for any other backward, and for
+        one that hands its gradients over in parts."""
         if handover or not keeps_graph() or PIPELINES not in sys.modules:
             return None
         wanted = wanted_inputs()

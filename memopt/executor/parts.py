@@ -91,19 +91,19 @@ class PartPlanning(SelfPlanning):
 
     @property
     def why_without(self) -> str:
-        """Why it has no plan, if it has none and can be captured."""
+        """Why the part has no plan, although it can be captured."""
         if self._idle:
             return "no plan needs less memory than it does as it is"
         return "nothing to train" if self.called else "not called in training"
 
     @property
     def ready(self) -> tuple[PlanRecord, ...]:
-        """Its plans that are ready to run; of one that was opened, none."""
+        """Plans of the part that are ready to run; empty if its sub-modules are planned instead."""
         return () if self.refused else tuple(self.plans)
 
     def run_again(self, why: str) -> None:
-        """Count a call that ran again in place of its backward. One whose plan has no backward for
-        some outputs alone would do so in each step: the part is opened instead."""
+        """Count a call that ran again for its backward. Where the plan has no backward for the
+        outputs used, that would happen in each step: the part is opened instead."""
         opens = why is PARTIAL and not self.parts.named
         self._opens = why if opens else self._opens
         why = _OTHER_OUTPUTS.format(self.name) if why is OTHER_LOSS else why
@@ -213,7 +213,7 @@ class Parts:
             part.count_in(calls)
 
     def open(self, name: str, module: nn.Module, error: CaptureError) -> None:
-        """Run a module that cannot be captured as it is, and try its sub-modules."""
+        """Run a module that cannot be captured unplanned, and try to plan its sub-modules."""
         if self.named:
             return
         # The modules on the way to the line that failed cannot be captured either.
@@ -235,8 +235,8 @@ class Parts:
             _LOG.info("%s is planned in parts: %s", name, error)
 
     def follow(self) -> None:
-        """Plan the modules that came in place of parts, or into open modules, since the last call;
-        those that are gone run as they are."""
+        """Plan the modules that have replaced parts, or joined open modules, since the last call.
+        Removed ones run unplanned."""
         found = [(name, part, self._at(name)) for name, part in self._found.items()]
         gone = [(name, now) for name, part, now in found if now is not part.model]
         for name, now in gone:
@@ -258,8 +258,8 @@ class Parts:
             return None
 
     def look_further(self) -> None:
-        """Try the sub-modules of parts that the last step did not call: other code may call these.
-        Those inside of a planned part, under whatever name, are its plan's."""
+        """Try to plan the sub-modules of parts that the last step did not call, since other code
+        may call these. Leave out modules that are also inside of a planned part."""
         idle = [one for one in self._offered if not (self.named or one[1].called)]
         runs = [part for part in self._found.values() if idle and part.called and not part.refused]
         inside = {one for part in runs for one in part.model.modules()}
@@ -306,7 +306,7 @@ class Parts:
             self._found[name] = PartPlanning(name, module, self, self._most, self._on_mismatch)
 
     def report(self) -> str:
-        """Write a line for each part: its plan, or why it has none; then what runs as it is."""
+        """Write a line for each part, then what runs as it is."""
         lines, others = [], []
         for name, part in self._found.items():
             for plan in part.ready:
@@ -342,11 +342,11 @@ class InParts(SelfPlanning):
         self.parts = Parts(self, budget, solver, planner, names, most_plans, on_mismatch)
 
     def report(self) -> str:
-        """Write a line for each part of the model: its plan, or why it has none."""
-        return self.parts.report()
+        """Write a line for each part: its plan, or why it has none. Without parts, the plans."""
+        return self.parts.report() if self.parts.is_open else f"not in parts: {self.plans!r}"
 
     def count_in(self, calls: Calls) -> None:
-        """Count the calls in `calls` from now on, those of the parts, too."""
+        """Count later calls in `calls`, those of the parts included."""
         super().count_in(calls)
         self.parts.count_in(calls)
 

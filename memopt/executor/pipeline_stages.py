@@ -25,7 +25,7 @@ _LOSS_BYTES = 8
 
 @dataclass(frozen=True)
 class StageCall:
-    """What a schedule says of a call.
+    """A call's place in a pipeline's schedule.
 
     Attributes:
         charges: what it keeps beside the call.
@@ -43,9 +43,9 @@ class StageCall:
 
 
 def scheduled(call: Call) -> StageCall:
-    """Return what the schedule of a pipeline keeps beside the present call of its stage: other
-    micro-batches until their backward or its second half, the buffers in which their activations
-    and gradients are received, the last stage's outputs. Only torch's schedules are read."""
+    """Return the memory that the schedule of a pipeline keeps beside the present call of its stage:
+    other micro-batches until their backward or its second half, the buffers that receive their
+    activations and gradients, and the last stage's outputs. Only torch's schedules are known."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
@@ -77,8 +77,8 @@ def accumulating() -> bool:
 
 
 def in_flight(kinds: Iterable[str]) -> tuple[int, int]:
-    """Return how many micro-batches await their backward when another's forward begins, and how
-    many the second half of theirs, at most.
+    """Return the most micro-batches that await their backward when another's forward begins, and
+    the most that await the second half of theirs.
 
     Args:
         kinds: what a stage computes, in order: F(orward), B(ackward), or of a split one I (of
@@ -105,7 +105,8 @@ class _Around:
     """The pipeline around the present call.
 
     Attributes:
-        stage, schedule: those that call; None: there is none, or of a kind that is not known.
+        stage, schedule: those that make the call; None if there is none, or it is of an unknown
+            kind.
         collects: whether outputs are collected.
         runs: whether the call is that of a micro-batch.
     """

@@ -1,8 +1,8 @@
 """Makes plans of a wrapped model within its budget, charging what the loop around it holds.
 
-A plan charges the memory met around the steps so far. Gradients held at a forward are charged for
-the whole step, as accumulation needs them. If nothing fits so, they are charged until the backward:
-a loop may drop them in between (Lightning does); one that does not is stopped there.
+A plan charges the memory measured around the steps so far. Gradients held at a forward are charged
+for the whole step, as accumulation needs them. If no plan fits then, they are charged until the
+backward: a loop that does not drop them in between (Lightning does) gets an error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BetterPlan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans as asked for, for a loss that uses the leaves `outputs` of the output, if any."""
+    """Makes plans as requested, for a loss that uses the leaves `outputs` of the output, if any."""
 
     outputs: frozenset[int]
 
@@ -100,7 +100,7 @@ class Planner(Protocol):
         ...
 
     def train_with(self, outputs: frozenset[int]) -> None:
-        """Make plans for a loss that uses these leaves of the output, too, from now on."""
+        """Make later plans for a loss that also uses these leaves of the output."""
         ...
 
     def promises(self) -> bool:
@@ -135,9 +135,9 @@ class Made:
         plan: the plan.
         charges: memory that it charges beside the step.
         enough: the largest charges for which it need not be made again.
-        again: how often it was made again because more was met around its steps.
+        again: how often it was made again because more memory was measured around its steps.
         search: for a better plan; None: there is none.
-        once: whether it charges what only the step that it is made in has beside it.
+        once: whether it charges memory that is held only beside the step in which it is made.
     """
 
     module: PlannedModule
@@ -174,8 +174,8 @@ class PlanMaker:
         self._told: set[str] = set()
 
     def made(self, kind: Any, holding: bool, call: Call, beside: Charges = NO_CHARGES) -> Made:
-        """Make a plan for a kind of call that charges what was met around its steps, and `beside`.
-        If none fits, make the plan that needs least, with a warning.
+        """Make a plan for a kind of call that charges the memory measured around its steps, and
+        `beside`. If none fits, make the plan of least memory, with a warning.
 
         Raises:
             InfeasibleBudgetError: the step alone is beyond the budget.
@@ -203,9 +203,9 @@ class PlanMaker:
         remedy = "" if least is None else f": give at least budget={least}"
         self._tell(
             "beyond",
-            f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes, in which no "
-            f"plan leaves room for what was met around them ({', '.join(charges.listed())})"
-            f"{remedy}. The plan that needs least runs instead",
+            f"steps with {shown(call)} exceed their budget of {budget_bytes} bytes: no plan leaves "
+            f"room for what was measured around them ({', '.join(charges.listed())}){remedy}. The "
+            "plan that needs least runs instead",
         )
         return made
 
@@ -228,8 +228,8 @@ class PlanMaker:
         return found
 
     def keeps(self, made: Made, kind: Any, call: Call) -> bool:
-        """Return whether a plan stays: it keeps its budget with all that was met around its steps,
-        was made again often enough, or cannot be made now. If not, count one more."""
+        """Return whether a plan stays: it keeps its budget with the memory measured around its
+        steps, was replaced often enough, or cannot be made anew now. If not, count one."""
         if made.once:
             return not self._around.can_measure(call)
         charges = self._around.charges(kind)
@@ -255,8 +255,8 @@ class PlanMaker:
         return not can_plan
 
     def _largest(self, own: Charges, kind: int = 0) -> Charges:
-        """Return the largest of each charge that any rank has; none where ranks run calls of
-        different kinds, of which they would not make a plan together."""
+        """Return the largest of each charge that any rank has; none if ranks run calls of different
+        kinds, for which they would make no plan together."""
         ranks = None if self.alone else ranks_of(self._model)
         if ranks is None:
             return own
@@ -265,7 +265,7 @@ class PlanMaker:
         return reduce(Charges.largest, (one for _, one in told)) if alike else NO_CHARGES
 
     def met(self, kind: Any, made: Made) -> None:
-        """Warn, once, if the memory met around a plan's step has exceeded the budget."""
+        """Warn, once, if a plan's step and the memory around it have exceeded the budget."""
         charges = self._around.charges(kind)
         over_bytes = self._over_bytes(made, charges)
         if over_bytes <= 0 or not self._planner.promises():
@@ -276,7 +276,7 @@ class PlanMaker:
         self._tell(
             f"met, {then}",
             f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
-            f"{made.plan.budget} bytes, for what its plan did not know of ({around}). "
+            f"{made.plan.budget} bytes, for memory that its plan did not know of ({around}). "
             f"{then}; with loss_fn= memopt knows your loss before the first step",
         )
 
@@ -287,7 +287,7 @@ class PlanMaker:
 
     @staticmethod
     def _over_bytes(made: Made, charges: Charges) -> int:
-        """Return by how much a plan's steps exceed its budget with what is met around them."""
+        """Return by how much a plan's steps and the memory around them exceed its budget."""
         plan = made.plan
         if plan.budget is None:
             return 0
@@ -359,7 +359,7 @@ class PlanMaker:
         return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
 
     def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any], _: Any) -> None:
-        """Begin the backward of a planned call; warn of what is there that exceeds its budget."""
+        """Begin the backward of a planned call; warn if the memory held then exceeds its budget."""
 
         def met() -> None:
             if (made := ran()) is not None:
@@ -386,9 +386,9 @@ class PlanMaker:
             return
         remedy = "" if least is None else f"give at least budget={least}, or "
         raise InfeasibleBudgetError(
-            f"a backward is to add to gradients of {format_bytes(held_bytes)}, and within "
-            f"{budget_bytes} bytes this step can be planned only if those that are there at its "
-            f"forward are dropped before its backward: {remedy}call zero_grad() in between",
+            f"a backward is to add to gradients of {format_bytes(held_bytes)}, for which the plan "
+            f"within {budget_bytes} bytes has no room: {remedy}call zero_grad() between the "
+            "forward and the backward",
             budget_bytes,
             least,
         )

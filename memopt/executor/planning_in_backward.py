@@ -63,17 +63,18 @@ class PlanningInBackward:
         self._changes = 0
 
     def as_arrives(self, call: Call, kind: Any) -> tuple[Call, Any]:
-        """Return a call and its kind with the layouts in which its outputs' gradients arrived, or
-        those of the last call of another kind."""
+        """Return a call and its kind with the layouts in which gradients last arrived for calls of
+        its kind, or else for any call."""
         if not self._changes:
             return call, kind
         orders = self._orders.get(_without_orders(kind), self._last)
         return replace(call, orders=orders), _with_orders(kind, orders)
 
     def watch(self, kind: Any, call: Call, module: PlannedModule, whole: bool) -> None:
-        """Plan calls of a module for other layouts if gradients arrive so, and for another loss if
-        its own is a guess, or, of a `whole` model, unknown and the plan has no backward for the
-        outputs that it uses. (A part is opened then.)"""
+        """Plan a module's calls anew if gradients arrive in other layouts, or if the loss uses
+        other outputs than the planner guessed. Where nothing is known of the loss of a `whole`
+        model, plan anew if the plan has no backward for the outputs that it uses (a part is opened
+        then)."""
         when_arrives_otherwise(module, partial(self._for_other_order, kind))
         if self._planner.guesses_loss(call):
             when_other_loss(module, partial(self._for_other_loss, kind))
@@ -88,9 +89,9 @@ class PlanningInBackward:
         gradient_bytes: int,
         fewer: bool = False,
     ) -> nn.Module | None:
-        """Return the module for a call that was planned for another loss than one that uses these
-        leaves of the output (an `OtherLoss`), or, with `fewer`, for one that uses more of them.
-        Plans are for that loss from now on, unless losses take turns at fewer."""
+        """Return the module that runs a call whose loss uses these leaves of the output, where the
+        call was planned for another loss (an `OtherLoss`), or, with `fewer`, for one that uses more
+        leaves. Later calls are planned for it, too, unless losses take turns at fewer leaves."""
         if fewer and self._planner.outputs and not used <= self._planner.outputs:
             return None
         _LOG.info("the loss uses other outputs than planned: planning for it")
@@ -108,8 +109,8 @@ class PlanningInBackward:
         return self._made(kind, call, ready[-1] if ready else None, gradient_bytes)
 
     def _for_other_order(self, kind: Any, orders: Orders, gradient_bytes: int) -> Again | None:
-        """Return what plans a call for gradients that arrive in these orders (an `OtherOrder`).
-        Such calls are planned for them from now on."""
+        """Return a function that plans a call for gradients that arrive in these orders (an
+        `OtherOrder`). Later calls of its kind are planned for them, too."""
         if self._changes == _MOST_CHANGES:
             return None
         _LOG.info("gradients arrive in another layout than planned: planning for it")

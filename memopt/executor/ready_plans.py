@@ -24,11 +24,11 @@ _DROPPED = (1, 8, 64, 512)
 
 
 class ReadyPlans(Sequence["PlanRecord"]):
-    """The plans of a wrapped model that are ready to run, the one that ran last at the end; of a
-    model that is no longer wrapped, those that were.
+    """The plans of a wrapped model that are ready to run, the one that ran last at the end. After
+    unwrapping, those that were ready.
 
     Args:
-        most: how many stay ready; beyond that, those go whose kind of call was not met for longest.
+        most: how many stay ready; beyond that, the kind of call that ran longest ago is dropped.
 
     Attributes:
         lines: a line for each plan that was made, for people.
@@ -72,7 +72,7 @@ class ReadyPlans(Sequence["PlanRecord"]):
         return waiting_calls(*made), most_halved(*made)
 
     def of(self, kind: Any) -> list[Made]:
-        """Return those of a kind of call, the last used at the end."""
+        """Return the plans for a kind of call, the last used one at the end."""
         return list(self._made.get(kind, ()))
 
     def last_used(self, kind: Any) -> Made | None:
@@ -93,7 +93,8 @@ class ReadyPlans(Sequence["PlanRecord"]):
         self._made[kind] = [*self._without(kind, made), made]
 
     def add(self, kind: Any, call: Call, made: Made, instead_of: Made | None) -> None:
-        """Add one of a kind of call, in place of another one; those beyond the most go."""
+        """Add a plan for a kind of call, in place of another one; drop the oldest above the
+        limit."""
         if kind in self._dropped:
             self._count()
         if instead_of is not None:
@@ -111,12 +112,12 @@ class ReadyPlans(Sequence["PlanRecord"]):
                 self._dropped.add(oldest)
 
     def _without(self, kind: Any, made: Made | None) -> list[Made]:
-        """Return those of a kind but one. A kind's list is replaced as a whole: Ctrl-C leaves none
-        empty."""
+        """Return a kind's plans but one. A kind's list is always replaced as a whole, so that
+        Ctrl-C leaves no empty list."""
         return [one for one in self._made.get(kind, ()) if one is not made]
 
     def replace(self, kind: Any, call: Call, made: Made, better: Made) -> None:
-        """Replace one by a better plan for the same calls, and end the search for it."""
+        """Replace a plan by a better one for the same calls, and end the search for it."""
         self._made[kind][self._made[kind].index(made)] = better
         made.stop()
         self.note(call, better)
@@ -136,7 +137,7 @@ class ReadyPlans(Sequence["PlanRecord"]):
         _LOG.info("%s", self.lines[-1])
 
     def end(self) -> None:
-        """Keep the records alone."""
+        """Drop the ready modules and keep only the records of their plans."""
         self._ended = self._plans()
         for one in self.made():
             one.stop()

@@ -20,8 +20,8 @@ Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns outputs: first those without a planned backward, then those with one. If the first
-    get gradients, its backward is another one, for all of them."""
+    """Returns outputs: first those without a planned backward, then those with one. If one of the
+    first gets a gradient, another backward than the planned one runs for all of them."""
 
     @staticmethod
     def forward(
@@ -105,8 +105,8 @@ def gradients_of_other_loss(
     met: OtherLoss,
     gradients: Mapping[int, torch.Tensor],
 ) -> Sequence[Any]:
-    """Return the gradients of the tensors `wanted` from those of output leaves, by position, of
-    which some have no planned backward: of the call run again as `met` plans it."""
+    """Run the call again as `met` plans it, and return the gradients of the tensors `wanted`, given
+    those of output leaves by position, some of which have no planned backward."""
     differentiated = torch.is_grad_enabled()  # and a plan's backward has no derivative
     runtime.drop(again)
 

@@ -82,7 +82,7 @@ class Installed:
         recomputes: whether it computes anything twice.
         by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
-        origin: of what generated code was written; None: of something else, too (an arena, moved
+        origin: what the generated code was written from; None if more went into it (an arena, moved
             parameters, a recorder), or it is interpreted.
     """
 
@@ -129,7 +129,7 @@ class _Call:
         arrived: called when its backward begins.
         handover: hands its gradients over as they are complete; None: all come at the end.
         moves: (updated tensor, new value) pairs, once the whole forward has run.
-        layouts: of gradients that arrive otherwise than planned.
+        layouts: the gradients that arrived in another layout than planned.
     """
 
     program: Installed
@@ -368,7 +368,7 @@ class Runtime:
         return self._given(state, again.gradients(given, IN_OTHER_ORDER, planned))
 
     def _given(self, state: _State, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients that AOTAutograd takes, of a step that had some."""
+        """Return those of a step's gradients that AOTAutograd takes, their hooks in order."""
         self._added_later.look(state.primals, gradients.__getitem__)
         call_hooks_of_gradients_alone(state.primals, gradients)
         return self._as_taken(gradients)
@@ -380,7 +380,7 @@ class Runtime:
         return tuple(gradients[i] for i in given)
 
     def _look_for_changes(self, state: _State) -> None:
-        """Look for what has changed since a forward: settings are warned of, tensors refused."""
+        """Check what has changed since a forward: warn of settings, refuse changed tensors."""
         program = state.program
         self._settings.look(state.settings)
         for position, version in zip(program.watched, state.versions, strict=True):

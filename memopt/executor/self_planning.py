@@ -89,15 +89,15 @@ class SelfPlanning:
     Args:
         model: the model. Its calls go through here from now on.
         planner: makes plans.
-        most_plans: how many plans stay ready to run; beyond that, those go whose kind of call
-            was not met for longest.
+        most_plans: how many plans stay ready to run; beyond that, the kind of call that ran longest
+            ago is dropped.
         on_mismatch: how kinds of calls after the first are run: "plan", "original", "error".
-        with_state: whether the optimizer's state is to be found and charged.
+        with_state: whether to find and charge the optimizer's state.
     Attributes:
         model: the model.
         calls: how many calls ran in which way.
         plans: the plans that are ready to run.
-        around: the memory met around its steps.
+        around: measures the memory around its steps.
         family: the arena that the plans with addresses share.
 
     Raises:
@@ -149,7 +149,7 @@ class SelfPlanning:
         return PlanMaker(self.model, self._planner, self.around, alone, self.instead, self.family)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to None, in a copy of the model that its class makes in its own way."""
+        """Become None in a copy of the model that its class makes by a method of its own."""
         return type(None), ()
 
     def _plain_state(self) -> Any:
@@ -190,8 +190,8 @@ class SelfPlanning:
             del own[name]
 
     def prepare(self, shapes: Iterable[Any]) -> None:
-        """Plan for calls with these inputs now: the largest first, since the others of its family
-        share its arena. Where one cannot be planned, the model is as before."""
+        """Plan for calls with these inputs now, the largest first, since all shapes share its
+        arena. If one cannot be planned, leave the model as before."""
         with unplanned(), ExitStack() as undone:
             undone.callback(self.remove)
             calls = [to_call(inputs) for inputs in shapes]
@@ -253,7 +253,8 @@ class SelfPlanning:
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call under a plan. Hooks on all modules are in its step, not around it."""
+        """Run a call under a plan. Hooks on all modules run inside its step, not once more around
+        it."""
         return made.module.forward(*args, **kwargs)
 
     def _metered_on(self, call: Call) -> torch.device | None:
@@ -348,7 +349,7 @@ class SelfPlanning:
         warn_of_many_plans(self._asked, differs, 'on_mismatch="original"')
 
     def _prepare(self, kind: Any, call: Call, made: Made) -> None:
-        """Prepare a module under a new plan to be called, which holds no example any longer."""
+        """Prepare a module under a new plan for calls; it no longer holds the example inputs."""
         captured_of(made.module).call.let_go([*self.model.parameters(), *self.model.buffers()])
         count_in(made.module, self.calls)
         if self._maker.alone:

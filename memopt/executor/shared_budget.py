@@ -1,12 +1,12 @@
 """One budget over the planned parts of a model that runs in parts.
 
-What lies between the parts is the user's code, so a step's memory is measured: first under the
-parts' plans of the smallest peak, section by section (a part's forward or backward, or what lies
-between). Under other plans a section needs what was measured, and what the plans' programs say that
-the waiting parts keep more, and that the running one needs more. Each part's budget lies the same
-share of the way from its smallest peak to its store-all's; that share is the largest with which
-every section is within the budget. Or each part runs its forward again, if that is faster. What is
-left of the budget lets single parts keep everything.
+Between the parts the user's code runs, so a step's memory is measured: first under the parts' plans
+of the smallest peak, section by section (a part's forward or backward, or what lies between). Under
+other plans a section's peak is the measured one, plus what their programs keep more in the waiting
+parts and need more in the running one. Each part's budget lies the same share of the way from its
+smallest peak to its store-all peak; that share is the largest with which every section is within
+the budget. Instead, each part runs its forward again if that is faster. With what is left of the
+budget single parts keep everything.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class SharedBudget:
         return self._needed(kind, kind.plans)
 
     def calling(self, key: Any, call: Call, stepped: bool) -> None:
-        """Begin a call of the model; if calls before it still await their backward it is in the
-        same step, unless an optimizer has stepped: the loop holds outputs that it does not use."""
+        """Begin a call of the model. It is in the same step as earlier calls that await their
+        backward, unless an optimizer has stepped since: then their outputs are only held, not
+        used."""
         if any(self._waiting()) and not stepped:
             return
         self._stop()
@@ -141,8 +142,9 @@ class SharedBudget:
             self._begin(kind, call)
 
     def _look_at_calls(self) -> None:
-        """Look whether the step that is over called parts as no metered one did (layers that are
-        dropped at random), and needed more than its budget. Ranks might find different things."""
+        """Warn, and plan anew, if the last step called more parts than each metered one (layers
+        that are dropped at random), and is estimated above its budget. With ranks nothing is done:
+        they might differ."""
         calls, self._calls, kind = self._calls, PartCalls(), self._now
         if kind is None or self._ranks is not None or not kind.saw(calls) or not kind.measured:
             return
@@ -257,8 +259,9 @@ class SharedBudget:
             meter.close()
 
     def metered_in_the_way(self) -> bool:
-        """Return whether a part that a backward calls (a custom autograd function, a reentrant
-        checkpoint) cannot be planned since this step is metered; the next one is not, then."""
+        """Return whether this step is metered, so that a part called in a backward (a custom
+        autograd function, a reentrant checkpoint) cannot be planned; the next step is then not
+        metered."""
         if self._meter is None or self._now is None:
             return False
         self._now.begun = False
@@ -307,8 +310,8 @@ class SharedBudget:
     def _divided(
         self, kind: StepKind, budget_bytes: int | None, stored: dict[PlannedPart, PlanRecord]
     ) -> list[PlanRecord]:
-        """Return the parts' plans within a budget: with room for a step that makes all calls of
-        parts together that any has made, if there are such plans."""
+        """Return the parts' plans within a budget: if possible, with room for a step that calls
+        each part as often as any step has."""
         small = by_kind(stored, (part.small for part in stored))
 
         def solved(part: PlannedPart, budget: int) -> PlanRecord:
@@ -322,8 +325,8 @@ class SharedBudget:
         return [made[part] for part in stored]
 
     def _tell(self, budget_bytes: int, least_bytes: int) -> None:
-        """Warn that even the parts' smallest plans exceed the budget: once, and again where steps
-        that call more of the parts need a tenth more than was said."""
+        """Warn that even the parts' smallest plans exceed the budget: once, and again if steps that
+        call more parts need a tenth more than the last warning said."""
         if least_bytes <= 1.1 * self._told_bytes:
             return
         self._told_bytes = least_bytes

@@ -88,10 +88,11 @@ class SizedCode:
         self._code = {True: self._written(True)}
 
     def _written(self, direct: bool) -> tuple[dict[str, Any], dict[str, Polynomial]]:
-        """Return what the functions read by name, themselves included, and the names of sizes.
+        """Return the scope of the functions, themselves included, and the size that each name in it
+        stands for.
 
-        Of a length with a coincidence (a slice that is the whole) the text may differ: the code is
-        that of the most lengths whose texts are the same.
+        At a length with a coincidence (a slice that is the whole tensor) the text may differ: the
+        text that most lengths share is taken.
         """
         origin = self._origin
         alike: dict[tuple[str, ...], dict[int, tuple[list[str], dict[str, Any]]]] = {}
@@ -190,8 +191,8 @@ def _storage_bytes(lowering: Lowering) -> list[int]:
 
 
 def why_not_alike(one: Halves, other: Halves) -> str | None:
-    """Return how two captures are of steps that differ in more than their sizes; None: they are
-    not."""
+    """Return a difference of the steps of two captures other than in sizes; None if there is
+    none."""
     first, second = one.captured, other.captured
     fixed = _why_fixed(first) or _why_fixed(second)
     if fixed is not None:
@@ -218,7 +219,7 @@ def _resized(graph: Graph, like: Halves) -> Graph:
 
 
 def _facts(captured: Captured) -> tuple[Any, ...]:
-    """Return what steps of two lengths must have in common beside their graph."""
+    """Return the facts in which steps of two lengths must agree beside their graph."""
     outputs, gradients = captured.outputs, captured.outputs.gradients
     return (
         [(one.kind, one.name, one.index, one.part) for one in captured.primals],

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class StepParameters:
     """The parameters of a train step, looked up and checked before each step.
 
-    What takes long is done again only when the model registers other modules or parameters than
-    before, or the optimizer has others."""
+    Slow checks are repeated only when the model registers other modules or parameters than before,
+    or the optimizer has others."""
 
     def __init__(self, profiled: ProfiledStep, optimizer: torch.optim.Optimizer) -> None:
         assert profiled.parts is not None

@@ -110,9 +110,9 @@ def updates_together(
 ) -> dict[int, tuple[int, ...]]:
     """Return the updates of a program that can run together, where the first of them is.
 
-    Nothing but Frees stands between them, so that all their gradients are there before the first.
-    Their workspaces, all at once, must leave the program's peak as it is, outside of an arena if it
-    has one. Updates of a program with collectives, of moved tensors or on the host stay alone.
+    Only Frees stand between them, so that all their gradients exist before the first. Their
+    workspaces, all at once, must leave the program's peak as it is, outside of an arena if it has
+    one. Updates of a program with collectives, of moved tensors or on the host stay alone.
 
     Args:
         graph: the cost model of the program.

@@ -1,7 +1,6 @@
 """Meters the memory that a training loop needs beside a wrapped model's planned steps: its loss,
 the outputs that it still holds, the optimizer's state. The loop is the user's, so all of it is
-known only once it is met; later plans charge the largest.
-"""
+known only once it was measured; later plans charge the largest."""
 
 from __future__ import annotations
 
@@ -57,12 +56,12 @@ def is_metered(count: int) -> bool:
 
 @dataclass
 class _Met:
-    """Memory met around one kind of call.
+    """Memory measured around one kind of call.
 
     Attributes:
-        steps, charges: how many were looked at, and the largest charges.
-        outputs_bytes: of the last outputs, those still held when a backward begins.
-        gradient_bytes: gradients that are there then, and were not when the call began.
+        steps: how many were measured; `charges` are the largest of them.
+        outputs_bytes: outputs of the last call that are still held when a backward begins.
+        gradient_bytes: gradients that exist then, and did not when the call began.
     """
 
     steps: int = 0
@@ -112,14 +111,14 @@ class _Watched:
 
 
 class Surroundings:
-    """The memory met around the planned steps of a model.
+    """Measures the memory around the planned steps of a model.
 
     Args:
         model: the model.
-        with_state: whether the optimizer's state is to be found; else plans charge it already.
+        with_state: whether to look for the optimizer's state; False: plans charge it already.
 
     Attributes:
-        settled: whether the model was called with gradients, or warned of since it was not.
+        settled: whether the model was called with gradients enabled, or has warned that it was not.
         has_stepped: whether an optimizer has stepped since the last call.
     """
 
@@ -149,7 +148,7 @@ class Surroundings:
         OPTIMIZERS.tell_no_more(self)
 
     def charges(self, kind: Any) -> Charges:
-        """Return the largest charges met around a kind of call."""
+        """Return the largest charges measured around a kind of call."""
         one = self._met.get(kind, _Met())
         known = self.certain().largest(self._waiting.charges.plus(self._engine))
         loss_bytes = one.charges.kept_bytes * (1 + self._scheduled.losses_waiting)
@@ -174,14 +173,14 @@ class Surroundings:
             self._gathering = gathering(model) or self._gathering
 
     def metered_whole(self) -> None:
-        """Charge no gathering: from now on steps are metered with it."""
+        """Charge no gathering any more: from now on metered steps include it."""
         self._gathering = NO_CHARGES
 
     def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:
-        """Begin a call of a kind, while so many await their backward, and so many awaited the
-        second half of one. The most that wait in a step are charged from the next one on, which
-        begins where none waits or an optimizer has stepped: some may never get a backward. A
-        pipeline's schedule tells them at once."""
+        """Begin a call of a kind, while `waiting` calls await their backward, and `halved` the
+        second half of one. The most that wait in a step are charged from the next step on. A step
+        begins when none waits, or an optimizer has stepped, since some calls may never get a
+        backward. A pipeline's schedule tells how many at once."""
         self.stop()
         _BEGUN.calls += 1
         self._waiting.count(call.tensors(), waiting)
@@ -220,7 +219,7 @@ class Surroundings:
             call: the call.
             output: its output.
             device: where its loss is to be metered; None: it is charged already.
-            met: called when more was met than before.
+            met: called when more memory is measured than before.
             times: how many times as long the calls are that the kind's plan charges.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -260,9 +259,9 @@ class Surroundings:
         return not (together or self.has_engine or data_parallel_around() is not None)
 
     def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None]) -> None:
-        """Note that the backward of a planned call begins with the gradients of its outputs. `met`
-        is called if more is there beside it than has been met, or if the loop turns out to hold
-        these gradients; the buffers of a pipeline's stage are charged already."""
+        """Note that the backward of a planned call begins with the gradients of its outputs. Call
+        `met` if more memory is held beside it than was measured before, or if the loop turns out to
+        hold these gradients; the buffers of a pipeline's stage are charged already."""
         self._meter_until(tangents)
         one, model = self._met.setdefault(kind, _Met()), self.model()
         if not (one.charges.given_gradients or self._scheduled.charges):
@@ -281,7 +280,7 @@ class Surroundings:
             met()
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
-        """Charge the gradients of outputs that the loop holds: torch has dropped its own."""
+        """Charge the gradients of outputs that only the loop still holds."""
         held_bytes = size_of(still_held(tangents))
         if held_bytes > LARGEST_NUMBER_BYTES and self._largest(kind, Charges(given_gradients=1)):
             met()

@@ -107,8 +107,8 @@ class HostAccount:
         """Do nothing: what another thread is about to count is counted anew in the child."""
 
     def in_child(self) -> None:
-        """Make the lock anew: one that its thread can take again, should an interruption between
-        two lines have left it taken."""
+        """Replace the lock: the parent's may have been held at the fork. It is reentrant, as an
+        interruption may leave it held by its own thread."""
         self._lock = threading.RLock()
 
     @property
@@ -174,8 +174,8 @@ class ThreadSwap:
         self._worker = Worker("memopt-swap")
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """Return what is saved for a backward that may run again, once it is complete: no copy is
-        written over."""
+        """Return the saved tensors for a backward that may run again, once their copies are
+        complete. No copy is written over, so that they can be shared."""
         for one in saved:
             if isinstance(one, HostCopy):
                 self.wait(one)
@@ -211,7 +211,10 @@ class ThreadSwap:
             if pending is not None:
                 pending.wait()
                 if pending.failed:
-                    raise ExecutionError("a copy to the host failed, and what was to read it")
+                    raise ExecutionError(
+                        "copying a tensor to the host failed (the copy raises its own error), so "
+                        "that what reads the copy cannot run"
+                    )
 
         return wait
 
@@ -256,8 +259,8 @@ V = TypeVar("V")
 
 
 class TiedValue(weakref.ref[Any], Generic[V]):
-    """A value kept for an object that may die at any time, and that goes with it even if Ctrl-C
-    interrupts: what a finalizer written in Python should free would stay for ever then."""
+    """A value kept until an object dies, even if Ctrl-C interrupts then: what a finalizer written
+    in Python frees would otherwise stay for ever."""
 
     __slots__ = ("value",)
 

@@ -264,9 +264,9 @@ class StreamSwap:
         return self._streams.captured()
 
     def fork(self, saved: list[Any]) -> list[Any]:
-        """Copy a step's pool for a backward that may run again (retain_graph): each run writes over
-        what it has dropped. The host waits for the copies, the compute stream for what is on its
-        way."""
+        """Copy a step's pool for a backward that may run again (retain_graph), as each run
+        overwrites dropped copies. The host waits for the copying, the compute stream for transfers
+        under way."""
         copies = [one for one in saved if isinstance(one, PooledCopy)]
         for one in copies:
             one.settle()

@@ -212,8 +212,8 @@ class TrainStep:
         calls = [self._planned_call(given, targets) for given, targets in batches]
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
-                "a train step changes parameters and optimizer state, which no later step could "
-                "change again had it been made in torch.inference_mode(); leave that"
+                "a train step cannot run in torch.inference_mode(): no later step could change "
+                "the optimizer state that it makes there. Call it outside"
             )
         looked_at = why_not_inside()
         if looked_at is not None:

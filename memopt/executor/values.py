@@ -255,8 +255,8 @@ class HostPlacement:
 
 
 def place_host_copies(graph: Graph, program: Program) -> HostPlacement:
-    """Place a program's host copies by first fit, in the best of four orders: of sizes, of bytes
-    times lifetime, of ends and of beginnings. All but the last begin with the largest.
+    """Place a program's host copies by first fit, in the best of four orders: by size, by bytes
+    times lifetime, by end and by beginning. All but the last begin with the largest.
 
     Offsets and sizes are multiples of 512 bytes, so that copies of any dtype are aligned. The pool
     is as large as the most copies that live at once, unless they do not fit on top of each other.

@@ -3,7 +3,7 @@
 A view of a view of a product is three calls through torch's dispatcher, each of which takes longer
 than a small kernel's arithmetic. If the first result has the layout of its capture, that of the
 last view is known, and one call without the dispatcher makes it. A few kernels' results are certain
-to have it; others are looked at when the step runs.
+to have it; others are checked when the step runs.
 """
 
 from __future__ import annotations

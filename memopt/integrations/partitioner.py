@@ -185,9 +185,9 @@ class Partitioner(CustomPartitionerFn):
                 best = figures.time_s, figures.peak_bytes, kept
         if best is None:
             raise InfeasibleBudgetError(
-                f"{self.strategy.name} finds nothing to save with which Inductor's step, which "
-                f"makes each value again at most once, takes at most {format_bytes(limit)}: the "
-                f"smallest peak is {format_bytes(smallest)}",
+                f"{self.strategy.name} finds no choice of saved values with which Inductor's step, "
+                f"which recomputes each value at most once, keeps to {format_bytes(limit)}: the "
+                f"smallest peak found is {format_bytes(smallest)}. Raise the budget",
                 limit,
                 smallest,
             )
@@ -258,8 +258,8 @@ class Partitioner(CustomPartitionerFn):
                 self._tell(best, budget, 1 + rounds + tried)
                 return best.run
         raise InfeasibleBudgetError(
-            f"compiled once more, steps took {format_bytes(best.peak_bytes)}; the budget is "
-            f"{format_bytes(budget)}",
+            f"the chosen step took {format_bytes(best.peak_bytes)} when it was compiled once more; "
+            f"the budget is {format_bytes(budget)}. Raise it",
             budget,
             best.peak_bytes,
         )

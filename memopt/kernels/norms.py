@@ -49,8 +49,8 @@ def check_invertible(weight: Tensor | None, bias: Tensor | None) -> None:
     """
     if not invertible(weight, bias):
         raise ExecutionError(
-            "a normalisation's backward from its output met a weight of 0, or a bias more than "
-            f"{LIMIT:g} times its weight, and cannot find its input again. No gradient was written "
+            "the backward of a normalisation cannot compute its input from its output: it has a "
+            f"weight of 0, or a bias more than {LIMIT:g} times its weight. No gradient was written "
             "in this step. Plan again with exact_only=True, or from the present weights"
         )
 

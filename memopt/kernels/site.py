@@ -217,7 +217,8 @@ class Sites:
 
     def _in_place(self, call: Node) -> tuple[int, ...]:
         """Return the tensors over which a call may write its first result: computed ones that the
-        step does not return, nor, if the call reads another view of them, the call's result."""
+        step does not return. One that the call reads through a view is among them only if the step
+        does not return the result either."""
         graph, made = self._lowering.graph, self._storages[call][0]
         found = []
         for argument in overwritable(call):

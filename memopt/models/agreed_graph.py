@@ -61,7 +61,7 @@ def _operator(one: Operator, other: Operator) -> Operator:
 
 
 def _costlier(one: Priced, other: Priced) -> Priced:
-    """Return an operator, or one implementation, with the larger figures of two."""
+    """Return an operator, or an implementation, with the larger of two ranks' figures."""
     return replace(
         one,
         time_s=max(one.time_s, other.time_s),

@@ -27,10 +27,10 @@ class Charges:
             stage receives: resident.
         waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
             backward; each keeps what the plan keeps between its forward and its backward.
-        halved_calls: of them, those whose backward is split and half done; each keeps its
-            gradients instead.
-        output_calls: other calls as large as whose outputs something is kept: those that a pipeline
-            collects, or buffers for their gradients.
+        halved_calls: those of them whose backward is split and half done; each keeps its gradients
+            instead.
+        output_calls: other calls for each of which as many bytes are kept as its outputs have:
+            outputs that a pipeline collects, or buffers for their gradients.
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
         update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
             once the backward has run.
@@ -69,8 +69,8 @@ class Charges:
         return Charges(*map(add, astuple(self), astuple(other)))
 
     def beyond(self, charged: Charges) -> Charges:
-        """Return what these charges need beyond those that a graph already has. Those that no graph
-        has stay whole (`beside`)."""
+        """Return these charges without those that a graph already has. Charges that a graph cannot
+        hold (`beside`) stay whole."""
         return Charges(
             max(0, self.boundary_bytes - charged.boundary_bytes),
             max(0, self.kept_bytes - charged.kept_bytes),
@@ -87,7 +87,7 @@ class Charges:
         )
 
     def beside(self) -> Charges:
-        """Return those that no graph has: plans leave room for them."""
+        """Return the charges that a graph cannot hold: plans leave room for them."""
         return Charges(
             forward_bytes=self.forward_bytes,
             held_bytes=self.held_bytes,
@@ -99,7 +99,7 @@ class Charges:
         )
 
     def listed(self) -> list[str]:
-        """Return each charge, for people."""
+        """Return each charge as text, for messages."""
         sizes = (
             (self.boundary_bytes, "the loss between forward and backward"),
             (self.kept_bytes, "what the loop keeps (of its loss, outputs, gradients)"),

@@ -17,7 +17,7 @@ OPTIMIZERS = (
 
 
 def optimizer_name(name: str) -> str:
-    """Return the name, in the list's case and without spaces around it.
+    """Return the name as the list spells it, whatever its case and the spaces around it.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

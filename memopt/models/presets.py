@@ -382,5 +382,5 @@ _KNOWN = ("h100", "h200", "a100", "rtx4090", "l40s", "mi300x", "gh200", "gb200")
 
 
 def _shown(name: str) -> str:
-    """Write a short name as it is usual."""
+    """Write a short name in its usual spelling."""
     return name.upper().replace("PCIE", "PCIe").replace("MAX", "Max").replace("ULTRA", "Ultra")

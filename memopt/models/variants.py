@@ -79,8 +79,8 @@ def variant(operator: Operator, implementation: str | None) -> Operator | Varian
 
 
 def leanest(operator: Operator, needed: Iterable[int], sizes: Sequence[int]) -> str | None:
-    """Return the implementation that needs least memory for a run of which only some results are
-    needed: exact, as fast as the default one, and reading nothing else. None: the default one."""
+    """Return the implementation of least memory for a run of which only some results are needed. It
+    is exact, as fast as the default one, and reads nothing else. None: the default one."""
     if not operator.implementations:
         return None
     wanted = frozenset(needed)

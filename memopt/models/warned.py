@@ -1,4 +1,4 @@
-"""Warnings at the user's line, from however deep in memopt and torch they come."""
+"""Warns at the user's line, however deep in memopt and torch the cause is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Order and addresses of a program together (OLLA eq. 1-9), starting from one after the other: a
-0-1 program in CP-SAT, for small steps.
+"""Finds order and addresses of a program together (OLLA eq. 1-9), starting from a solution that
+finds one after the other: a 0-1 program in CP-SAT, for small steps.
 
 Variables: those of `LifetimeModel`; A_i, the address of storage i
     a[i,j], b[i,j]  storage i lies below j, or above, for pairs that can be in memory together
@@ -49,7 +49,7 @@ class JointAnswer:
         bound: on arena and memory outside it, resident included, bytes.
         rows: of eq. 6 for pairs and steps.
         too_large: whether these were too many to make the program.
-        interrupted: whether neither a proof nor a limit was the end.
+        interrupted: whether the search ended by neither a proof nor a limit.
     """
 
     order: tuple[int, ...]

@@ -1,9 +1,10 @@
-"""Tighter lifetimes of moved tensors, in the same time or nearly: room for a placement.
+"""Shortens lifetimes of moved tensors at little or no cost in time, which makes room for a
+placement.
 
 A program may free a tensor long after its copy to the host is complete, and fetch it long before
-its reader. This costs nothing as long as memory suffices, but keeps memory full, and lifetimes at
-addresses, which must fit into each other, need room. Where a link is busy all the time anyway,
-computations may also wait for copies that memory alone does not make them wait for yet.
+its reader. This costs nothing as long as memory suffices, but it keeps memory full, while tensors
+with addresses need room between them. Where a link is busy all the time anyway, computations may
+also wait for copies that memory alone does not make them wait for yet.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def measure_baseline(
 
 
 def _peak_bytes(step: Callable[[], Any], clear: Callable[[], None], device: torch.device) -> int:
-    """Meter a step; return the most bytes above those resident on any rank. gloo's thread lets go
-    of what it has sent late, now and then, so that ranks take the least that they meet twice."""
+    """Meter steps; return the most bytes above those resident on any rank. gloo's thread now and
+    then frees what it has sent late, so that the least peak that ranks measure twice counts."""
     found: list[int] = []
     again = 1.0
     while again:
@@ -286,8 +286,8 @@ def loss_text(loss: Loss) -> str | None:
 def _goes_on(
     loss: Loss, tree: OutputTree, values: Sequence[torch.Tensor], model: nn.Module
 ) -> bool:
-    """Return whether a loss depends on the model's parameters otherwise than through its outputs:
-    through tensors that the forward has left behind, for example."""
+    """Return whether a loss depends on the model's parameters other than through its outputs
+    (through tensors that the forward left behind, say)."""
     cut = tree.with_tensors([value.detach().requires_grad_() for value in values])
     return reaches(loss.value(cut), model.parameters())
 
@@ -343,7 +343,7 @@ def eager_step(
     rules: StepRules,
     run_backward: OwnBackward,
 ) -> Callable[[], None]:
-    """Make a step that takes the same batch for each of its micro-batches."""
+    """Make the eager step, which takes the same batch for each of its micro-batches."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=rules.scaled)
     if rules.scaled:

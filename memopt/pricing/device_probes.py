@@ -33,7 +33,8 @@ def best_s(place: torch.device, run: Run, kernels: int = 1) -> float:
 
 
 def fastest_s(run: Run, timing: Callable[[], float]) -> float:
-    """Return the least that `timing` says of a run within `_BUDGET_S`, after two warm-up runs."""
+    """Return the least seconds that `timing` measures within `_BUDGET_S`, after two warm-up
+    runs."""
     run()
     run()
     best, begin = float("inf"), time.perf_counter()

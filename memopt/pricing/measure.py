@@ -90,7 +90,7 @@ class MeasureOptions:
 
 
 def environment(device: torch.device) -> str:
-    """Return what runs kernels: device, threads, torch version."""
+    """Return the environment that runs kernels: device, threads, torch version."""
     runtime = backend_of(device).runtime
     if runtime is not None:
         return f"{runtime.get_device_name(device)}|torch {torch.__version__}"

@@ -41,8 +41,7 @@ class MemoryUse:
 
     Attributes:
         peak_bytes, end_bytes: the highest and the last level.
-        update_bytes: of a loss, the most that an optimizer's step needs inside its backward, and
-            frees.
+        update_bytes: the most that an optimizer's step inside a loss's backward needs and frees.
     """
 
     peak_bytes: int = 0
@@ -139,12 +138,12 @@ class MeterUntilBackward:
         _mark_now()
 
     def _marks(self) -> dict[str | int, int]:
-        """Return the times, in ns, of what was marked in the profile, which has ended."""
+        """Return the times, in ns, of the marks in the profile, which has ended."""
         return dict(zip(self._marked, _marked_at(self._profiler), strict=True))
 
 
 def _mark_now() -> None:
-    """Mark the present time in the profile that runs."""
+    """Mark the present time in the running profile."""
     # A mode of the user's, such as one that counts operations, would call it a second time.
     with dispatch_modes_off():
         _MARK()
@@ -212,7 +211,7 @@ class LossMeter(MeterUntilBackward):
         when_backward_is_over(self.close)
 
     def update(self) -> None:
-        """Record that an optimizer's step begins inside the backward, or the last one ends."""
+        """Record that an optimizer's step inside the backward begins, or that the last one ends."""
         if self._gone is not None and self.profiles and threading.get_ident() == self._thread:
             self._updates += 1
             self._mark(-self._updates)
@@ -246,7 +245,8 @@ class LossMeter(MeterUntilBackward):
 
 
 def freed_again(peak_bytes: int, end_bytes: int) -> int:
-    """Return what a block needed and has freed again: an optimizer's first step makes its state."""
+    """Return the bytes that a block of code has used and freed again, without those that it leaves
+    (the state that an optimizer's first step makes)."""
     return peak_bytes - max(0, end_bytes)
 
 
@@ -267,9 +267,9 @@ def library_bytes(device: torch.device) -> int:
 
 
 def can_measure(device: torch.device) -> bool:
-    """Return whether a device's memory can be measured now: on a CPU not while a profile runs other
-    than this thread's meter, which ends. Another thread's measuring or meter is waited for, ten
-    seconds at most."""
+    """Return whether a device's memory can be measured now: on a CPU not while somebody else's
+    profile runs. This thread's meter is ended; another thread's measuring or meter is waited for,
+    ten seconds at most."""
     if not backend_of(device).on_host:
         return True
     end_metering()

@@ -56,8 +56,8 @@ def check_places(call: Signature, result: object) -> None:
 
 
 def difference(lowering: Lowering, costs: Sequence[Cost]) -> str | None:
-    """Say where a graph's operator writes another number of storages than its kernel leaves; None:
-    nowhere. (Their sizes may differ: the graph adopts the kernel's.)"""
+    """Say which operator's kernel leaves another number of storages than the graph says; None if
+    none does. (Their sizes may differ: the graph adopts the kernel's.)"""
     graph = lowering.graph
     for operator, cost in zip(graph.operators, costs, strict=True):
         if operator.collective is None and len(operator.writes) != len(cost.output_bytes):

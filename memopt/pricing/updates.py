@@ -31,8 +31,8 @@ def update_costs(
 ) -> dict[str, tuple[float, int]]:
     """Return seconds and workspace bytes of each update, measured once per distinct update.
 
-    Like those of kernels they are kept in the cache: a step that is planned again, perhaps within
-    the smallest budget that was named, is the same step.
+    They are cached as kernels' costs are, so that planning a step again (within the smallest budget
+    that an error named, say) prices the same step.
 
     Args:
         parts: the captured step.

@@ -79,8 +79,8 @@ def workspace_bytes(call: Signature, outputs: Any, *, cuda: bool) -> int:
 
 
 def workspace_in_parts(call: Signature, outputs: Any, parts: int) -> int:
-    """Return what a call needs on the CPU at its peak beyond its results, if a convolution runs so
-    many parts of its batch in turn."""
+    """Return the bytes that a call needs on the CPU at its peak beside its results, if a
+    convolution runs so many parts of its batch in turn."""
     if not operator_name(call.target).startswith("convolution") or parts == 1:
         return workspace_bytes(call, outputs, cuda=False)
     images = 2 if operator_name(call.target).endswith("backward") else 1

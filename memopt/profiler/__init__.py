@@ -94,7 +94,7 @@ def _loss(
         if not has_own_loss(to_call(inputs)):
             raise ValueError(
                 'returns="loss" needs to know the loss: pass loss_fn=, or call the model with '
-                "labels, of which it computes its own"
+                "labels, from which it computes its own"
             )
         loss_fn = own_loss
     return None if loss_fn is None else Loss(loss_fn, targets, alone)

@@ -77,7 +77,7 @@ def _longest_run(kinds: list[Hashable]) -> tuple[int, int]:
 
 
 def _kind(block: nn.Module) -> Hashable:
-    """Return what equal blocks have in common: their modules, plain attributes and tensors."""
+    """Return the key by which blocks are equal: their modules, plain attributes and tensors."""
     return tuple(
         (
             name,

@@ -146,11 +146,11 @@ def _check_effects(captured: Captured) -> None:
 
 
 def _with_checks(captured: Captured, micro_batches: int) -> Captured:
-    """Return the capture of a step whose forward looks at values of its own, with these before the
-    loss among its outputs.
+    """Return the capture of a step with data-dependent branches, whose deciding values come before
+    the loss among its outputs.
 
     Raises:
-        CaptureError: it goes on in another way where they are otherwise.
+        CaptureError: a branch that goes the other way does not just raise an error.
     """
     count = values_of(captured.assumed)
     if not count:
@@ -158,9 +158,9 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
     other = next((one for one in captured.assumed if not one.raises), None)
     if other is not None:
         raise CaptureError(
-            f"the step looks at a value of its own ({other.shown}), and a train step does not run "
-            "again, unplanned, where it is another than as a rule: plan the module alone "
-            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
+            f"the step has a data-dependent branch ({other.shown}), and a train step cannot run "
+            "again without its plan when the branch goes another way than planned: plan the module "
+            "alone (memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which can"
         )
     *before, loss = captured.forward_outputs[:-count]
     if micro_batches == 1:
@@ -168,8 +168,8 @@ def _with_checks(captured: Captured, micro_batches: int) -> Captured:
         leaves = replace(captured.outputs, count=count)
         return replace(captured, forward_outputs=ordered, outputs=leaves)
     warn(
-        f"a step of several micro-batches does not look at the checks of its forward "
-        f"({captured.assumed[0].shown}): check the inputs before it"
+        f"a step of several micro-batches leaves out the checks of values in its forward "
+        f"({captured.assumed[0].shown}): check the inputs before the step"
     )
     return replace(captured, forward_outputs=(*before, loss), assumed=())
 
@@ -297,9 +297,9 @@ _PACKS = frozenset(
 
 
 def reductions(captured: Captured) -> tuple[Node, ...]:
-    """Return the calls that average gradients over the ranks, those that pack gradients for them
-    and those that take averages apart, in their order. Several micro-batches share them, as FSDP2
-    does after `set_requires_gradient_sync(False)`.
+    """Return, in their order, the calls that average gradients over the ranks, that pack gradients
+    for these, and that unpack the averages. Several micro-batches share them, as FSDP2 does after
+    `set_requires_gradient_sync(False)`.
 
     A reduction begins where gradients are packed, padded or cut for it. What comes in there has the
     dtype in which it is averaged, and is what FSDP2 adds up. Packing moves elements and adds
@@ -321,8 +321,8 @@ def reductions(captured: Captured) -> tuple[Node, ...]:
 
 
 def _averages(node: Node) -> bool:
-    """Return whether a call averages a gradient. A model's own collectives add, or what they give
-    is used otherwise, or scattered."""
+    """Return whether a call averages a gradient. (A model's own collectives add, or their results
+    are scattered or used in another way.)"""
     if node.target not in (_SCATTER, _REDUCE) or node.args[1] != "avg":
         return False
     targets = {one.target for one in _after(node)}

@@ -42,14 +42,14 @@ _CHUNKED = "chunked"
 
 @dataclass(frozen=True)
 class StepVariant:
-    """What of a step is other than the user has it.
+    """The changes of a step from the user's own.
 
     Attributes:
         dtype: of parameters and floating inputs; None: the model's own.
         rank: of adapters beside frozen weights; 0: none, everything is trained as it is.
         quantized: whether weights beside adapters are held in 4 bits.
         ranks: devices over which the parameters are sharded.
-        tiled: whether what works token by token runs on some tokens at a time.
+        tiled: whether operators that work token by token run on some tokens at a time.
     """
 
     dtype: str | None = None
@@ -220,9 +220,9 @@ def whole_step(graph: Graph, state: OptimizerState, device: Device) -> Graph:
     """Give an estimated step an update of each trained parameter, priced by the bytes that it reads
     and writes (`update_bytes`); parameters and their optimizer state are movable.
 
-    A gradient belongs to a parameter of its size. Of several, the one made first belongs to the one
-    that the forward reads last. (Which of a block's equal ones it is makes no difference to memory
-    and time.)"""
+    A gradient is matched to a parameter of its size; of several, the gradient made first to the
+    parameter that the forward reads last. (Among a block's equal ones the match makes no difference
+    to memory and time.)"""
     readers, producer, tensors = graph.readers, graph.producer, graph.tensors
     made, used = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for gradient in sorted(set(graph.gradients) & producer.keys(), key=producer.__getitem__):
@@ -274,7 +274,7 @@ def in_four_bits(graph: Graph, element_bytes: int, device: Device) -> Graph:
 
     QLoRA (Dettmers et al., arXiv:2305.14314) stores a weight in 4 bits, with an 8-bit scale for
     each 64 elements and a 32-bit one for each 256 of those, and dequantizes it whenever it is read,
-    in the backward again: an operator that is priced by its bytes and never run makes it."""
+    again in the backward: by an operator that is priced by its bytes and never run."""
     tensors, operators = list(graph.tensors), list[Operator]()
     sizes: dict[int, int] = {}
     for index in frozen_weights(graph):

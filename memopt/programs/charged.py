@@ -13,7 +13,8 @@ from memopt.programs.replay import Timeline, replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
-    """Charge the loop's resident bytes, those of its loss, and output gradients that it holds."""
+    """Add the charges of the loop to a graph: resident bytes, its loss, and output gradients that
+    it holds."""
     return replace(
         graph,
         tangents_held=graph.tangents_held or bool(charges.given_gradients),
@@ -46,9 +47,9 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 
 def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
-    """Return the timeline of a program. If its graph is kept, the backward frees nothing of what
-    the forward has saved, and copies what it would overwrite, or the whole arena. Nor does it free
-    gradients of outputs that the loop holds."""
+    """Return the timeline of a program. If its graph is kept, the backward frees no saved tensor,
+    and copies those that it would overwrite, or the whole arena. Gradients of outputs that the loop
+    holds are not freed either."""
     timeline = replay(graph, program)
     boundary, steps = program.boundary, timeline.step_bytes
     if boundary is None or not (charges.kept_graphs or charges.given_gradients):
@@ -70,8 +71,8 @@ def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
 
 
 def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES) -> int:
-    """Return the peak of a step once its backward has begun, total bytes, with the calls of the
-    charges that await theirs."""
+    """Return the peak of a step once its backward has begun, total bytes, with the charges' other
+    calls that await their backward."""
     timeline = _timeline(graph, program, charges)
     peak_bytes = timeline.placed_peak_bytes or timeline.peak_bytes
     if timeline.placed_peak_bytes is None and program.boundary is not None:
@@ -81,8 +82,9 @@ def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES
 
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
-    """Return what the calls keep that await their backward beside this one, with their outputs; or
-    their gradients, if that is more, where a backward is half done; and buffers for outputs."""
+    """Return the bytes of other calls that await their backward: what they keep with their
+    outputs (or their gradients, if those are larger and a backward is half done), and buffers for
+    outputs."""
 
     def total_bytes(tensors: Iterable[int]) -> int:
         return sum(graph.tensors[one].size_bytes for one in set(tensors) - graph.resident)
@@ -96,7 +98,7 @@ def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:
     """Return the bytes that a step keeps from its forward for its backward. An output counts if the
-    backward reads it: else it is for the caller to keep or drop, who keeps it with `outputs`."""
+    backward reads it; others only with `outputs`, which assumes that the caller keeps them."""
     boundary = program.boundary
     if boundary is None:
         return 0

@@ -221,8 +221,8 @@ def without_unread_reruns(graph: Graph, instructions: Sequence[Instruction]) -> 
 
 
 def with_forward_again(graph: Graph, program: Program) -> Program:
-    """Run a program's forward once more when its backward begins, as the program runs it, so that
-    nothing but its inputs is kept until then, and results of what cannot run twice.
+    """Run a program's forward, as it stands, once more when its backward begins, so that only its
+    inputs and the results of operators that cannot run twice are kept until then.
 
     Args:
         graph: the step.

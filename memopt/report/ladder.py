@@ -23,7 +23,7 @@ FEWER_BITS = "8-bit optimizer state"
 FROZEN, MOVED = "moved frozen weights", "moved parameters and state"
 TILED = "tiles of tokens"
 SAME = frozenset({CHUNKED, RECOMPUTE, OFFLOAD, FROZEN, MOVED, TILED})
-"""Changes that leave what is trained, and but for rounding its numbers, as they are."""
+"""Changes that alter neither what is trained nor, up to rounding, its numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Rung:
 
     @property
     def is_as_asked(self) -> bool:
-        """Whether it trains the same, but for rounding in the same numbers."""
+        """Whether the changes leave the training as asked, up to rounding."""
         return SAME.issuperset(self.changes)
 
     @property
     def binds(self) -> str:
-        """What a step that moves tensors waits for, and what it takes of the host; "" of others."""
+        """What a step that moves tensors waits for, and the host memory that it takes; "" for other
+        steps."""
         if not self.host_bytes:
             return ""
         host = format_bytes(self.host_bytes)
@@ -78,13 +79,14 @@ class Rung:
 
     @property
     def streams(self) -> str:
-        """The streams that work, and for which share of the step; the busiest first."""
+        """The streams that work, and the share of the step in which each does; the busiest
+        first."""
         shares = sorted(self.busy.items(), key=lambda one: -one[1])
         return ", ".join(f"{stream} {share:.0%}" for stream, share in shares)
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What a table says of it: whether it fits, what it needs, and how long its step takes."""
+        """Cells of a table: whether it fits, what it needs, and how long its step takes."""
         needs = or_dash(self.needed_bytes, format_bytes)
         return "yes" if self.fits else "no", needs, or_dash(self.step_time_s, format_seconds)
 
@@ -172,7 +174,7 @@ def _longer(here: Rung, there: Rung) -> float:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Whether a step fits a device, what takes what, and the ways to make it fit; `print` it.
+    """Whether a step fits a device, what takes the memory, and the ways to make it fit; `print` it.
 
     Attributes:
         device: to train on.

@@ -260,7 +260,7 @@ def searched(
     stats: Mapping[str, object], compute_time_s: float
 ) -> tuple[str, tuple[tuple[str, ...], ...]]:
     """Return a title and a row for each member that was asked: (name, seconds spent, step time over
-    running every operator once or why there is no plan). No rows where it was not auto's search."""
+    running every operator once or why there is no plan). No rows if the search was not auto's."""
     rows = tuple(
         row for key in ("tried", "at_once") for row in _rows(stats.get(key), compute_time_s)
     )

@@ -1,5 +1,4 @@
-"""How branches of a forward on values of its own are assumed to go, which is looked at in each
-planned call."""
+"""Assumptions on how data-dependent branches of a forward go, checked in each planned call."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _CALLS_UNTRIED = 64
 
 @dataclass(frozen=True)
 class Assumption:
-    """How a branch is assumed to go.
+    """How a data-dependent branch is assumed to go.
 
     Attributes:
         goes: the truth of the value that decides it.
@@ -74,8 +73,8 @@ def values_of(assumed: Sequence[Assumption]) -> int:
 
 @contextmanager
 def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
-    """Turn an error of an operator inside into one that says that the call is to run unplanned: the
-    forward may look at a value first, and raise another error or leave the operator out.
+    """Turn an error of an operator inside into an AssumptionError, so that the call runs unplanned:
+    there a branch may avoid the operator, or raise an error of its own first.
 
     Raises:
         AssumptionError: an operator fails, and there are assumptions.
@@ -86,21 +85,21 @@ def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
         if not assumed or isinstance(error, (MemoptError, torch.OutOfMemoryError)):
             raise
         raise AssumptionError(
-            f"an operator fails ({type(error).__name__}: {error}), perhaps since the forward looks "
-            f"at a value ({assumed[0].shown}) that is not as usual"
+            f"an operator fails ({type(error).__name__}: {error}), perhaps since a branch on a "
+            f"value ({assumed[0].shown}) goes another way than planned"
         ) from error
 
 
 def nothing_assumed(_outputs: Sequence[object]) -> None:
-    """Look at no value of a call."""
+    """Check nothing: the trace assumes nothing."""
 
 
 def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor]) -> None:
-    """Look at the values that decide the branches of a call. It waits for the device, as eager does
+    """Check the values that decide the branches of a call. This waits for the device, as eager does
     at each branch.
 
     Raises:
-        AssumptionError: one goes otherwise than assumed.
+        AssumptionError: a branch does not go as assumed.
     """
     left = iter(values)
     for one in assumed:
@@ -112,7 +111,7 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
         if one.raises:
             raise AssumptionError(f"a check in the forward fails: {one.shown}")
         raise AssumptionError(
-            f"the forward looks at a value of its own ({one.shown}), which is {not one.goes} in "
-            f"this call, and {one.goes} as a rule: where it often is, write that part with "
+            f"a branch of the forward depends on a value ({one.shown}) that is {not one.goes} in "
+            f"this call, and planned as {one.goes}: if that happens often, write that part with "
             "tensor operators (torch.where)"
         )

@@ -97,7 +97,7 @@ class PrimalReader:
         return numbers[path]
 
     def __call__(self, model: nn.Module, leaves: Sequence[Any]) -> list[Any]:
-        """Return what `Primal.value` returns of each."""
+        """Return `Primal.value` of each primal."""
         modules = [model]
         for parent, name in self._on_the_way:
             modules.append(modules_of(modules[parent])[name])
@@ -181,10 +181,10 @@ class Captured:
         )
 
     def check_assumed(self, outputs: Sequence[Any]) -> None:
-        """Look at the values in a call's forward outputs that decide its branches.
+        """Check the values in a call's forward outputs that decide its branches.
 
         Raises:
-            AssumptionError: one goes otherwise than assumed.
+            AssumptionError: a branch does not go as assumed.
         """
         if self.assumed:
             end = len(self.mutated) + self.outputs.count

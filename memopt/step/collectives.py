@@ -54,11 +54,11 @@ def waited(result: Any) -> Any:
 
 
 def let_go(result: torch.Tensor) -> torch.Tensor:
-    """Return a result of a collective of which all results were waited for, once gloo holds none.
+    """Return a result of a collective whose results were all waited for, once gloo no longer holds
+    it.
 
-    Its thread lets go of what a collective reads and writes after the wait has returned, on a busy
-    machine much later, and what the step gives up meanwhile would stay. Not longer than
-    `LETS_GO_S`.
+    gloo's thread drops a collective's tensors after the wait has returned, on a busy machine much
+    later; memory that the step frees in between would stay allocated. Waits `LETS_GO_S` at most.
     """
     if result.device.type == "cpu":
         give_way(lambda: held_once(result), LETS_GO_S)
@@ -66,7 +66,8 @@ def let_go(result: torch.Tensor) -> torch.Tensor:
 
 
 def give_way(done: Callable[[], bool], longest_s: float) -> None:
-    """Let a process group's thread go on until it has done something, for so many seconds."""
+    """Yield the processor to a process group's thread until `done()`, for at most `longest_s`
+    seconds."""
     deadline = time.perf_counter() + longest_s
     while not done() and time.perf_counter() < deadline:
         time.sleep(0)
@@ -80,7 +81,8 @@ def has_scratch(collective: Collective, device: torch.device | None) -> bool:
 
 
 def collective_of(node: Node) -> Collective | None:
-    """Return what a call sends over the network; None if it is no collective.
+    """Return the collective that a call runs, with the bytes that it sends; None if it is no
+    collective.
 
     Raises:
         CaptureError: memopt does not know the collective, or the process group is gone.

@@ -47,7 +47,10 @@ class NotReturned:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, cls):
                 leaf._refuse()
-        raise NotReturnedError("an output of the planned model that was not returned is used")
+        raise NotReturnedError(
+            "an output of the planned model was used that was not returned, since it was planned "
+            'with returns="loss": plan with returns="all"'
+        )
 
     __getattr__ = __setattr__ = __getitem__ = __setitem__ = __len__ = __iter__ = _refuse
     __bool__ = __float__ = __int__ = __index__ = __array__ = __call__ = __contains__ = _refuse

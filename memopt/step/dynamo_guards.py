@@ -145,8 +145,8 @@ def _guard(kind: str, name: str, detail: Any) -> DynamoGuard:
 
 
 def _of_reused(guards: list[DynamoGuard], reused: Reused) -> Iterator[DynamoGuard]:
-    """Yield the guards of regions that were not traced: those of the region that was, of what is
-    not of its class alone, for the arguments that these have instead."""
+    """Yield the guards of regions that reuse the trace of another one: its guards, except those on
+    the class alone of an object, with the arguments replaced by theirs."""
     within: dict[str, list[DynamoGuard]] = {}
     for replaced in reused.replaced:
         for old, new in ((expression_of(a), expression_of(b)) for a, b in replaced.items()):

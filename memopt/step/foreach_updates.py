@@ -58,7 +58,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """Return what of an option can decide which operators run: whether a number is zero."""
+    """Return the part of an option that can decide which operators run: whether a number is
+    zero."""
     if isinstance(value, tuple):
         return tuple(map(_form, value))
     return type(value), bool(value) if isinstance(value, (bool, int, float)) else str(value)

@@ -94,8 +94,8 @@ def _layout(tensor: Tensor) -> _Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _strides(function: str, arguments: str, gradient: _Layout, given: _Layout) -> tuple[int, ...]:
-    """Return the result's strides as if no factor were 0, for every call, since readers are traced
-    once. First called while tracing, when no memory is counted."""
+    """Return the result's strides if no factor is 0; every call uses them, since the readers are
+    traced for one layout. First called while tracing, when no memory is counted."""
     gradient_, given_ = (
         torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(1)
         for shape, strides, dtype, device in (gradient, given)

@@ -73,9 +73,9 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def detached(self) -> Call:
-        """Return the same call for one forward, which may change its arguments: with new lists and
-        dicts, and without the history of tensors that were computed with gradients, which belongs
-        to the user, and which a backward would run."""
+        """Return the same call for one forward: with new lists and dicts, as the forward may
+        change them, and with tensors detached from the user's autograd graph, which a backward
+        would run."""
         made: dict[int, Tensor] = {}
 
         def one(leaf: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class Call:
             vars(self).pop(name, None)
 
     def filled(self) -> Call:
-        """Return the call with zeros in place of tensors without values: those that it has let go,
-        other fakes, and those on meta (on the CPU)."""
+        """Return the call with zeros for tensors without values: those that it has freed, other
+        fakes, and meta tensors (zeros on the CPU)."""
         from memopt.torch_private.aot import FakeTensor
 
         made: dict[int, Tensor] = {}
@@ -277,8 +277,8 @@ def _same_value(value: Any, default: Any) -> bool:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return a model's parameters and buffers by the paths to them, which its class may show under
-    other names (torch's CheckpointWrapper); a tensor with several is listed under each."""
+    """Return a model's parameters and buffers by their real paths (torch's CheckpointWrapper shows
+    others); a tensor with several paths is listed under each."""
     return [
         *nn.Module.named_parameters(model, remove_duplicate=False),
         *nn.Module.named_buffers(model, remove_duplicate=False),

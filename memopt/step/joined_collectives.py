@@ -106,8 +106,8 @@ def join_collectives(
 
 
 def _gathers(module: GraphModule, bucket_of: _Found) -> _Found:
-    """Find the gathers whose results are read: a module that asks whether it has a parameter
-    gathers it for that, too."""
+    """Find the gathers whose results are read. (A module that only asks whether it has a parameter
+    gathers it, too.)"""
     found: _Found = {}
     for node in module.graph.find_nodes(op="call_function", target=_GATHER):
         *_, source = _chain(node)

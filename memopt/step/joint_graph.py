@@ -197,9 +197,9 @@ def without_zero_gradients(module: GraphModule) -> None:
 
 
 def without_unread_statistics(module: GraphModule) -> None:
-    """Take the running statistics from the arguments of batch norm's backward in training mode,
-    which does not read them: AOTAutograd gives it the new ones, which would be kept for it. CUDA's
-    kernel looks at their type: there they stay where that is not the input's."""
+    """Remove the running statistics from the arguments of batch norm's backward in training mode,
+    which does not read them: AOTAutograd passes the new ones, which would be kept until then.
+    CUDA's kernel checks their dtype: on CUDA they stay if it differs from the input's."""
     for node in module.graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
         statistics, train = node.args[3:5], node.args[7]
         if not train or None in statistics:

@@ -22,7 +22,7 @@ def check_targets(loss_fn: Callable[..., Any] | None, targets: Any) -> None:
     """Refuse targets without a loss that takes them."""
     given = targets is not None and (callable(targets) or bool(as_targets(targets)))
     if loss_fn is None and given:
-        raise ValueError("targets go with loss_fn=: loss_fn(output, *targets)")
+        raise ValueError("targets= needs loss_fn=, which is called as loss_fn(output, *targets)")
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class LossOfOutputs:
         self._positions = sorted(positions)
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """Return a loss of an output; of one that has none of these leaves, as another kind of call
-        may return it, one that uses all."""
+        """Return a loss of an output. If the output has none of these leaves (another kind of call
+        returned it), the loss uses all leaves."""
         known = differentiable(output)
         used = [known[i] for i in self._positions if i in known]
         found: torch.Tensor = _Used.apply(*(used or known.values()))  # type: ignore[no-untyped-call]

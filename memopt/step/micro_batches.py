@@ -152,8 +152,8 @@ def repeated(
     changed = [captured.primals[i] for i in captured.mutated]
     if any(one.kind == "input" for one in changed):
         raise ValueError(
-            "micro_batches= is for models that leave their inputs as they are; this one changes "
-            "one in place"
+            "micro_batches= cannot plan a forward that changes an input in place, as this one: "
+            "let it change a copy (clone())"
         )
     assert not lowering.alternatives
     extension = Extension(captured, lowering, block_bytes)

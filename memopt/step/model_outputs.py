@@ -89,7 +89,7 @@ def separate_outputs(
         gradients: how the user's loss uses the outputs. Unused ones are traced without a gradient,
             or not returned at all; the others' gradients get the layout in which the loss gives
             them.
-        orders: of outputs' dimensions in gradients that arrive otherwise, see `Call`.
+        orders: dimension orders of output gradients that arrive in other layouts, see `Call`.
 
     Raises:
         CaptureError: the model does not return the same outputs each time it is called.
@@ -128,7 +128,7 @@ def separate_outputs(
 
 
 def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> OutputGradients:
-    """Return the facts known of a loss, and that gradients arrive in these orders."""
+    """Add to the facts known of a loss that gradients arrive in these orders."""
     known = dict(gradients.strides)
     for position, order in orders:
         value = values[position] if position < len(values) else None
@@ -356,8 +356,8 @@ def handed_out(value: Any, shared: bool) -> Any:
 
 
 def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
-    """Return a traced model's output with repeated tensors in their places, with stand-ins for the
-    outputs that are not returned, and with a node of autograd's behind each output."""
+    """Return a traced model's output with repeated tensors in their places, stand-ins for outputs
+    that are not returned, and an autograd node for each output."""
     output = without(output, outputs.gradients.dropped)
     if not outputs.repeated and len(outputs.copied) < 2:
         return output
@@ -374,7 +374,7 @@ def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
 
 
 class _OwnNode(torch.autograd.Function):
-    """An output behind a node of its own. A node that several outputs have in common would call the
+    """Gives an output an autograd node of its own. A node that several outputs share would call the
     hooks of all of them, with None for those that the loss does not use."""
 
     @staticmethod

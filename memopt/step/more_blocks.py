@@ -295,8 +295,8 @@ class _Deepened:
 
 
 def _renumbered(name: str, neighbours: tuple[str, str], by: int) -> str:
-    """Return a name whose number grows by `by`: the part in which the names of two neighbours of
-    its family differ."""
+    """Return a name with its number increased by `by`. The number is the part in which the names of
+    two neighbours of its family differ."""
     one, other = (text.split(".") for text in neighbours)
     parts = name.split(".")
     unlike = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]

@@ -1,5 +1,5 @@
-"""Torch's global settings that decide which kernel runs a call: part of what its cost is known
-for, and of what its result depends on."""
+"""Torch's global settings that decide which kernel runs a call. Costs are stored by them, and
+results depend on them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class KernelSettings:
         return tuple(getattr(owner, attribute) for owner, attribute in self._places)
 
     def difference(self, before: tuple[Any, ...]) -> str:
-        """Say which setting is another one than before; "": none is."""
+        """Say which setting has changed since `before`; "" if none has."""
         return next(
             (
                 f"torch.backends.{name} was {was!r} in the forward and is {now!r} in its backward"
@@ -80,7 +80,7 @@ class KernelSettings:
 
 
 def numeric_settings() -> str:
-    """Return the settings that are not torch's defaults, as text: "" if all are."""
+    """Return the settings that differ from torch's defaults, as text; "" if none does."""
     found: dict[str, Any] = {**precisions(), **{name: _read(name) for name in _OTHERS}}
     odd = [
         f"{name}={value}"

@@ -29,7 +29,7 @@ class Opened:
     Attributes:
         kind: its class.
         names: the attributes' names; for a dict, also `_ITEMS`.
-        values: the attributes' values, in which objects are opened, too.
+        values: the attributes' values, objects in them opened likewise.
     """
 
     def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
@@ -101,7 +101,7 @@ def is_object(leaf: Any) -> bool:
 
 
 def attributes(one: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, sorted; for a dict, its items, too."""
+    """Return the attributes of an object by name, sorted; for a dict, also its items."""
     held = dict(getattr(one, "__dict__", {}))
     for kind in type(one).__mro__:
         slots = kind.__dict__.get("__slots__", ())

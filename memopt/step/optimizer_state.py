@@ -73,7 +73,7 @@ def optimizer_state(
         optimizer: a name (see the module), a `torch.optim` instance, or None (no state).
         parameters: the model's parameters; fake and meta tensors will do. Frozen ones have none.
         block_bytes: the allocator's granularity.
-        device: where an instance updates them; None: where they lie, as moved ones do not.
+        device: where an instance updates them (moved ones lie elsewhere); None: where they lie.
 
     Raises:
         ValueError: an unknown name or class (the message lists the known ones), or an instance
@@ -210,8 +210,8 @@ def _tensors_in(held: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _has_state(name: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a tensor is state of a parameter rather than a count of its steps. State of a
-    parameter without dimensions has none, either."""
+    """Return whether a tensor is state of a parameter rather than a count of its steps. (Counts
+    have no dimensions, nor has the state of a parameter without dimensions.)"""
     return bool(value.dim()) or (not parameter.dim() and name != "step")
 
 

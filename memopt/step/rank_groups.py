@@ -108,8 +108,8 @@ class RankGroup:
         return self._open
 
     def _wait_for(self, message: Any) -> None:
-        """Wait for the others' messages. One that waits to meet about a kind of model that this
-        rank has met, or does not come to, sends its own, too, which tell that they differ."""
+        """Wait for the others' messages. Meanwhile release ranks that wait to meet about another
+        kind of model: their messages show that the ranks differ."""
         while not message.is_completed():
             with suppress(RuntimeError):
                 message.wait(timedelta(seconds=2 * _LONGEST_LOOK_S))
@@ -153,9 +153,14 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Of one default group: ranks → their group; kind of model → failures alone with one; kind →
-    the ranks that were last found to run such a model; and where this rank's words are that it
-    waited in vain."""
+    """What is known beside one default process group.
+
+    Attributes:
+        of: ranks → their group.
+        failures: kind of model → how often this process failed alone with one.
+        members: kind of model → the ranks that last ran one.
+        words: keys of this rank's messages about waiting in vain.
+    """
 
     of: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
@@ -216,7 +221,7 @@ def last_failure_alone() -> str:
 
 
 def waited(members: tuple[int, ...], doing: str) -> str:
-    """Say that this rank has waited in vain for others, and return where each of them did.
+    """Tell the other ranks that this one has waited in vain for some, and return where each waited.
 
     Args:
         members: the ranks that run the model.
@@ -245,8 +250,8 @@ def waited(members: tuple[int, ...], doing: str) -> str:
 
 
 def first_said(members: tuple[int, ...], text: str) -> str:
-    """Return what the first of the ranks that run a model and waited in vain has said: this text,
-    if it is this one, or if the rank that kept the store is gone."""
+    """Return the text of the first rank that runs a model and waited in vain for others: this
+    rank's own if it is the first, or if the rank that kept the store is gone."""
     with suppress(RuntimeError, ValueError):
         store, key = default_store(), f"{_WAITED} by {_listed([*members])}"
         _known().words.append(key)
@@ -255,7 +260,7 @@ def first_said(members: tuple[int, ...], text: str) -> str:
 
 
 def forget_words() -> None:
-    """Take back what this rank has said of waiting in vain: the ranks have met."""
+    """Delete this rank's messages about waiting in vain: the ranks have met."""
     words = _known().words
     while words:
         with suppress(RuntimeError, ValueError):

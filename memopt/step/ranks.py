@@ -98,11 +98,11 @@ class Ranks:
         return made_there
 
     def report_failure(self, what: str, step: int = 0) -> str:
-        """Leave a message for the other ranks: this one "failed ..." or "refused ...".
+        """Leave a message for the other ranks that this one "failed ..." or "refused ...".
 
         Args:
-            what: of this rank.
-            step: the number of the whole step in which it did; 0: of a module's.
+            what: what this rank did, a verb first.
+            step: the number of the whole step in which that was; 0: in a module's step.
 
         Returns:
             The message as the others read it.
@@ -288,7 +288,7 @@ def _failure(doing: str, error: Exception) -> str:
 
 
 def _mark_told(error: Exception, sentence: str) -> None:
-    """Mark an error as told to the other ranks, in a sentence that is noted here, too."""
+    """Mark an error as reported to the other ranks, and add the sentence they got as a note."""
     setattr(error, _TOLD, sentence)
     error.add_note(sentence)
 
@@ -302,7 +302,7 @@ def check_untrained(model: nn.Module) -> None:
 
 
 def _is_told(error: BaseException) -> bool:
-    """Return whether an error is told to the other ranks."""
+    """Return whether an error was reported to the other ranks."""
     return isinstance(error, RankError) or hasattr(error, _TOLD)
 
 
@@ -334,8 +334,7 @@ _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
 
 def several_are_there() -> bool:
-    """Return whether a default group of several processes is there. (The `fake` group's are
-    not.)"""
+    """Return whether the default process group has several processes. (A `fake` one has not.)"""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False

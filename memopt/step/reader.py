@@ -235,8 +235,8 @@ class TraceReader:
         self._changed = (*places, "\0")
 
     def dependencies(self) -> list[Dependency]:
-        """Return everything that was read, with what the forward changes and changes back: it may
-        compute with what was there. A dependency comes after those on the way to it."""
+        """Return everything that was read, also values that the forward changes and changes back,
+        as it may compute with the old ones. A dependency comes after those on the way to it."""
         relevant = [
             guard
             for guard in sorted(self._guards.guards, key=lambda one: len(one.name))
@@ -315,8 +315,8 @@ class TraceReader:
             yield Dependency(source, source, setting, self._read(setting))
 
     def _methods(self, dependencies: list[Dependency]) -> Iterator[Dependency]:
-        """Yield dependencies on traced functions in the read values' classes, which may change, and
-        on those that a class inherits, which it may get itself."""
+        """Yield dependencies on traced functions of the read values' classes, which may be
+        replaced, also on inherited ones, which the class may override later."""
         classes = {one.planned for one in dependencies if one.look == f"type({one.source})"}
         owners = {base for one in classes for base in one.__mro__ if base is not object}
         for owner in sorted(owners, key=lambda one: one.__qualname__):

@@ -33,8 +33,8 @@ def with_local_part(
 
 
 def like_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is to a local part what another one is to its own: a DTensor over it, of
-    the same mesh, placements and shape, if that is a DTensor; else the local part itself."""
+    """Return a local part in the form of a given tensor: a DTensor over it of the same mesh,
+    placements and shape, if that one is a DTensor; else the local part itself."""
     if not hasattr(tensor, SHARD):
         return local
     from torch.distributed.tensor import DTensor

@@ -115,7 +115,7 @@ def check_splittable(
 
 
 def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what an update of each parameter alone would call too often, or not at all.
+    """Refuse hooks that updating each parameter by itself would call too often, or not at all.
 
     Raises:
         ValueError: the optimizer or a gradient has hooks, its step was replaced, or it is
@@ -143,12 +143,15 @@ def check_hooks(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Paramet
             "alone (without an optimizer instance)"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"{kind.__name__}(differentiable=True) has no place in a train step")
+        raise ValueError(
+            f"{kind.__name__}(differentiable=True) cannot be part of a train step; leave the "
+            "option out, or plan the module alone (without an optimizer instance)"
+        )
     if any_gradient_hooks(named.values()):
         name = next(name for name, one in named.items() if has_gradient_hooks(one))
         raise ValueError(
             f"{name.removeprefix('model.')} has gradient hooks, which planned updates would not "
-            "call"
+            "call; remove them, or plan the module alone (without an optimizer instance)"
         )
 
 

@@ -52,8 +52,8 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def branches_returned(begin: Callable[[], None], values: Callable[[], Any]) -> Iterator[None]:
-    """Make the traces inside return a pair, if `values` gives some at their end: what they return
-    else, and these. `begin` is called when one begins."""
+    """Make the traces inside return a pair of their usual result and `values()`, if that is not
+    empty at their end. `begin` is called when a trace begins."""
     forward, attributes = _usual.get()
     with _frame(forward, {**attributes, "branched": values}, begin):
         yield

@@ -67,8 +67,8 @@ class TrialData(StandIns):
         return wanted.over(flat.to(self._place(wanted)))
 
     def _normals(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Draw from a normal distribution of deviation 2; on a CPU, where that takes as long as the
-        kernels, from `_DRAWN` numbers over and over, which each argument begins elsewhere."""
+        """Draw from a normal distribution of deviation 2. On a CPU, where drawing takes as long as
+        the kernels, repeat `_DRAWN` numbers, from another position on for each argument."""
         if self._device.type != "cpu" or dtype is not torch.float32:
             where = self._device
             return 2 * torch.randn(elements, dtype=dtype, device=where, generator=self._generator)

@@ -126,9 +126,9 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _is_unheard(frame: types.FrameType | None) -> bool:
-    """Return whether the user's code or dynamo has warned: some code outside of the rest of torch
-    calls `warnings.warn` in this frame. (A warning of torch's kernels is shown at the line that
-    ran the kernel, which calls no `warn`.)"""
+    """Return whether the user's code or Dynamo has warned: the code of this frame is not the rest
+    of torch's, and calls `warnings.warn`. (A warning of torch's kernels is shown at the line that
+    ran the kernel, which does not call `warn`.)"""
     while frame is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))

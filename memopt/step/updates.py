@@ -70,7 +70,8 @@ def _drawn(
 
 @functools.cache
 def _functional_draw(overload: Any) -> Any:
-    """Define memopt's operator in place of one that draws in place; once in a process."""
+    """Define memopt's operator that stands for an operator that draws in place; once in a
+    process."""
     given = [f"{a.type} {a.name}" for a in _options(overload)]
     schema = f"{functional_name(overload)}({', '.join([_LAYOUT, *given])}) -> Tensor"
     kernel, described = partial(_drawn, overload), partial(_drawn, lambda *_: None)
@@ -150,7 +151,8 @@ def _empty_like(given: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @functools.cache
 def _functional_update(overload: Any) -> Any:
-    """Define memopt's operator in place of one that updates a tensor; once in a process."""
+    """Define memopt's operator that stands for an operator that updates a tensor; once in a
+    process."""
 
     def kernel(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return written_into(overload)(given, *args, out=_empty_like(given), **kwargs)

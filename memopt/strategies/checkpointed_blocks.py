@@ -179,7 +179,7 @@ def _compute_s(graph: Graph, program: Program) -> float:
 
 
 class _KeptOrder:
-    """How many groups of operators, of an order, a step can keep within a limit."""
+    """Finds how many leading groups of an order of operators a step can keep within a limit."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _KeptOrder:
         return self._order[: kept + 1] == other._order[: kept + 1]
 
     def saving(self, time_s: float) -> int | None:
-        """Return how many groups save this time at least; None: all save less."""
+        """Return how many kept groups save at least this time; None if all of them save less."""
         number = bisect_left(self._saved_s, time_s)
         return number if number < len(self._saved_s) else None
 

@@ -1,6 +1,6 @@
-"""What a trace looks for and does not find. Dynamo guards nothing where a key or an attribute is
-missing and the code goes on (`except KeyError`), no `__dict__`, and no global of the standard
-library's, so not what `os.getenv` reads either."""
+"""Records what a trace looks for and does not find. Dynamo makes no guard for a missing key or
+attribute if the code goes on (`except KeyError`), for a `__dict__`, or for a global of the standard
+library, such as what `os.getenv` reads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Hear = Callable[[str, Any, Any], None]
 
 @contextlib.contextmanager
 def absences_heard(hear: Hear) -> Iterator[None]:
-    """Tell `hear` of what traces made inside look for: the kind of guard that they miss, the source
-    of the object, and the attribute or key."""
+    """Call `hear` for everything that traces inside look for, with the kind of the missing guard,
+    the source of the object, and the attribute or key."""
     standard = private(_STANDARD)
     with (
         patched(_STANDARD, lambda module: module is not os and standard(module)),

@@ -127,8 +127,8 @@ class _Branches:
         self.answers.begin()
 
     def in_whole(self, translator: Any, value: Any) -> bool:
-        """Return whether a variable is a tensor of the graph itself, not of one inside it, nor of a
-        transform (`torch.func.grad`), nor of another thread's."""
+        """Return whether a variable is a tensor of this thread's outermost graph: not of a nested
+        graph, nor of a transform (`torch.func.grad`)."""
         output = translator.output
         if not isinstance(value, self.tensor) or output.current_tracer is not output.root_tracer:
             return False
@@ -261,7 +261,7 @@ class _Branches:
     def check(
         self, usual: Any, position: int, function: Any, translator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand for a function that raises where an argument is not true."""
+        """Trace a function that raises an error if an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
             self.add(translator, given, "all", True, True)
@@ -278,7 +278,7 @@ class _Branches:
 
 
 class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a forward asks of fake tensors' values, in turn, while there are answers."""
+    """Answers a forward's reads of fake tensors' values with the given answers, in order."""
 
     supports_higher_order_operators = True
 
@@ -345,7 +345,7 @@ def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
 
 
 def check_left(traced: GraphModule) -> Node | None:
-    """Return a check in a graph, or in one inside it, whose value nothing reads; None: there is
+    """Return a check in a graph or a nested one, an operator that nothing reads; None if there is
     none."""
     targets = {*map(private, _CHECKS), "_is_all_true"}
     for module in traced.modules():

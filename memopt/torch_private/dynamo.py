@@ -84,8 +84,8 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @contextlib.contextmanager
 def _no_hooks_around() -> Iterator[None]:
-    """Trace no hooks on the module that torch puts around the model; it would call those on all
-    modules."""
+    """Trace no hooks on the module that torch puts around the model: the hooks on all modules would
+    run on it, too."""
     traced = private(_TRACED)
 
     def found(module: Any) -> Any:
@@ -210,7 +210,7 @@ def asks_whether_compiled() -> dict[Any, Callable[..., Any]]:
 
 
 class _TrueInThisThread:
-    """A truth of the thread that makes it, and of no other."""
+    """True in the thread that makes it, False in all others."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -270,7 +270,8 @@ def comptime() -> Any:
 
 
 def capture_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of Dynamo's errors, and of those about values that it has not."""
+    """Return the classes of Dynamo's errors, and of errors about values that a trace does not
+    have."""
     return (
         private("torch._dynamo.exc.TorchDynamoException"),
         private("torch.fx.experimental.symbolic_shapes.PendingUnbackedSymbolNotFound"),
@@ -285,7 +286,7 @@ def constant(value: object) -> Any:
 
 @contextlib.contextmanager
 def functions_ignored(functions: Iterable[Any]) -> Iterator[None]:
-    """In this context Dynamo leaves out calls of these functions, too."""
+    """Have Dynamo also leave out calls of these functions inside."""
     ignored = {*functions, *private("torch._dynamo.config.ignore_logging_functions")}
     config: Any = importlib.import_module("torch._dynamo.config")
     # torch 2.11 writes its settings into a log, which functions cannot be.
@@ -307,8 +308,8 @@ def variables(*names: str) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def own_lists_given() -> Iterator[None]:
-    """Trace inside so that operators take lists of classes of the user's own (Keras keeps axes in
-    such), where this torch can be told what is in them."""
+    """Trace inside with the user's own list classes accepted by operators (Keras keeps axes in such
+    lists), if this torch allows it."""
     if not (known(_LIST) and known(_INSIDE)):
         yield
         return

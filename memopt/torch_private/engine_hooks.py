@@ -34,8 +34,8 @@ def has_engine(module: nn.Module) -> bool:
 
 
 def optimizer_of_engine(module: nn.Module) -> Any:
-    """Return the optimizer of DeepSpeed's that holds a module's master weights; None: no such one.
-    The engine's hooks on the module close over the engine."""
+    """Return DeepSpeed's optimizer that holds a module's master weights; None if there is none. It
+    is found through the engine's hooks on the module."""
     hooks = [one for both in _registries(module) for one in both.values() if _is_engines(one)]
     cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or ()]
     found = [getattr(cell.cell_contents, "optimizer", None) for cell in cells]
@@ -77,8 +77,8 @@ def _put_back(hooks: dict[int, Any], old: Mapping[int, Any], keys: list[int]) ->
 def with_engine_around(
     module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `run(*args, **kwargs)` does, with the engine's hooks before and after it in place
-    of around the module's own forward, from which they are off meanwhile."""
+    """Return the result of `run(*args, **kwargs)`, with the engine's hooks around it instead of
+    around the module's own forward."""
     if not has_engine(module):
         return run(*args, **kwargs)
     with engine_off(module) as (before, after):

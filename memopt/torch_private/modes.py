@@ -120,7 +120,8 @@ def profiler_looks_on() -> bool:
 
 def profile_begun() -> bool:
     """Whether torch's profiler records what this thread does, or somebody's profile with a schedule
-    warms up or records: another one ends it, and torch crashes when its schedule goes on."""
+    warms up or records. (Another profile would end it, and torch would crash when its schedule goes
+    on.)"""
     if profiler_looks_on():
         return True
     # Their steps are counted from the time they are made: without any, none is looked for.
@@ -149,9 +150,9 @@ def before_other_profiles(call: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def operators_alone() -> Iterator[None]:
-    """Let a profile that begins inside record operators, no ranges (`record_function`, a process
-    group's work). A range that began in a profile, and ends when that one is over, writes to freed
-    memory if another runs then, or in a process group's thread."""
+    """Let a profile that begins inside record operators only, no ranges (`record_function`, a
+    process group's work). A range that outlives its profile writes to freed memory if another
+    profile runs then, or in a process group's thread."""
     enable = private("torch.autograd.profiler._enable_profiler")
     scope = private("torch._C._profiler.RecordScope").FUNCTION
     only = functools.partial(enable, scopes={scope})
@@ -173,7 +174,8 @@ def inside_transform() -> bool:
 
 
 def is_batch(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is a batch of them (`is_grads_batched=True`), which shows as one."""
+    """Whether a gradient is a batch of gradients (`is_grads_batched=True`), which looks like a
+    single one."""
     found = private_once("torch._C._functorch.is_legacy_batchedtensor")
     return gradient is not None and bool(found(gradient))
 
@@ -211,7 +213,7 @@ def running_node() -> Any:
 
 
 def wanted_inputs() -> frozenset[int]:
-    """Return the positions of the running node's inputs whose gradients its backward is for."""
+    """Return the positions of the running node's inputs whose gradients the backward asks for."""
     inputs = enumerate(running_node().next_functions)
     return frozenset(i for i, (node, _) in inputs if node is not None and _is_wanted(node))
 
@@ -229,11 +231,11 @@ def node_number(node: Any) -> int:
 
 
 def accumulate_in_order(leaves: Sequence[torch.Tensor]) -> bool:
-    """Let autograd take the nodes that accumulate the gradients of these leaves in this order, and
-    ahead of all other nodes, as without this.
+    """Have autograd run the nodes that accumulate the gradients of these leaves in this order. They
+    run ahead of all other nodes, as always.
 
     Returns:
-        Whether this torch can be told.
+        Whether this torch lets their order be set.
     """
     if optional(_SET_NUMBER) is None:
         return False

@@ -95,7 +95,7 @@ class _Regions:
         self._operator, self._method, self._tag_of, self._fingerprint = map(private, _USED)
 
     def patches(self) -> tuple[Callable[..., Any], ...]:
-        """Return what stands for each of the patched functions."""
+        """Return the replacement of each patched function."""
 
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
             return self._called(variable, tx, args, kwargs)
@@ -167,8 +167,8 @@ class _Regions:
         return True
 
     def _shares(self, tx: Any, read: Any) -> bool:
-        """Whether what is one object by several ways, of which a trace keeps the first, is one
-        here, too, and nothing else is."""
+        """Whether the same paths lead to one object here as in the trace, which keeps the first
+        path of each object."""
         here: dict[int, Any] = {}
         there: dict[int, Any] = {}
         scopes = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
@@ -189,7 +189,7 @@ class _Regions:
         return True
 
     def _state(self, tx: Any, flat: Any) -> tuple[Any, ...]:
-        """Return what a trace depends on besides its arguments' sources and layouts."""
+        """Return the state that a trace depends on besides its arguments' sources and layouts."""
         changed = list(_changed(tx.output.side_effects))
         self._seen += changed  # no other object gets the address of one
         return _state(), _places(flat), list(map(id, changed))
@@ -260,7 +260,8 @@ def _held(variable: Any, effects: Any, levels: int) -> Iterator[Any]:
 
 
 def _shape(value: Any, leaves: list[Any]) -> Any:
-    """Return what of an argument Dynamo's flattening compares; append its leaves to `leaves`."""
+    """Return the part of an argument that Dynamo's flattening compares; append its leaves to
+    `leaves`."""
     of_list, of_tuple, of_dict = map(private_once, _CONTAINERS)
     value = value.realize() if hasattr(value, "realize") else value
     kind = type(value)

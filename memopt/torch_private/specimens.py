@@ -78,7 +78,7 @@ def boxed_function() -> Any:
 
 
 def first_call() -> Any:
-    """Make what tells AOTAutograd a function's first call from the others."""
+    """Make the object by which AOTAutograd tells a function's first call from later ones."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     return runtime_wrappers._FirstInvocationContext()

@@ -42,7 +42,7 @@ class Row:
 
     @property
     def effect(self) -> str:
-        """Say, for people, what happens without it."""
+        """Say, in a message, what happens without it."""
         return f"warning: {self.instead}" if self.instead else "CaptureError"
 
 

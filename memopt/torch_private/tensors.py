@@ -128,6 +128,6 @@ _FLAT_SHARD = "torch.distributed.fsdp._flat_param.FlatParameter._local_shard"
 
 def flat_shard_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the present rank's part of a parameter into which FullyShardedDataParallel has
-    flattened others; None: it is none."""
+    flattened others; None for any other parameter."""
     name = _FLAT_SHARD.rpartition(".")[2]
     return getattr(tensor, attribute_name(_FLAT_SHARD)) if hasattr(tensor, name) else None

@@ -68,8 +68,8 @@ def leaving_out_words() -> Iterator[None]:
             _TOLD.add(place)
             warn(
                 f"the forward calls {what}{place}, which planned steps leave out: they compute the "
-                "same and say nothing. Say it outside of the model, from what it returns; "
-                "evaluation says it as before",
+                "same and stay silent. Call it outside of the model, with what it returns; in "
+                "evaluation it is called as before",
             )
 
 

@@ -170,7 +170,7 @@ def returned(
 
 
 def why_not_same(planned: Returned, now: Returned) -> str | None:
-    """Return what of a run differs from the planned one; None: nothing."""
+    """Return a difference of a run from the planned one; None if there is none."""
     if planned.made != now.made:
         return f"its results and what it saves have the layouts {now.made}, planned {planned.made}"
     before = {name: (places, nest) for name, places, nest in planned.attributes}
@@ -193,7 +193,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Autocast(NamedTuple):
-    """Autocast as it is for a type of device."""
+    """Autocast's settings for a type of device."""
 
     device: str
     enabled: bool

@@ -76,7 +76,7 @@ def _random_states(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _check_reached(name: str, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Refuse a function whose results depend on tensors to train that it was not given.
+    """Refuse a function whose results depend on trained tensors that are not among its arguments.
 
     Raises:
         ExecutionError: they do.

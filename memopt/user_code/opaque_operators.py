@@ -36,6 +36,7 @@ from memopt.user_code.opaque import (
 
 _RUNS_ONCE = (torch.Tag.nondeterministic_seeded,)
 """The tag by which memopt runs an operator once in a step, in the forward's order."""
+_WITHOUT = "Train without a plan (memopt.unwrap(model), or planned.original)"
 
 
 class _Marker(enum.Enum):
@@ -88,7 +89,7 @@ class CallForm:
         return tuple(place is not None and self.needs[place] for place in self.places)
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Returned]:
-        """Run the function's forward; return the results of its operator, and what they are."""
+        """Run the function's forward; return the operator's results, and their description."""
         given = [
             tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(tensors, self.needs, strict=True)
@@ -142,8 +143,8 @@ class CallForm:
             differs = why_not_same(self.planned, now)
             if differs is not None:
                 raise ExecutionError(
-                    f"{self.shown}, which runs as it is, did otherwise than when it was captured: "
-                    f"{differs}"
+                    f"{self.shown}, which the plan runs as one operator, behaved differently from "
+                    f"when it was captured: {differs}. {_WITHOUT}"
                 )
             return _packed(results)
 
@@ -243,8 +244,9 @@ class BackwardForm:
             now = tuple(map(StridedLayout.of, results)), owners
             if now != self.planned:
                 raise ExecutionError(
-                    f"the backward of {self.call.shown}, which runs as it is, did otherwise than "
-                    f"when it was captured: {now}, planned {self.planned}"
+                    f"the backward of {self.call.shown}, which the plan runs as one operator, "
+                    f"behaved differently from when it was captured: {now}, planned "
+                    f"{self.planned}. {_WITHOUT}"
                 )
             return _packed(results)
 
@@ -296,7 +298,7 @@ def called(function: Function, *operands: Any, **named: Any) -> Any:
 
 
 def call_of(function: Function) -> Substitute:
-    """Return what stands for calls of a custom function in a graph."""
+    """Return the function that stands for calls of a custom function in a graph."""
     return Substitute(function, called)
 
 

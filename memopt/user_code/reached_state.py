@@ -246,7 +246,8 @@ class ReachedState:
 
 
 def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
-    """Return an attribute without the object's own `__getattr__`, which may refuse any name."""
+    """Return an attribute without calling the object's own `__getattr__`, which may fail for any
+    name."""
     kind: Any = type(one)
     try:
         return kind.__getattribute__(one, name)  # a `threading.local` has its own
@@ -255,7 +256,7 @@ def _stored(one: Any, name: str, otherwise: Any = _ABSENT) -> Any:
 
 
 def _answers(one: Any) -> bool:
-    """Return whether an object tells its class: a proxy of one that is gone does not."""
+    """Return whether an object tells its class. (A proxy of an object that is gone does not.)"""
     try:
         return one.__class__ is not None
     except Exception:  # noqa: BLE001 (whatever a proxy raises)

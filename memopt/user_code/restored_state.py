@@ -118,8 +118,8 @@ def _storage(tensor: Any) -> Any:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what says where a tensor's values lie: address, offset, sizes and strides. All four
-    may change in `resize_`."""
+    """Return where a tensor's values lie: address, offset, sizes and strides. `resize_` may change
+    all four."""
     return tensor.data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
@@ -152,8 +152,8 @@ class _UserTensors:
 
 
 def libraries_ready() -> None:
-    """Have einops find its functions for tensors, which its first call does. It stays so: it is no
-    part of a step, and where it was restored a plan's first call would find something changed."""
+    """Have einops register its functions for tensors now, which its first call does otherwise. If
+    that were undone with a step's changes, a plan's first call would find something changed."""
     if "einops" in sys.modules:
         for tensor in (torch.empty(0, device="cpu"), nn.Parameter(torch.empty(0, device="cpu"))):
             sys.modules["einops"].rearrange(tensor, "a -> a")

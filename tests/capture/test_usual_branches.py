@@ -1,5 +1,5 @@
-"""A forward that looks at values of its own is planned as it goes as a rule, and runs unplanned
-where a value is otherwise."""
+"""A forward with data-dependent branches is planned with their usual outcome, and runs unplanned
+where a branch goes the other way."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_step_whose_values_are_not_finite_runs_unplanned(
         return made[0]
 
     expected = run(lambda model: model)
-    said = r"isfinite.*which is False in this call, and True as a rule.*torch\.where"
+    said = r"isfinite.*that is False in this call, and planned as True.*torch\.where"
     with pytest.warns(UserWarning, match=said):
         found = run(kept)
     for one, other in zip(found, expected, strict=True):
@@ -199,7 +199,7 @@ def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
 def test_a_whole_step_that_goes_on_otherwise_is_refused() -> None:
     model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(CaptureError, match="does not run again, unplanned"):
+    with pytest.raises(CaptureError, match="a train step cannot run again without its plan"):
         whole_step(model, optimizer)
 
 

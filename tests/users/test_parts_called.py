@@ -103,3 +103,11 @@ def test_what_a_planned_part_shares_with_the_model_is_not_tried() -> None:
     report = memopt.running(model).report()  # type: ignore[union-attr]
     assert "not planned: inner: not called" in report
     assert "inner.0" not in report
+
+
+def test_the_report_of_a_model_that_one_plan_holds_shows_that_plan() -> None:
+    """It said "0 plans of parts", and no more."""
+    model: Any = memopt.wrap(nn.Linear(16, 4), strategy="rotor", parts="auto", progress=False)
+    assert model.memopt.report() == "not in parts: no plans yet"
+    model(X).sum().backward()
+    assert model.memopt.report().startswith("not in parts: planned [64, 16]: ")

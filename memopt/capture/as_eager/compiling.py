@@ -1,12 +1,12 @@
-"""Captures models that ask whether they are compiled as what they compute when they are not.
+"""Captures models that ask whether they are compiled, with the answer that eager gets.
 
 `torch.compiler.is_compiling()` is true while dynamo traces, and some models then compute
 differently: Mamba of Hugging Face scans its states pairwise instead of one after the other, which
 rounds otherwise. A model whose own code has asked is therefore traced once more with the answer
-that eager gets. Code that cannot be captured that way (it looks at values) gets the compiled answer
-as before. Where both ways can be captured and give two graphs, the forward decides: it runs in
-eager, and the trace with its bits is taken (BART makes a mask of ones when it is not compiled and
-drops it when it sees that it masks nothing, which no trace can see).
+that eager gets. Code that cannot be captured that way (its branches are data-dependent) gets the
+compiled answer as before. Where both ways can be captured and give two graphs, the forward decides:
+it runs in eager, and the trace with its bits is taken (BART makes a mask of ones when it is not
+compiled and drops it when it sees that it masks nothing, which no trace can see).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Answers:
 
 
 def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) -> Trace:
-    """Trace a model as what it computes when it is not compiled, if that can be traced.
+    """Trace what a model computes when it is not compiled, if that can be traced.
 
     Args:
         model, call: the model to trace, and its call.
@@ -95,8 +95,8 @@ def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) ->
         The result of `trace`.
 
     Raises:
-        CaptureError: the model cannot be traced either way; the error is the compiled trace's, but
-            where the model's own code raises one there, which it does not in eager.
+        CaptureError: the model cannot be traced either way. The error is the compiled trace's,
+            unless the model's own code raised that one only because it is compiled.
     """
     answers = _Answers(None)
     try:
@@ -128,8 +128,8 @@ def _digest(model: nn.Module, trace: Trace) -> str:
 
 
 def _uncompiled(trace: Callable[[], Trace]) -> Trace | CaptureError:
-    """Trace a model that is told that it is not compiled. If it cannot be traced so, return what
-    refused it first, before any place was told otherwise."""
+    """Trace a model that is told that it is not compiled, except at places that cannot be traced
+    so. If that fails, return the first error."""
     compiled: set[Place] = set()
     refused: list[CaptureError] = []
     while len(compiled) <= _MOST_PLACES:

@@ -121,8 +121,9 @@ _AS_ARGUMENT: dict[Any, tuple[tuple[int, int], ...]] = {
 
 
 def _in_grad_mode(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator that does all its work only with gradients enabled; a step runs without,
-    since its backward is in the graph. Autograd records nothing for detached tensors."""
+    """Call an operator that does all its work only with gradients enabled. (A step runs with
+    gradients disabled, since its backward is in the graph; for detached tensors autograd records
+    nothing.)"""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     with torch.enable_grad():
         return overload(*args, **kwargs)

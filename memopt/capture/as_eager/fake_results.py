@@ -6,7 +6,7 @@ remembers strides alone: when the same call is repeated, the storage is only as 
 So the order of a trace's calls decided the sizes of a step's tensors, and whether a plan seemed to
 be for another model.
 
-Some results are on the host, where fake kernels say: on the device (`HOST_RESULTS`).
+Some kernels leave results on the host that fake kernels place on the device (`HOST_RESULTS`).
 """
 
 from __future__ import annotations

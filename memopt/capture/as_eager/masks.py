@@ -40,7 +40,8 @@ def rounds_by_mask(model: nn.Module) -> bool:
 
 
 def none_masks(model: nn.Module, call: Call) -> tuple[int, ...]:
-    """Return `masks_nothing` of a call on all ranks, which must capture alike."""
+    """Return `masks_nothing` of a call, the same on all ranks, which must capture the same
+    graph."""
     own, ranks = masks_nothing(call), ranks_of(model)
     if ranks is None:
         return own
@@ -54,7 +55,8 @@ def none_masks(model: nn.Module, call: Call) -> tuple[int, ...]:
 
 
 def masks_nothing(call: Call) -> tuple[int, ...]:
-    """Return which of a call's flat arguments are matrices of ones, as masks that mask nothing."""
+    """Return which of a call's flat arguments are matrices of ones, like masks that mask
+    nothing."""
     return tuple(
         number
         for number, leaf in enumerate(call.leaves)
@@ -68,13 +70,13 @@ _CASTS = {"to", "type", "bool", "long", "int", "float", "contiguous", "clone", "
 _MOVES = {"cat", "chunk", "expand", "flatten", "getitem", "narrow", "repeat", "repeat_interleave"}
 _PASSES = {*_CASTS, *_MOVES, "reshape", "split", "squeeze", "stack", "unsqueeze", "view"}
 _ONES = {"ones", "new_ones", "ones_like"}
-"""Names of what leaves a mask's values as they are, or puts them elsewhere, and of what makes
-ones."""
+"""Names of operators that keep or move a mask's values, and of those that make ones."""
 
 
 def with_whole_masks(model: nn.Module, call: Call, trace: Callable[[], T]) -> T:
-    """Run `trace`, in which eager's masks that mask nothing are left out where it is known of all:
-    they are arguments of ones, or the model makes ones. Warn of a mask that the model computes."""
+    """Run `trace` without the masks that mask nothing, as eager leaves them out, if all are known
+    to: they are arguments of ones, or ones that the model makes. Warn of a mask that the model
+    computes."""
     if not rounds_by_mask(model):
         return trace()
     # Dynamo's names of the flat arguments.
@@ -136,8 +138,8 @@ def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
 
 
 def _sources(mask: Node) -> set[str] | None:
-    """Return the arguments whose values a mask has; none of one that is made of ones; None: the
-    model computes it."""
+    """Return the names of the arguments that a mask is a copy of; empty for a mask of ones; None if
+    the model computes it in another way."""
     stack, found = [mask], set()
     while stack:
         one = stack.pop()

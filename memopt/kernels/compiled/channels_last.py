@@ -248,8 +248,8 @@ _known = Answers()
 
 
 def computes_alike(before: Signature, after: Signature, device: torch.device) -> bool:
-    """Return whether a call gives the same numbers, but for rounding, with its operands laid out
-    otherwise (it draws none), on stand-in data.
+    """Return whether a call, which draws no random numbers, gives the same numbers up to rounding
+    on stand-in data when its operands have other layouts.
 
     Some kernels go through memory without looking at strides: the backward of `weight_norm` gives
     other numbers for a filter's gradient in channels-last order. A user's model does not run into

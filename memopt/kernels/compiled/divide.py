@@ -36,7 +36,7 @@ _ADD = "aten.add.Tensor"
 
 @dataclass(frozen=True)
 class Region:
-    """Operators that become one."""
+    """Operators that become one operator."""
 
     operators: tuple[int, ...]
 
@@ -44,7 +44,8 @@ class Region:
 def divide(
     lowering: Lowering, fusible: Callable[[int], bool] | None = None, largest: int = LARGEST
 ) -> list[Region]:
-    """Return regions of at least two operators, or of one that gains by it, in the graph's order.
+    """Return regions of at least two operators, or of a single one that gains as a region, in the
+    graph's order.
 
     Args:
         lowering: of the captured step, its graph in the framework's order.

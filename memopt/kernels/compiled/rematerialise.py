@@ -205,7 +205,7 @@ def _is_spread(lowering: Lowering, tensor: int) -> bool:
 
 
 class _Order:
-    """The order of the backward: what depends on what, of operators, with regions as one."""
+    """The order of the backward: the dependences of operators, each region being one operator."""
 
     def __init__(self, graph: Graph, inside: dict[int, Region]) -> None:
         self._unit = [

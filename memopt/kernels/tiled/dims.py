@@ -179,7 +179,8 @@ def _expanded(node: Node) -> Dims:
 
 
 def _part(node: Node) -> Dims:
-    """One dimension is selected from, padded or joined; all others go through."""
+    """Return the dimensions of a call that selects from, pads or joins along one dimension; all
+    others pass through."""
     made, shape = Dims(), shape_of(node)
     name = str(overload_of(node))
     dim = _args(node)[2 if "backward" in name else 1] if len(node.args) > 1 else 0
@@ -271,8 +272,8 @@ def _reduced(sums: bool) -> Callable[[Node], Dims | None]:
 
 
 def _along(place: int) -> Callable[[Node], Dims]:
-    """Return the rule of operators on tensors of one shape that mix the dimension which is the
-    argument at a place."""
+    """Return the rule of operators whose operands and result have the same shape, and that mix one
+    dimension: the argument at `place`."""
 
     def rule(node: Node) -> Dims:
         made, shape = Dims(), shape_of(node)
@@ -340,7 +341,8 @@ def _looked_up(node: Node) -> Dims:
 
 
 def _lost(node: Node) -> Dims:
-    """The gradient of a negative log-likelihood in the log-probabilities [rows, classes]."""
+    """Return the dimensions of the gradient of a negative log-likelihood in the log-probabilities
+    [rows, classes]."""
     _, logs, target, weights, _, _, total = _args(node)
     made = Dims()
     rows, classes = made.new(shape_of(logs))

@@ -1,9 +1,9 @@
 """Divides a step into regions of operators that work token by token.
 
-The forward is cut where one tensor alone leads on and is kept anyway, such as the residual stream
-of a transformer: one region from an attention to the end of its block, one from there to the next
-attention. Of the backward, the part that needs a region's values again is one region, cut where
-least leads on.
+The forward is cut where a single tensor goes from one side to the other and is kept anyway, such as
+the residual stream of a transformer: one region from an attention to the end of its block, one from
+there to the next attention. In the backward the part that needs a region's values again is one
+region, cut where the fewest bytes cross.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ ORIGIN = "memopt_origin"
 def taken(
     lowering: Lowering, tokens: Tokens, made: Tiling, order: dict[Node, int]
 ) -> list[tuple[Region, Axis, Subgraph]]:
-    """Return the regions as graphs of their own; those that write nothing are left out."""
+    """Return the regions as graphs of their own, without regions that write nothing."""
     found = []
     for region, axis in made.regions:
         one = _Copied(lowering, tokens, made, region, axis).made(order)

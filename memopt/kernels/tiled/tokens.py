@@ -43,7 +43,8 @@ class Axis:
     counts: tuple[int, int]
 
     def part_of(self, found: Any) -> str:
-        """Return what a class counts: "rows", "sequences", "length", or "": no tokens."""
+        """Return the unit that a class of dimensions counts: "rows", "sequences", "length"; "" for
+        no tokens."""
         if found is None:
             return ""
         names = {self.rows: "rows", self.sequences: "sequences", self.length: "length"}
@@ -98,8 +99,8 @@ class Tokens:
             self._equal.join((parent, number, dim), (node, 0, dim))
 
     def _close(self) -> None:
-        """Joined dimensions are equal if their parts are; and parts of one size are, if what they
-        are joined to is."""
+        """Join classes until nothing changes: joined dimensions are equal if their parts are, and
+        parts of equal sizes are equal if the dimensions that they are joined to are."""
         changed = True
         while changed:
             changed = False
@@ -139,7 +140,7 @@ class Tokens:
         return self._equal.root((node, number, dim))
 
     def places(self, node: Node, axis: Axis, number: int = 0) -> tuple[str, ...]:
-        """Return what each dimension of a result counts (`Axis.part_of`)."""
+        """Return the unit that each dimension of a result counts (`Axis.part_of`)."""
         value = values_of(node)[number]
         return tuple(
             axis.part_of(self.class_of(node, dim, number)) if size != 1 else ""
@@ -147,7 +148,7 @@ class Tokens:
         )
 
     def axis_of(self, node: Node, *, sums: bool) -> Axis | None:
-        """Return the tokens one by one of which a call works; None: it does not."""
+        """Return the tokens that a call processes one by one; None if it does not."""
         made = self.dims.get(node)
         if made is None:
             return None

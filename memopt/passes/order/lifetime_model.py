@@ -104,8 +104,8 @@ class LifetimeModel:
         return [steps[t] for steps in (made, self.P[index]) if t in steps]
 
     def bytes_at(self, t: int, counted: Collection[int], transient: Sequence[int]) -> Any:
-        """Return what some values, and what tasks need while they run, take at a step, in units
-        (the left side of eq. 13)."""
+        """Return the memory of some values and of running tasks at a step, in units (the left side
+        of eq. 13)."""
         sizes = [(transient[v], steps[t]) for v, steps in enumerate(self.C) if t in steps]
         for index in counted:
             sizes += [(self.tasks.values[index].size, x) for x in self.live(index, t)]

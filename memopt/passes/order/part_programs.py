@@ -15,14 +15,14 @@ from memopt.passes.order.tasks import Tasks
 
 @dataclass(frozen=True, slots=True)
 class PartsAnswer:
-    """What the programs gave.
+    """The answer of the programs of all parts.
 
     Attributes:
         order: the best order, of all tasks.
         bound: of every order's peak, bytes.
         variables: of all programs that were made.
-        too_large: variables of one that was not; 0: there was none.
-        interrupted: whether neither a proof nor a limit was the end.
+        too_large: variables of a program that was too large to be made; 0 if none was.
+        interrupted: whether the search ended by neither a proof nor a limit.
     """
 
     order: tuple[int, ...]

@@ -107,7 +107,8 @@ def solve_capacity(
 
 
 def _unit(layout: Layout) -> int:
-    """Return what divides the offsets of sunk placements, sums of sizes rounded to alignments."""
+    """Return the common divisor of the offsets of sunk placements, which are sums of sizes rounded
+    to alignments."""
     if np.all(layout.alignment == layout.alignment[0]):
         return gcd(*layout.size.tolist())
     return gcd(*layout.size.tolist(), *layout.alignment.tolist())

@@ -41,9 +41,9 @@ class Portfolio:
         base_s: the time of the step as it is, seconds.
         impossible: whether it is proved that no plan is within the budget.
         gap: to the bound, at which the search ends.
-        limit_s: seconds for all members; None: as long as it is worth to the plan found so far.
-        leader: the member that gets all the time left, so that it plans as it would alone; nearly
-            all where there is no plan yet, which others may find. "": none.
+        limit_s: seconds for all members; None: as many as the plan found so far may still gain.
+        leader: the member that gets all the time left, so that it plans as it would alone (nearly
+            all while there is no plan, which others may find); "" for none.
     """
 
     budget_bytes: int | None
@@ -56,12 +56,12 @@ class Portfolio:
     limit_s: float | None = None
     leader: str = ""
     leader_s: float = 0.0
-    """Seconds that the leader, or another member that has no plan at once, takes to begin: where a
-    plan stands, it is not asked with less."""
+    """Seconds that the leader, or another member that has no plan at once, takes to begin. Once
+    there is a plan, it is not asked with less time left."""
     most_s: float = MOST_S
-    """Seconds for all members at most, where there is no limit."""
+    """Most seconds for all members together, if there is no limit."""
     quick_s: float = math.inf
-    """Seconds in which members begin that have their plan at once, as soon as one of them has."""
+    """Seconds in which members that plan at once may begin, once one of them has a plan."""
     bounding: frozenset[str] = frozenset()
     """Members whose bound holds for the plans of all members."""
     known: tuple[Program, ...] = ()
@@ -100,9 +100,8 @@ class Portfolio:
 
     @property
     def leads_at_once(self) -> bool:
-        """Tell whether the leader is asked before those that have a plan at once. It begins with
-        their plans itself; made before, they would take it a part of a short time, so that it would
-        be slower than alone."""
+        """Tell whether the leader is asked before members that have a plan at once. It begins with
+        their plans itself; asked first, they would take a part of its short time."""
         limit_s = self.limit_s
         if limit_s is None or self.leader not in self.bounding:
             return False
@@ -123,8 +122,8 @@ class Portfolio:
 
     @property
     def _least_known(self) -> bool:
-        """Tell whether the leader, asked first, has found no plan, but the least memory of all that
-        others have at once."""
+        """Tell whether the leader was asked first, and found no plan but a program of the least
+        memory that a member finds at once."""
         led = self.outcomes[:1] if self.leads_at_once else []
         return any(one.name == self.leader and one.solution.smallest is not None for one in led)
 

@@ -57,32 +57,32 @@ IN_REACH = 0.8
 class Auto(Improver):
     """The fastest plan of all strategies together, in a time that pays back; the default.
 
-    A portfolio with one incumbent. First what has a plan at once: store-all, sequential and rotor.
-    Then, for a step's graph, joint, which starts from the plans so far and gets all the time that
-    is left; with a limit below 10 s it is first. Where it ends early, rotor-menus, monet,
-    offload-graph and another order of operators. Of a bare chain all other strategies, too. It ends
-    where the plan is within `gap` of a bound, or the time is up: without a limit 500 times the
-    seconds that a step could still gain, at most 20 s (twice that for a plan that is known for
-    hardly more than the budget), and no longer than what is found comes back in 500 steps; where
-    that is less than a second the plan made at once is taken. Where there is no backward only those
-    are asked whose plans may lower its memory.
+    A portfolio with one incumbent. It begins with members that have a plan at once: store-all,
+    sequential and rotor. For a step's graph joint follows; it starts from the plans so far and gets
+    all the time that is left (with a limit below 10 s it is first). If joint ends early,
+    rotor-menus, monet, offload-graph and another order of operators follow. A bare chain is planned
+    by all other strategies, too. A step without a backward is planned only by members that may
+    lower its memory. The search ends when the plan is within `gap` of a bound, or the time is up.
+    Without a limit that time is 500 times the seconds that the best plan is slower than the bound,
+    at most 20 s (twice that if a plan is known for hardly more than the budget); if it is below a
+    second, the plan made at once is taken.
 
     All plans are validated and replayed before they are compared. The solution's stats say what
     each member did ("tried"), who won ("chosen"), why ("reason"), and why no more were asked
-    ("ended"). Of equally fast plans that of the member asked first is taken. Where the time ends
-    without a plan, members that have one at once are asked for it ("at_once"). With a time limit
-    that stops a member, another run may give another plan. The bound is that of joint's class,
-    which plans of another order are not in.
+    ("ended"). Of equally fast plans the one found first is taken. If the time ends without a plan,
+    members that have one at once are asked for it ("at_once"). If a time limit stops a member,
+    another run may give another plan. The bound holds for joint's class, which excludes plans in
+    another order.
 
     Attributes:
-        members: what to ask instead, in this order: each an even share of the time that is left,
-            whatever the gap.
+        members: the strategies to ask instead, in this order, each for an even share of the time
+            that is left, whatever the gap.
         time_limit_s: seconds for all of them together, where `solve` is given no limit; None: as
             above, and 60 for members of your own.
-        gap: share of the bound by which the plan may be slower where the search ends.
+        gap: share of the bound by which the plan may be slower than it when the search ends.
         host_budget_bytes: the most that may be on the host at once; None: no limit.
         at_once: ask only members that have a plan at once.
-        most_s: seconds for all members of its own at most, where there is no limit.
+        most_s: most seconds for the default members together, if there is no limit.
     """
 
     members: tuple[Strategy, ...] = ()
@@ -250,7 +250,7 @@ def _in_order(
 
 
 def _led(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Return the members with the leader first, unless one is before it that does not plan at once:
+    """Return the members with the leader first, unless a member before it does not plan at once:
     that one may find what the leader cannot."""
     names = [member.strategy.name for member in members]
     place = names.index(LEADER) if LEADER in names else 0

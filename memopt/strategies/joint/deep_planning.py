@@ -53,7 +53,7 @@ Planned = tuple[Mover, list[Decisions]]
 
 @dataclass(eq=False)
 class FoldedSearch(LocalSearch):
-    """Searches the decisions of a folded step; `mover` is that step's, whatever its budget."""
+    """Searches the decisions of a folded step; `mover` belongs to that step, at any budget."""
 
     unfolding: Unfolding = field(kw_only=True)
     judge: Mover = field(kw_only=True)

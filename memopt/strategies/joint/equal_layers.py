@@ -38,7 +38,7 @@ class EqualLayers:
 
     @classmethod
     def of(cls, graph: Graph) -> EqualLayers:
-        """Return those of a graph; of one that was asked about before the same."""
+        """Return the equal layers of a graph: the same object for the same graph."""
         return _FOUND.of((graph,), None, lambda: cls(graph))
 
     @cached_property
@@ -58,7 +58,8 @@ class EqualLayers:
         return tuple(_stretches(np.array(numbers, dtype=np.int64), operators.start))
 
     def _kind(self, i: int) -> object:
-        """Return what makes operators alike: name, bytes read and written, alternatives."""
+        """Return the key by which operators are alike: name, bytes read and written,
+        alternatives."""
         graph, operator = self.graph, self.graph.operators[i]
         return (
             NUMBER.sub("", operator.name),
@@ -216,7 +217,7 @@ class RepeatedLayers:
                 yield from (layer for layer in layers if layer is not None)
 
     def _description(self, layer: int) -> tuple[object, ...]:
-        """Return what equal layers must share; () if the layer cannot be equal to any."""
+        """Return the key that equal layers share; () if the layer cannot be equal to any."""
         graph = self.graph
         found: list[object] = []
         for i in self.operators_of(layer):

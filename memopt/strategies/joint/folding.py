@@ -207,9 +207,8 @@ class Unfolding:
         return found
 
     def runs(self, runs: Ints) -> Ints:
-        """Return the whole step's runs. What the first layer of a group does not need, and which
-        therefore does not run in its place, runs there where another layer of the group needs it.
-        """
+        """Return the whole step's runs. An operator that the first layer of a group does not run in
+        its place runs there all the same if another layer of the group needs it."""
         from memopt.strategies.joint.lifetime_kernels import first_absent
 
         found, idle = self._placed(runs)
@@ -227,8 +226,8 @@ class Unfolding:
 
     def _placed(self, runs: Ints) -> tuple[list[tuple[Ints, Ints, int]], set[int]]:
         """Return rows (positions, variants, part) for the runs of a folded step, and the operators
-        that do not run in their place. The repeated runs before a first one are in parts: each ends
-        where the order of the operators does."""
+        that do not run in their place. The repeated runs before a first run are numbered by part; a
+        new part begins where they leave the order of the operators."""
         found, pending = list[tuple[Ints, Ints, int]](), list[tuple[int, int]]()
         idle = set(range(len(self.folding.kept)))
         highest, part, latest = -1, 0, -1

@@ -41,7 +41,8 @@ class LayerChange(NamedTuple):
 
 
 def layer_changes(table: RunTable) -> Iterator[LayerChange]:
-    """Yield every change that some runs of a graph may have; most runs lack many of them."""
+    """Yield every change that any runs of a graph can have; in given runs many of them change
+    nothing."""
     for stretch, layers in EqualLayers.of(table.graph).parts():
         begin, period = stretch.at(layers[0], 0), stretch.length
         end = begin + len(layers) * period

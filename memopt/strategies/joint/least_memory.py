@@ -55,8 +55,8 @@ class _LeastSearch:
         self.nothing = np.zeros(self.mover.arrays.size_bytes.size, dtype=np.bool_)
 
     def descend(self, below: float) -> None:
-        """Take changes that lower what is above the least so far, less a share of it, in all time
-        points together."""
+        """Take changes that lower the bytes above a target, summed over all time points. The target
+        lies a share of the least peak so far below it."""
         runs, needs = self.mover.used(self.runs), self.mover.needs(self.runs)
         while needs is not None and not self._ended():
             target = min(self.least_bytes - 1, int(self.least_bytes * (1 - below)))

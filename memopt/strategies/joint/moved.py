@@ -27,8 +27,8 @@ SMALL = 1e-3
 
 
 def least_moved(graph: Graph, whole: Program) -> int:
-    """Return the least bytes of a tensor that may move and counts in the relaxation; `whole` is the
-    program of the step as it is."""
+    """Return the bytes below which a tensor does not move and is left out of the relaxation;
+    `whole` is the unchanged step's program."""
     peak_bytes = replay(graph, whole).peak_bytes
     return max(1, int(SMALL * (peak_bytes - graph.resident_bytes)))
 

@@ -70,7 +70,7 @@ class JointPlanning(JointIncumbent):
         changes: the most changes that each annealing tries.
         seed: the local search's.
         least_bytes: tensors smaller than this never move; None: as SMALL says.
-        known: programs to start from, too.
+        known: further programs to start from.
     """
 
     allowed: Allowed = field(kw_only=True)

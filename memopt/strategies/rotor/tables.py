@@ -262,7 +262,7 @@ def _tables(c: ChainArrays, kinds: int, limits: SolveLimits, most: int) -> Whole
 
 @contextmanager
 def stopping_threads() -> Iterator[ThreadPoolExecutor]:
-    """Open threads; where the body fails, what they have not begun is not done."""
+    """Open threads; if the body fails, cancel the tasks that they have not begun."""
     threads = ThreadPoolExecutor(thread_count())
     try:
         yield threads
@@ -271,8 +271,7 @@ def stopping_threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _all(parts: Iterable[Column], limits: SolveLimits, done: float) -> list[Column]:
-    """Return all parts of a level; raises Stopped at the deadline, which is looked at after
-    each."""
+    """Return all parts of a level; raises Stopped at the deadline, which is checked after each."""
     found: list[Column] = []
     limits.deadline.check(done, WHAT)
     for part in parts:

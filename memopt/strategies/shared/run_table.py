@@ -123,7 +123,7 @@ class RunTable:
 
     @cached_property
     def other_counts(self) -> Ints:
-        """Return how many others each variant has."""
+        """Return, for each variant, how many other variants its operator has."""
         return np.array([len(one) for one in self.others], dtype=np.int64)
 
     @cached_property
