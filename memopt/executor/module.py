@@ -195,7 +195,8 @@ class PlannedModule(nn.Module):
             return calls.fall_back(model, PARTLY_TRAINING, model(*args, **kwargs))
         looked_at = why_not_inside()
         if looked_at is not None:
-            return calls.fall_back(model, looked_at, model(*args, **kwargs))
+            calls.fall_back(model, looked_at)
+            return model(*args, **kwargs)
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)

@@ -52,11 +52,7 @@ from memopt.step.shards import held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, has_engine, with_engine_around
-from memopt.torch_private.modules import (
-    COMPILED_CALL,
-    FORWARD_PRE_HOOKS,
-    plain_call,
-)
+from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({}; what differs from the last planned: "
@@ -232,7 +228,8 @@ class SelfPlanning:
         model, plain = self.model, partial(plain_call, self.model)
         with unplanned():
             if (looked_at := why_not_inside()) is not None:
-                return self.calls.fall_back(model, looked_at, plain(*args, **kwargs))
+                self.calls.fall_back(model, looked_at)
+                return plain(*args, **kwargs)
             call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(self._lengths.met_as(kind)[0], call, *self.plans.waiting())
             self._in_call.plans = 0
