@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,6 +135,20 @@ def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Param
     return True
 
 
+PARTLY_TRAINING = "the model itself is in eval mode, parts of it are not"
+
+_UNPLANNED = (
+    "a training step ran without its plan: {}. The planned module's .calls counts how its calls "
+    "ran; this is said once"
+)
+_IN_EVAL_MODE = (
+    "a backward runs through a call in eval mode, which runs without a plan and outside of the "
+    "budget. If that is training, call model.train() first (from_pretrained returns models in eval "
+    "mode), then eval() on the parts that are to stay so; the module's .calls counts such calls as "
+    "original, and this is said once"
+)
+
+
 @dataclass
 class Calls:
     """How many calls of a planned module ran in which way.
@@ -148,41 +163,32 @@ class Calls:
     planned: int = 0
     original: int = 0
     replanned: int = 0
-    _warned: bool = field(default=False, repr=False, compare=False)
     _told: set[str] = field(default_factory=set, repr=False, compare=False)
-    _evaluated: bool = field(default=False, repr=False, compare=False)
 
-    def fall_back(self, model: nn.Module, reason: str) -> None:
-        """Count a call of the unplanned model; warn when it is the first training step."""
+    def fall_back(self, model: nn.Module, reason: str, output: Any = None) -> Any:
+        """Count a call of the unplanned model, and return its output. When it is the first training
+        step, its backward warns; or the call itself, where no output shows one. The first backward
+        through a call in eval mode warns, too."""
         self.original += 1
-        if self._warned or not torch.is_grad_enabled():
-            return
-        if any(module.training for module in model.modules()):
-            self._warned = True
-            warn(
-                f"a training step ran without its plan: {reason}. The planned module's .calls "
-                "counts how its calls ran; this is said once",
-            )
-
-    def evaluated(self, output: Any) -> Any:
-        """Return the output of a call in eval mode, which ran without a plan; the first backward
-        through such an output warns."""
-        if not self._evaluated and torch.is_grad_enabled():
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(self._warn_of_eval_mode)
+        if not torch.is_grad_enabled() or self._told >= {_UNPLANNED, _IN_EVAL_MODE}:
+            return output
+        training = any(module.training for module in model.modules())
+        words = _UNPLANNED if training else _IN_EVAL_MODE
+        if words in self._told:
+            return output
+        tell = partial(self._tell, words, reason)
+        tensors = (x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+        nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(tell)
+        if training and not nodes:
+            tell()
         return output
 
-    def _warn_of_eval_mode(self, _gradients: Any) -> None:
-        if self._evaluated:
-            return
-        self._evaluated = True
-        warn(
-            "a backward runs through a call in eval mode, which runs without a plan and outside of "
-            "the budget. If that is training, call model.train() first (from_pretrained returns "
-            "models in eval mode), then eval() on the parts that are to stay so; the module's "
-            ".calls counts such calls as original, and this is said once",
-        )
+    def _tell(self, words: str, reason: str, _gradients: Any = None) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            warn(words.format(reason))
 
     def take_back(self, why: str, remedy: str | None = None) -> None:
         """Count a planned call as unplanned, since the original model runs again for its backward;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +17,8 @@ from memopt.step.shards import local_part
 
 Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address: a weak reference, and their bytes."""
+Told: TypeAlias = Callable[[int], object]
+"""Is told the address of memory that is freed."""
 
 
 def memory_of(tensors: Iterable[Any]) -> Memory:
@@ -44,6 +49,26 @@ def gone_bytes(memory: Memory) -> dict[int, int]:
 def still_held(memory: Memory) -> Memory:
     """Return the storages that are still there."""
     return {at: one for at, one in memory.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+
+
+def when_freed(tensors: Iterable[torch.Tensor], told: Told) -> list[weakref.ref[torch.Tensor]]:
+    """Return weak references that tell the address of a tensor's memory when it is freed."""
+    return [
+        weakref.ref(tensor, partial(_freed, told, tensor.untyped_storage().data_ptr()))
+        for tensor in tensors
+        if tensor.layout is torch.strided
+    ]
+
+
+def _freed(
+    told: Told,
+    address: int,
+    _tensor: weakref.ref[torch.Tensor],
+    ending: Callable[[], bool] = sys.is_finalizing,
+) -> None:
+    # While Python exits, tensors end after their modules have gone.
+    if not ending():
+        told(address)
 
 
 @dataclass

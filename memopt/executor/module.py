@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.capture.training_call import as_planned
 from memopt.errors import ExecutionError, GuardError
-from memopt.executor.calls import Calls, has_own, warned_of_gradients
+from memopt.executor.calls import PARTLY_TRAINING, Calls, has_own, warned_of_gradients
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
     AsOriginal,
@@ -195,8 +195,7 @@ class PlannedModule(nn.Module):
         own = _inside(self)
         model, captured, guard, calls = own.model, own.captured, own.guard, own.calls
         if guard.evaluating(model):
-            calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-            return calls.evaluated(model(*args, **kwargs))
+            return calls.fall_back(model, PARTLY_TRAINING, model(*args, **kwargs))
         looked_at = why_not_inside()
         if looked_at is not None:
             calls.fall_back(model, looked_at)
@@ -212,8 +211,7 @@ class PlannedModule(nn.Module):
                 raise
             instead = own.on_mismatch(model, call, error)
             if instead is model:
-                calls.fall_back(model, str(error))
-                return model(*args, **kwargs)
+                return calls.fall_back(model, str(error), model(*args, **kwargs))
             calls.replanned += 1
             return instead.forward(*args, **kwargs)  # hooks on all modules are in its step
         wants_gradients = pattern(call)
@@ -243,7 +241,7 @@ class PlannedModule(nn.Module):
             own.odds.note(bool(otherwise))
         if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
-            calls.fall_back(model, otherwise)
+            calls.fall_back(model, otherwise)  # what it looked at may have it fail
             return model(*args, **kwargs)
         output = _refusing(own, run, call, again)
         if not captured.effects:

@@ -126,7 +126,7 @@ class PartPlanning(SelfPlanning):
         gc.collect()  # cycles of the trace that failed hold the call
         return plain_call(self.model, *args, **kwargs)
 
-    def _planned(self, kind: Any, call: Call) -> Made | None:
+    def _planned(self, kind: Any, call: Call) -> Made | str | None:
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
             self.parts.left(self.name, "its inputs have other shapes in every step")
             return None

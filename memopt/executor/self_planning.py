@@ -24,7 +24,14 @@ from memopt.capture.taken import check_leaves
 from memopt.capture.uncaptured import cumulative_average
 from memopt.errors import GuardError, InputsError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.calls import Calls, difference, refuse_script, uses, warn_of_many_plans
+from memopt.executor.calls import (
+    PARTLY_TRAINING,
+    Calls,
+    difference,
+    refuse_script,
+    uses,
+    warn_of_many_plans,
+)
 from memopt.executor.lengths import Lengths
 from memopt.executor.module import accepts, captured_of, count_in
 from memopt.executor.part_names import check_call, naming_parts
@@ -45,11 +52,7 @@ from memopt.step.shards import held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, has_engine, with_engine_around
-from memopt.torch_private.modules import (
-    COMPILED_CALL,
-    FORWARD_PRE_HOOKS,
-    plain_call,
-)
+from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({}; what differs from the last planned: "
@@ -215,8 +218,8 @@ class SelfPlanning:
         self.around.settled |= torch.is_grad_enabled()
         if not (model.training and torch.is_grad_enabled()):
             with unplanned():
-                self.calls.fall_back(model, "the model itself is in eval mode, parts of it are not")
-                return self.calls.evaluated(plain_call(model, *args, **kwargs))
+                output = plain_call(model, *args, **kwargs)
+                return self.calls.fall_back(model, PARTLY_TRAINING, output)
         self.around.before_engine(has_engine(model))
         return with_engine_around(model, self._training_call, args, kwargs)
 
@@ -238,14 +241,10 @@ class SelfPlanning:
             except (InputsError, ProfilerBusyError) as error:
                 if not self._maker.alone:
                     raise
-                made, reason = None, str(error)
-            else:
-                reason = ""
-            if made is None:
+                made = str(error)
+            if not isinstance(made, Made):
                 output = plain(*args, **kwargs)  # it may fail as it does without memopt
-                if reason:
-                    self.calls.fall_back(model, reason)
-                return output
+                return output if made is None else self.calls.fall_back(model, made, output)
             output = self._ran(made, args, kwargs)
             met_as, times = self._lengths.met_as(kind)
             met = partial(self._maker.met, met_as, made)
@@ -266,9 +265,8 @@ class SelfPlanning:
         output. If that has a gradient after all, such calls are planned from now on."""
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             self._untrained.discard(kind)
-            self.calls.fall_back(self.model, "it seemed to have nothing to train")
-        else:
-            self.calls.original += 1
+            return self.calls.fall_back(self.model, "it seemed to have nothing to train", output)
+        self.calls.original += 1
         return output
 
     def _without_idle_masks(self, call: Call) -> Call:
@@ -296,9 +294,10 @@ class SelfPlanning:
         marks = (call.whole_masks, call.orders)
         return call.spec, leaves, autocast_state(), *marks, tuple(trained), holding
 
-    def _planned(self, kind: Any, call: Call) -> Made | None:
-        """Return the model under a plan for calls such as this one, made now if there is none. That
-        module checks whether all else is as planned.
+    def _planned(self, kind: Any, call: Call) -> Made | str | None:
+        """Return the model under a plan for calls such as this one, made now if there is none, or
+        why they run unplanned (None: it is counted). That module checks whether all else is as
+        planned.
 
         Raises:
             NothingToTrainError: such calls have no backward.
@@ -313,8 +312,7 @@ class SelfPlanning:
             raise GuardError(_NO_PLAN.format(shown(call), difference(self._last_kind, kind)))
         averages = cumulative_average(self.model)
         if self.plans and (averages or self._on_mismatch == "original"):
-            self.calls.fall_back(self.model, averages or "calls of this kind are not planned")
-            return None
+            return averages or "calls of this kind are not planned"
         if (shared := self._lengths.made(kind, call)) is not None:
             return shared
         made = self._made(kind, call)

@@ -5,7 +5,6 @@ known only once it was measured; later plans charge the largest."""
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from memopt.executor.held_memory import (
     memory_of,
     size_of,
     still_held,
+    when_freed,
 )
 from memopt.executor.optimizers import OPTIMIZERS
 from memopt.executor.pipeline_stages import StageCall, scheduled
@@ -181,7 +181,14 @@ class Surroundings:
         second half of one. The most that wait in a step are charged from the next step on. A step
         begins when none waits, or an optimizer has stepped, since some calls may never get a
         backward. A pipeline's schedule tells how many at once."""
-        self.stop()
+        again_bytes, metered = 0, self._metered
+        if backward_number() == -1:
+            self.stop()
+        else:
+            # A checkpoint runs the call again, beside the gradients of what it has returned.
+            again_bytes = size_of(self._outputs)
+            if metered is not None:
+                self._metered_until_now(metered, again_bytes)
         _BEGUN.calls += 1
         self._waiting.count(call.tensors(), waiting)
         if self.has_stepped or not waiting:
@@ -195,8 +202,8 @@ class Surroundings:
         # Those of a call that waits are charged with it.
         kept = waiting or self._scheduled.charges.output_calls
         self._last = {} if kept or held_bytes <= LARGEST_NUMBER_BYTES else self._outputs
-        if self._last:
-            self._largest(kind, Charges(forward_bytes=held_bytes))
+        if self._last or again_bytes:
+            self._largest(kind, Charges(forward_bytes=held_bytes + again_bytes))
 
     def held_bytes(self) -> int:
         """Return the bytes of the last call's outputs that are still held."""
@@ -242,11 +249,7 @@ class Surroundings:
             meter = LossMeter(device, partial(self._found, kind, device, met, times))
         except ProfilerBusyError:  # another thread's profile has begun since
             return
-        ends = [
-            weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
-            for tensor in tensors
-            if tensor.layout is torch.strided
-        ]
+        ends = when_freed(tensors, meter.ended)
         self._metered = _Metered(meter, self._outputs, before, ends, _BEGUN.calls)
 
     def _by_itself(self) -> bool:
@@ -291,10 +294,14 @@ class Surroundings:
             # Other stages of this rank have run since, with budgets of their own.
             self.stop()
         elif metered is not None:
-            metered.tangent_bytes = bytes_of(tangents)
-            metered.ends.clear()
-            before_bytes = sum(gone_bytes(metered.before).values())
-            metered.meter.arrived(gone_bytes(metered.outputs), before_bytes)
+            self._metered_until_now(metered, bytes_of(tangents))
+
+    @staticmethod
+    def _metered_until_now(metered: _Metered, tangent_bytes: int) -> None:
+        metered.tangent_bytes = tangent_bytes
+        metered.ends.clear()
+        before_bytes = sum(gone_bytes(metered.before).values())
+        metered.meter.arrived(gone_bytes(metered.outputs), before_bytes)
 
     def _found(
         self,
@@ -386,14 +393,3 @@ class Surroundings:
                     block_bytes = backend_of(parameter.device).block_bytes
                     total += state_bytes(optimizer, group, parameter, block_bytes)
         watched.grows, watched.state_bytes = total > watched.state_bytes, total
-
-
-def _ended(
-    meter: LossMeter,
-    address: int,
-    _tensor: weakref.ref[torch.Tensor],
-    ending: Callable[[], bool] = sys.is_finalizing,
-) -> None:
-    # While Python exits, tensors end after their modules have gone.
-    if not ending():
-        meter.ended(address)

@@ -72,12 +72,16 @@ def test_the_original_is_the_mode(planned: PlannedModule) -> None:
 
 
 def test_a_training_step_that_falls_back_warns_once(planned: PlannedModule) -> None:
+    """In its backward: without one it is no training step."""
     planned.original.training = False
-    with pytest.warns(UserWarning, match=r"without its plan: the model itself is in eval mode"):
-        planned(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        planned(X)
+        loss = planned(X).sum()
+    with pytest.warns(UserWarning, match=r"without its plan: the model itself is in eval mode"):
+        loss.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(X).sum().backward()
     assert counts(planned) == (0, 2, 0)
 
 
@@ -87,7 +91,7 @@ def test_calls_that_run_as_original_are_counted() -> None:
     planned = plan.apply(model, on_mismatch="original")
     planned(X)
     with pytest.warns(UserWarning, match=r"without its plan: argument 0: planned .*\.calls counts"):
-        planned(torch.randn(5, 6))
+        planned(torch.randn(5, 6)).sum().backward()
     assert counts(planned) == (1, 1, 0)
 
 

@@ -1,6 +1,7 @@
 """What is there when a planned backward begins, and what its forward did not know of, is charged
-from the next step on: a graph that is kept, gradients, outputs and inputs of other calls; or is
-still there when it is over: gradients that it was given."""
+from the next step on: a graph that is kept, gradients, outputs and inputs of other calls, the loss
+of a call that a checkpoint runs again; or is still there when it is over: gradients that it was
+given."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.pricing.memory import metered
@@ -66,12 +68,23 @@ class Loop:
         output = self.model(batch())
         output.backward(torch.full_like(output, 0.1))
 
+    def checkpointed(self) -> None:
+        output = checkpoint(self.model, batch(), use_reentrant=False)
+        output.repeat(32, 1).square().sum().backward()
+
     def step(self, name: str) -> None:
         getattr(self, name)()
         self.model.zero_grad()
 
 
-LOOPS = ("kept_graph", "calls_in_turn", "calls_in_one_backward", "held_output", "given_gradient")
+LOOPS = (
+    "kept_graph",
+    "calls_in_turn",
+    "calls_in_one_backward",
+    "held_output",
+    "given_gradient",
+    "checkpointed",
+)
 
 
 def peak_bytes(loop: Loop, name: str) -> int:

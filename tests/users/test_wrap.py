@@ -113,12 +113,16 @@ def test_statistics_averaged_after_training_run_unplanned(strategy: str) -> None
         model.train()
         model[-1].reset_running_stats()
         model[-1].momentum = None
-    with pytest.warns(UserWarning, match="ran without its plan: .*momentum"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         passed(planned)
     passed(plain)
     assert planned.calls.original == 3
     for name, value in plain.state_dict().items():
         assert torch.equal(value, planned.state_dict()[name]), name
+    with pytest.warns(UserWarning, match="ran without its plan: .*momentum"):
+        found = trained(planned, (16,))
+    assert found == trained(plain, (16,))
     for model in (plain, planned):
         model[-1].momentum = 0.1
     assert trained(planned, (16,)) == trained(plain, (16,))
@@ -133,7 +137,7 @@ def test_warnings_point_at_the_line_of_the_loop() -> None:
     assert {one.filename for one in told} == {__file__}
     model.eval()[0].train()
     with pytest.warns(UserWarning, match="ran without its plan: the model itself") as told:
-        model(torch.randn(16, 32))
+        model(torch.randn(16, 32)).sum().backward()
     assert {one.filename for one in told} == {__file__}
     loss = model.train()(torch.randn(16, 32)).square().sum()
     with pytest.warns(UserWarning, match="is differentiated itself") as told:
