@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import sys
 import types
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import memopt
 from memopt.errors import CaptureError, GuardError
 from memopt.executor.module import PlannedModule
+from memopt.pricing.memory import metered
 
 LOSSES: list[Any] = []
 FEATURES: dict[str, Tensor] = {}
@@ -245,6 +247,24 @@ def test_a_list_that_is_not_cleared_is_traced_again_and_warned_of() -> None:
     with pytest.warns(UserWarning, match=message):
         ten_steps()
     assert len(LOSSES) == module.calls.planned == 10
+
+
+def test_a_call_that_is_traced_again_copies_no_inputs() -> None:
+    model = memopt.wrap(net_of(LEAVES["a list"]), budget="min", **QUICK)
+    reset()
+
+    def needed_bytes() -> int:
+        model.zero_grad()
+        x, batch = torch.randn(4, 3), [{"gone": torch.ones(20_000)}]
+        gc.collect()
+        with metered(torch.device("cpu")) as used:
+            model(x, batch).sum().backward()
+        return used.peak_bytes
+
+    model(torch.randn(4, 3), [{"gone": torch.ones(20_000)}]).sum().backward()
+    # Beside the step, Dynamo copies the generator's state.
+    assert max(needed_bytes() for _ in range(2)) < 10_000
+    assert len(LOSSES) == memopt.running(model).calls.planned == 3
 
 
 def test_a_list_that_is_another_object_each_time() -> None:
