@@ -144,24 +144,25 @@ class Call:
             if id(old) not in made:
                 held, device = old.untyped_storage(), old.device
                 device = torch.device("cpu") if device.type == "meta" else device
-                new, like = torch.empty(0, dtype=old.dtype, device=device), there.get(id(old))
-                if type(like) is Tensor and _layout(like) == _layout(old):
-                    new.set_(like.detach())
+                like, layout = there.get(id(old)), (old.dtype, device, old.shape, old.stride())
+                if type(like) is Tensor and _layout(like) == layout:
+                    room, begin = like.untyped_storage(), like.storage_offset()
                 else:
                     zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=device)
                     room = rooms.setdefault(storage_key(held), zeros.untyped_storage())
-                    new.set_(room, old.storage_offset(), old.shape, old.stride())
+                    begin = old.storage_offset()
+                new = torch.empty(0, dtype=old.dtype, device=device)
+                new.set_(room, begin, old.shape, old.stride())
                 made[id(old)] = new.requires_grad_(old.requires_grad)
             return made[id(old)]
 
         return self.with_tensors(one) if any(map(is_empty, self.tensors())) else self
 
-    @torch.no_grad()
     def release(self, planned: Call) -> None:
         """Take their memory from the tensors that `planned.filled` has made."""
         for new, old in zip(self.tensors(), planned.tensors(), strict=True):
             if new is not old:
-                new.set_()
+                new.data = torch.empty(0, dtype=new.dtype, device=new.device)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
