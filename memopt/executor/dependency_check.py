@@ -17,6 +17,7 @@ from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call
 from memopt.step.reader import Dependency, same
 from memopt.torch_private.engine_hooks import engine_off
+from memopt.user_code.aside import aside
 
 _LOG = logging.getLogger(__name__)
 _MOST_STATES = 8
@@ -129,6 +130,7 @@ class DependencyCheck:
                 return f"{source} is another tensor"
         return None
 
+    @aside
     def _traced_again(self, model: nn.Module, call: Call) -> Dependencies | None:
         one = self._captured
         traced = one.call.filled(call)

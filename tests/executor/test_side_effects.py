@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError, GuardError
@@ -265,6 +266,19 @@ def test_a_call_that_is_traced_again_copies_no_inputs() -> None:
     # Beside the step, Dynamo copies the generator's state.
     assert max(needed_bytes() for _ in range(2)) < 10_000
     assert len(LOSSES) == memopt.running(model).calls.planned == 3
+
+
+def test_a_checkpoint_around_does_not_see_a_trace() -> None:
+    def leave(net: Net, h: Tensor, _: Any) -> None:
+        net.mean += 1  # which has the forward run without data
+        LOSSES.append(h.sum())
+
+    net = net_of(leave)
+    module = planned(net)
+    reset()
+    batch = [{"gone": torch.ones(2)}]
+    checkpoint(module, torch.randn(4, 3), batch, use_reentrant=False).sum().backward()
+    assert module.calls.planned == 2
 
 
 def test_a_list_that_is_another_object_each_time() -> None:
