@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 import itertools
 import sys
 import types
@@ -13,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError, GuardError
 from memopt.executor.module import PlannedModule
-from memopt.pricing.memory import metered
 
 LOSSES: list[Any] = []
 FEATURES: dict[str, Tensor] = {}
@@ -248,37 +245,6 @@ def test_a_list_that_is_not_cleared_is_traced_again_and_warned_of() -> None:
     with pytest.warns(UserWarning, match=message):
         ten_steps()
     assert len(LOSSES) == module.calls.planned == 10
-
-
-def test_a_call_that_is_traced_again_copies_no_inputs() -> None:
-    model = memopt.wrap(net_of(LEAVES["a list"]), budget="min", **QUICK)
-    reset()
-
-    def needed_bytes() -> int:
-        model.zero_grad()
-        x, batch = torch.randn(4, 3), [{"gone": torch.ones(20_000)}]
-        gc.collect()
-        with metered(torch.device("cpu")) as used:
-            model(x, batch).sum().backward()
-        return used.peak_bytes
-
-    model(torch.randn(4, 3), [{"gone": torch.ones(20_000)}]).sum().backward()
-    # Beside the step, Dynamo copies the generator's state.
-    assert max(needed_bytes() for _ in range(2)) < 10_000
-    assert len(LOSSES) == memopt.running(model).calls.planned == 3
-
-
-def test_a_checkpoint_around_does_not_see_a_trace() -> None:
-    def leave(net: Net, h: Tensor, _: Any) -> None:
-        net.mean += 1  # which has the forward run without data
-        LOSSES.append(h.sum())
-
-    net = net_of(leave)
-    module = planned(net)
-    reset()
-    batch = [{"gone": torch.ones(2)}]
-    checkpoint(module, torch.randn(4, 3), batch, use_reentrant=False).sum().backward()
-    assert module.calls.planned == 2
 
 
 def test_a_list_that_is_another_object_each_time() -> None:
