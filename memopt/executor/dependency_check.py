@@ -14,8 +14,10 @@ from memopt.errors import CaptureError
 from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
+from memopt.step.inputs import Call
 from memopt.step.reader import Dependency, same
 from memopt.torch_private.engine_hooks import engine_off
+from memopt.user_code.aside import aside
 
 _LOG = logging.getLogger(__name__)
 _MOST_STATES = 8
@@ -68,8 +70,8 @@ class DependencyCheck:
                 return True
         return False
 
-    def difference(self, model: nn.Module) -> str | None:
-        """Return a text with what changed and both values; None if all is as planned.
+    def difference(self, model: nn.Module, call: Call) -> str | None:
+        """Return a text with what changed before a call and both values; None if all is as planned.
 
         Where a global is concerned, or a value that the forward itself changes, Dynamo's guards are
         stricter than the graph needs: a registry that has grown fails them. Where only such values
@@ -84,7 +86,7 @@ class DependencyCheck:
         known = refused and refused[0] is dependency and same(value, refused[1])
         if dependency.shared and not known:
             _LOG.info("tracing again: %s", difference)
-            dependencies = self._traced_again(model)
+            dependencies = self._traced_again(model, call)
             if dependencies is not None:
                 self._add(dependencies)
                 self._count(difference)
@@ -128,9 +130,14 @@ class DependencyCheck:
                 return f"{source} is another tensor"
         return None
 
-    def _traced_again(self, model: nn.Module) -> Dependencies | None:
+    @aside
+    def _traced_again(self, model: nn.Module, call: Call) -> Dependencies | None:
         one = self._captured
+        traced = one.example(call)
         try:
-            return traced_again(model, one.example(), one.device, one.trace)
+            return traced_again(model, traced, one.device, one.trace)
         except (CaptureError, RuntimeError):
             return None
+        finally:
+            # Dynamo's reference cycles hold them until Python collects garbage.
+            traced.release(one.call)

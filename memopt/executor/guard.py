@@ -245,7 +245,7 @@ class Guard:
             was, now = self.keeps_casts, not self.keeps_casts
             yield f"autocast: planned with cache_enabled={was}, got cache_enabled={now}"
         if self.dependencies is not None and not as_planned:
-            difference = self.dependencies.difference(model)
+            difference = self.dependencies.difference(model, call)
             if difference is not None:
                 yield difference
 

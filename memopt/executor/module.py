@@ -23,7 +23,7 @@ from memopt.executor.differentiated import (
 from memopt.executor.guard import Guard
 from memopt.executor.refused_outputs import gradients_of_other_loss, refusing_gradients, trained
 from memopt.executor.runtime import Arrived, Installed, Runtime
-from memopt.executor.saved_tensor_hooks import why_not_inside
+from memopt.executor.saved_tensor_hooks import tell_of_stop, why_not_inside
 from memopt.step.assumed import AssumptionError, Odds
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
@@ -343,6 +343,9 @@ def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[
         if ranks_of(own.model) is not None:  # they have run its collectives, and would wait
             raise error.__cause__ or error from None
         return None, str(error)
+    except Exception as error:
+        tell_of_stop(error, own.captured.effects.shown)
+        raise
 
 
 def _refusing(own: _Inside, output: Any, call: Call, again: AsOriginal) -> Any:

@@ -7,11 +7,13 @@ not reach the step's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
+from memopt.models.warned import warn
 from memopt.torch_private.modes import inside_transform, saved_tensor_hooks, traced_by_jit
 from memopt.torch_private.modules import parametrized_cached
 from memopt.user_code.aside import mode_around
@@ -25,6 +27,13 @@ _HOOKS = (
 _CACHED = (
     "it is inside of torch.nn.utils.parametrize.cached(), which hands parametrized tensors from "
     "call to call, and a planned step computes its own"
+)
+
+_LEFT_ONCE = (
+    "a checkpoint around a planned call ended its second forward before that left anything in {}: "
+    "without a plan it may be left there twice. Within "
+    "torch.utils.checkpoint.set_checkpoint_early_stop(False) second forwards run to their end, "
+    "planned or not"
 )
 
 _TRANSFORM = (
@@ -63,6 +72,17 @@ def token_as_it_is() -> AbstractContextManager[object]:
     if pack is None or _home(pack) == _CHECKPOINT:
         return nullcontext()
     return saved_tensors_hooks(_itself, _itself)
+
+
+def tell_of_stop(error: Exception, left: Sequence[str]) -> None:
+    """Warn if an error is a checkpoint's, which ends a second forward that it needs no longer.
+
+    Args:
+        error: what a planned call has raised.
+        left: the Python objects in which its forward leaves something.
+    """
+    if left and type(error).__module__ == _CHECKPOINT:
+        warn(_LEFT_ONCE.format(", ".join(left)))
 
 
 def _pack_around() -> Any:

@@ -190,9 +190,10 @@ class Captured:
             end = len(self.mutated) + self.outputs.count
             check_assumed(self.assumed, outputs[end - values_of(self.assumed) : end])
 
-    def example(self) -> Call:
-        """Return the example call, with zeros in place of what it has let go."""
-        return replace(self.call.filled(), looked=self.looked)
+    def example(self, given: Call | None = None) -> Call:
+        """Return the example call, with zeros, or a given call's tensors, in place of those that it
+        has freed (`Call.filled`)."""
+        return replace(self.call.filled(given), looked=self.looked)
 
     @cached_property
     def held_values(self) -> PrimalReader:

@@ -126,12 +126,15 @@ class Call:
         for name in ("opened", "plain", "leaves", "spec"):
             vars(self).pop(name, None)
 
-    def filled(self) -> Call:
+    def filled(self, given: Call | None = None) -> Call:
         """Return the call with zeros for tensors without values: those that it has freed, other
-        fakes, and meta tensors (zeros on the CPU)."""
+        fakes, and meta tensors (zeros on the CPU). Where a given call has a tensor of the same
+        layout there, its memory is used instead."""
         from memopt.torch_private.aot import FakeTensor
 
         made: dict[int, Tensor] = {}
+        tensors = () if given is None else given.tensors()
+        there = {id(old): one for old, one in zip(self.tensors(), tensors, strict=False)}
         rooms = dict[int, torch.UntypedStorage]()
 
         def is_empty(old: Tensor) -> bool:
@@ -143,14 +146,29 @@ class Call:
             if id(old) not in made:
                 held, device = old.untyped_storage(), old.device
                 device = torch.device("cpu") if device.type == "meta" else device
-                zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=device)
-                room = rooms.setdefault(storage_key(held), zeros.untyped_storage())
+                like, layout = there.get(id(old)), (old.dtype, device, old.shape, old.stride())
+                if type(like) is Tensor and _layout(like) == layout:
+                    room, begin = like.untyped_storage(), like.storage_offset()
+                else:
+                    zeros = torch.zeros(held.nbytes(), dtype=torch.uint8, device=device)
+                    room = rooms.setdefault(storage_key(held), zeros.untyped_storage())
+                    begin = old.storage_offset()
                 new = torch.empty(0, dtype=old.dtype, device=device)
-                new.set_(room, old.storage_offset(), old.shape, old.stride())
+                new.set_(room, begin, old.shape, old.stride())
                 made[id(old)] = new.requires_grad_(old.requires_grad)
             return made[id(old)]
 
         return self.with_tensors(one) if any(map(is_empty, self.tensors())) else self
+
+    def release(self, planned: Call) -> None:
+        """Take their memory from the tensors that `planned.filled` has made."""
+        for new, old in zip(self.tensors(), planned.tensors(), strict=True):
+            if new is not old:
+                new.data = torch.empty(0, dtype=new.dtype, device=new.device)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 class _WithoutHistory(torch.autograd.Function):
