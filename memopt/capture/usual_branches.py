@@ -45,10 +45,15 @@ _EITHER = {"bitwise_or", "logical_or", "or_"}
 def looks_at_values(model: nn.Module, error: Exception) -> bool:
     """Return whether a model that could not be traced is to be traced as it goes as a rule, as it
     is from now on."""
-    if model in _LOOKING or not _REFUSED.search(str(error)):
+    if model in _LOOKING or not refuses_values(error):
         return False
     _LOOKING.add(model)
     return True
+
+
+def refuses_values(error: Exception) -> bool:
+    """Return whether an error of Dynamo's says that code looks at values."""
+    return _REFUSED.search(str(error)) is not None
 
 
 def is_looking(model: nn.Module) -> bool:
