@@ -33,7 +33,12 @@ from memopt.capture.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
-from memopt.capture.usual_branches import branches_as_usual, is_looking, looks_at_values
+from memopt.capture.usual_branches import (
+    branches_as_usual,
+    is_looking,
+    looks_at_values,
+    refuses_values,
+)
 from memopt.errors import CaptureError
 from memopt.models.garbage import full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
@@ -168,11 +173,16 @@ def dynamo_capture(
     libraries_ready()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         import memopt.capture.differentiable_collectives  # noqa: F401 (registers what dynamo traces)
-    with suppress(Exception):  # the trace of all blocks says what is wrong, if anything is
+    blocks = None
+    with suppress(Exception):
         whole = is_looking(model) or not has_regions()
         blocks = None if whole else forwards_of_blocks(model)
-        if blocks:
+    if blocks:
+        try:
             return _captured(model, args, kwargs, traced_once(blocks, alike))
+        except Exception as error:  # the trace of all blocks says what is wrong, if anything is
+            if isinstance(error, capture_errors()) and refuses_values(error):
+                raise
     return _captured(model, args, kwargs, nullcontext(Reused()))
 
 

@@ -39,12 +39,17 @@ _LOOKING: weakref.WeakKeyDictionary[nn.Module, Looking] = weakref.WeakKeyDiction
 def looks_at_values(model: nn.Module, error: Exception) -> bool:
     """Return whether a model that could not be traced is to be traced once more, with answers to
     more of what it asks of values."""
-    if not REFUSED.search(str(error)):
+    if not refuses_values(error):
         return False
     if model in _LOOKING:
         return _LOOKING[model].asks_more()
     _LOOKING[model] = Looking()
     return True
+
+
+def refuses_values(error: Exception) -> bool:
+    """Return whether an error of Dynamo's says that code looks at values."""
+    return REFUSED.search(str(error)) is not None
 
 
 def is_looking(model: nn.Module) -> bool:

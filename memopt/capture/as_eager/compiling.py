@@ -104,7 +104,7 @@ def traced_as_eager(model: nn.Module, call: Call, trace: Callable[[], Trace]) ->
             compiled = trace()
     except CaptureError as error:
         if answers.asked:
-            uncompiled = _uncompiled(trace)
+            uncompiled = _uncompiled(trace, str(error))
             if not isinstance(uncompiled, CaptureError):
                 return uncompiled
             if _RAISED in str(error):
@@ -127,9 +127,9 @@ def _digest(model: nn.Module, trace: Trace) -> str:
     return digest(traced, model, dependencies)
 
 
-def _uncompiled(trace: Callable[[], Trace]) -> Trace | CaptureError:
+def _uncompiled(trace: Callable[[], Trace], compiled_refusal: str = "") -> Trace | CaptureError:
     """Trace a model that is told that it is not compiled, except at places that cannot be traced
-    so. If that fails, return the first error."""
+    so. If that fails, or is refused as the compiled trace was, return the first error."""
     compiled: set[Place] = set()
     refused: list[CaptureError] = []
     while len(compiled) <= _MOST_PLACES:
@@ -141,7 +141,7 @@ def _uncompiled(trace: Callable[[], Trace]) -> Trace | CaptureError:
             # Its traceback would hold this frame, which holds it.
             refused.append(error.with_traceback(None))
             place = answers.last_as_eager
-            if place is None:
+            if place is None or str(error) == compiled_refusal:
                 break
             _LOG.info("what %s:%d does in eager cannot be traced: %s", *place[-1][:2], error)
             compiled.add(place)
