@@ -45,7 +45,8 @@ class StageCall:
 def scheduled(call: Call) -> StageCall:
     """Return what the schedule of a pipeline keeps beside the present call of its stage: other
     micro-batches until their backward or its second half, the buffers in which their activations
-    and gradients are received, the last stage's outputs. Only torch's schedules are read."""
+    and gradients are received, the last stage's outputs, at last joined. Only torch's schedules are
+    read."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
@@ -66,6 +67,7 @@ def scheduled(call: Call) -> StageCall:
         waiting_calls=waiting,
         halved_calls=halved,
         output_calls=collected if stage.is_last else calls - 1,
+        joined_calls=calls * (stage.is_last and around.collects),
     )
     return StageCall(charges, stage.is_last and around.runs)
 
