@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 
 from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
-from memopt.step.ranks import ranks_of
 from memopt.step.traced_arguments import branches_returned
 from memopt.torch_private.branches import (
     branches_decided,
@@ -74,9 +73,7 @@ def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool
 
         yield found
         return
-    # Ranks that communicate in a forward cannot run it again alone.
-    decide = usual_outcome if ranks_of(model) is None else _unknown
-    with branches_decided(decide) as met, branches_returned(met.clear, values_met):
+    with branches_decided(usual_outcome) as met, branches_returned(met.clear, values_met):
 
         def note(traced: GraphModule) -> bool:
             traced.meta[ASSUMED] = tuple(
@@ -92,10 +89,6 @@ def branches_as_usual(model: nn.Module) -> Iterator[Callable[[GraphModule], bool
             return False
 
         yield note
-
-
-def _unknown(_node: Node) -> None:
-    return None
 
 
 def usual_outcome(node: Node) -> bool | None:

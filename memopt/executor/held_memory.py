@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.models.charges import NO_CHARGES, Charges
-from memopt.step.shards import local_part
+from memopt.torch_private.modes import is_traceable_wrapper_subclass
 
 Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address: a weak reference, and their bytes."""
@@ -19,11 +19,21 @@ Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 def memory_of(tensors: Iterable[Any]) -> Memory:
     """Return the memory that tensors hold: address → (its storage, bytes)."""
     storages = [
-        local_part(tensor).untyped_storage()
+        part.untyped_storage()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        for part in _parts(tensor)
     ]
     return {one.data_ptr(): (StorageWeakRef(one), one.nbytes()) for one in storages}  # type: ignore[no-untyped-call]
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a wrapper is of: a DTensor's shard, a collective's result."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

@@ -244,9 +244,9 @@ class Surroundings:
         except ProfilerBusyError:  # another thread's profile has begun since
             return
         ends = [
-            weakref.ref(tensor, partial(_ended, meter, tensor.untyped_storage().data_ptr()))
+            weakref.ref(tensor, partial(_ended, meter, address))
             for tensor in tensors
-            if tensor.layout is torch.strided
+            for address in memory_of([tensor])
         ]
         self._metered = _Metered(meter, self._outputs, before, ends, _BEGUN.calls)
 
