@@ -32,8 +32,10 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # else a DTensor's mesh
+            yield from _parts(part)
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
