@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memopt.api.cluster import examples_of, shared_over, tokens_of
+from memopt.api.forward_again import forward_again
 from memopt.api.reserved import fastest_within, reserved_bytes
 from memopt.api.solving import solve
 from memopt.errors import InfeasibleBudgetError, MemoptError
+from memopt.models.budget import MINIMUM, WrittenBudget
 from memopt.models.collective import Collective, CollectiveKind
 from memopt.models.device import Device
 from memopt.models.graph import Graph, Operator, Phase, TensorKind
@@ -115,10 +119,6 @@ class MeshSearch:
         for strategy in ("store-all", "rotor"):
             try:
                 plan, needed = self._fitting(graph, strategy, in_flight(stages, batches) - 1)
-            except InfeasibleBudgetError as error:
-                if (size := error.smallest_budget_bytes) is not None:
-                    least = size if least is None else min(least, size)
-                continue
             except ValueError:
                 continue  # no chain
             least = needed if least is None else min(least, needed)
@@ -174,23 +174,38 @@ class MeshSearch:
 
     def _fitting(self, graph: Graph, strategy: str, more: int) -> tuple[PlanRecord, int]:
         """Return the fastest plan found within the budget beside the activations of `more`
-        micro-batches, and what it needs of the budget."""
+        micro-batches, and what it needs of the budget; else the one that needs the least."""
         limit, chosen = self._budget_bytes, resolve(strategy)
         view = None if strategy == "store-all" else chain_view(graph)
 
-        def solve_for(size: int) -> PlanRecord:
+        @cache
+        def solve_for(size: WrittenBudget) -> PlanRecord:
             return solve(graph, size, chosen, device=self._device, view=view)
+
+        def solve_again(size: WrittenBudget) -> PlanRecord:
+            plan = solve_for(size)
+            return forward_again(plan) or plan
 
         def used(plan: PlanRecord) -> int:
             needed = max(plan.peak_bytes, reserved_bytes(plan))
             return needed + more * kept_bytes(plan.graph, plan.program)
 
+        def refusal(size: int) -> InfeasibleBudgetError:
+            return InfeasibleBudgetError("no room", size)
+
         if strategy == "store-all":
-            plan = solve_for(limit)
+            plan = solve_for(None)
+            return plan, used(plan)
+        # Other micro-batches keep less of a forward that runs again.
+        ways = (solve_for, solve_again) if more else (solve_for,)
+        found: list[PlanRecord] = []
+        for way in ways:
+            with suppress(InfeasibleBudgetError):
+                found.append(fastest_within(way, limit, used, refusal)[1])
+        if found:
+            plan = min(found, key=lambda one: one.step_time_s)
         else:
-            _, plan = fastest_within(
-                solve_for, limit, used, lambda size: InfeasibleBudgetError("no room", size)
-            )
+            plan = min((way(MINIMUM) for way in ways), key=used)
         return plan, used(plan)
 
     def _sent_s(self, graph: Graph, mesh: Mesh) -> float:

@@ -88,13 +88,11 @@ class Answering(KnownValues):
 
     def truth(self, node: Node, place: Place) -> KnownValue | None:
         """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
-        if not self._knows:
-            return None
         items = items_of(node)
         heard = None if items else self._hear(place)
         usual = usual_outcome(node)
-        if usual is not None:
-            return KnownValue(usual)
+        if usual is not None or not self._knows:
+            return None if usual is None else KnownValue(usual)
         compute = computed_from_inputs(node, len(self._call.leaves))
         if compute is not None:
             value = self._value(compute, truth=True)

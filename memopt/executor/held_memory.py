@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.models.charges import NO_CHARGES, Charges
-from memopt.step.shards import local_part
+from memopt.torch_private.modes import is_traceable_wrapper_subclass
 
 Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 """Storages by address: a weak reference, and their bytes."""
@@ -24,11 +24,23 @@ Told: TypeAlias = Callable[[int], object]
 def memory_of(tensors: Iterable[Any]) -> Memory:
     """Return the memory that tensors hold: address → (its storage, bytes)."""
     storages = [
-        local_part(tensor).untyped_storage()
+        part.untyped_storage()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        for part in _parts(tensor)
     ]
     return {one.data_ptr(): (StorageWeakRef(one), one.nbytes()) for one in storages}  # type: ignore[no-untyped-call]
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a wrapper is of: a DTensor's shard, a collective's result."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    for part in parts:
+        if isinstance(part, torch.Tensor):  # else a DTensor's mesh
+            yield from _parts(part)
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
@@ -54,9 +66,9 @@ def still_held(memory: Memory) -> Memory:
 def when_freed(tensors: Iterable[torch.Tensor], told: Told) -> list[weakref.ref[torch.Tensor]]:
     """Return weak references that tell the address of a tensor's memory when it is freed."""
     return [
-        weakref.ref(tensor, partial(_freed, told, tensor.untyped_storage().data_ptr()))
+        weakref.ref(tensor, partial(_freed, told, address))
         for tensor in tensors
-        if tensor.layout is torch.strided
+        for address in memory_of([tensor])
     ]
 
 

@@ -20,6 +20,7 @@ from memopt.models.graph import Graph
 from memopt.models.reader import digest
 from memopt.models.same_graph import graph_difference
 from memopt.programs.serialize import dumps, fingerprint
+from memopt.step.assumed import AssumptionError, nothing_assumed
 from memopt.step.rank_errors import is_of_group, lost
 from memopt.step.rank_groups import all_are_here, note_here
 from memopt.step.ranks import Ranks
@@ -75,11 +76,33 @@ class InStep:
         return replace(
             program,
             forward=self._failing(program.forward, "the forward"),
-            look=self._failing(program.look, "the forward"),
+            look=self._agreed(program.look),
             backward=self._failing(program.backward, "the backward"),
             handover=None,
             partial=self._partial(program.partial),
         )
+
+    def _agreed(self, look: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        """Make a call run unplanned on all ranks if a branch of one goes otherwise than assumed."""
+        if look is nothing_assumed:
+            return look
+
+        def told(outputs: list[Any]) -> list[str]:
+            found = ""
+            try:
+                look(outputs)
+            except AssumptionError as error:
+                found = str(error)
+            return self.ranks.exchanged(found, "a forward looks at its values")
+
+        ask = self._failing(told, "the forward")
+
+        def looks(outputs: list[Any]) -> None:
+            for rank, why in zip(self.ranks.members, ask(outputs), strict=True):
+                if why:
+                    raise AssumptionError(f"rank {rank}: {why}")
+
+        return looks
 
     def _partial(self, find: Partial) -> Partial:
         def found(missing: frozenset[int]) -> PartialBackward | None:

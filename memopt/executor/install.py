@@ -25,6 +25,7 @@ from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves
 from memopt.programs.instructions import Program
+from memopt.step.assumed import nothing_assumed
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering, held_by
 from memopt.step.captured import Captured
@@ -104,7 +105,7 @@ def install(
         recomputes=len({run.op for _, run in program.computes}) < len(program.computes),
         by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,
-        look=captured.check_assumed,
+        look=captured.check_assumed if captured.assumed else nothing_assumed,
         origin=None if any(x is not None for x in beside) else Origin(halves, mover, random),
     )
 

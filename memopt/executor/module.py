@@ -340,8 +340,8 @@ def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[
     try:
         return own.runtime.run(own.program, held, call, again, own.arrived), ""
     except AssumptionError as error:
-        if ranks_of(own.model) is not None:  # they have run its collectives, and would wait
-            raise error.__cause__ or error from None
+        if error.__cause__ and ranks_of(own.model):  # the others run its collectives, and wait
+            raise error.__cause__ from None
         return None, str(error)
     except Exception as error:
         tell_of_stop(error, own.captured.effects.shown)

@@ -45,7 +45,8 @@ class StageCall:
 def scheduled(call: Call) -> StageCall:
     """Return the memory that the schedule of a pipeline keeps beside the present call of its stage:
     other micro-batches until their backward or its second half, the buffers that receive their
-    activations and gradients, and the last stage's outputs. Only torch's schedules are known."""
+    activations and gradients, and the last stage's outputs, which are joined in the end. Only
+    torch's schedules are known."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
@@ -66,6 +67,7 @@ def scheduled(call: Call) -> StageCall:
         waiting_calls=waiting,
         halved_calls=halved,
         output_calls=collected if stage.is_last else calls - 1,
+        joined_calls=calls * (stage.is_last and around.collects),
     )
     return StageCall(charges, stage.is_last and around.runs)
 

@@ -31,6 +31,7 @@ class Charges:
             instead.
         output_calls: other calls for each of which as many bytes are kept as its outputs have:
             outputs that a pipeline collects, or buffers for their gradients.
+        joined_calls: calls whose outputs a pipeline joins in one copy once no backward is left.
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
         update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
             once the backward has run.
@@ -47,6 +48,7 @@ class Charges:
     waiting_calls: int = 0
     halved_calls: int = 0
     output_calls: int = 0
+    joined_calls: int = 0
     kept_graphs: int = 0
     update_bytes: int = 0
     given_gradients: int = 0
@@ -81,6 +83,7 @@ class Charges:
             self.waiting_calls,
             self.halved_calls,
             self.output_calls,
+            self.joined_calls,
             self.kept_graphs,
             self.update_bytes,
             max(0, self.given_gradients - charged.given_gradients),
@@ -94,6 +97,7 @@ class Charges:
             waiting_calls=self.waiting_calls,
             halved_calls=self.halved_calls,
             output_calls=self.output_calls,
+            joined_calls=self.joined_calls,
             kept_graphs=self.kept_graphs,
             update_bytes=self.update_bytes,
         )
@@ -114,6 +118,8 @@ class Charges:
             found.append(f"{self.waiting_calls} more call(s) that await their backward")
         if self.output_calls:
             found.append(f"{self.output_calls} more call(s) with buffers for their outputs")
+        if self.joined_calls:
+            found.append(f"the outputs of {self.joined_calls} call(s), once more as one")
         if self.kept_graphs:
             found.append("a graph that its backward keeps (retain_graph=True)")
         if self.given_gradients:

@@ -29,21 +29,25 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     An arena is allocated for the whole step, so all charges add to a placed program's peak.
     """
     others_bytes = waiting_bytes(graph, program, charges)
-    timeline = _timeline(with_charges(graph, charges), program, charges)
+    charged = with_charges(graph, charges)
+    timeline = _timeline(charged, program, charges)
     until_loss = charges.forward_bytes + charges.held_bytes
     at_once = max(until_loss, charges.update_bytes)  # never there together
+    joined_bytes = 2 * charges.joined_calls * _bytes_of(graph, graph.outputs)
+    joined_bytes += charged.resident_bytes + (timeline.arena_bytes or 0)
     if timeline.placed_peak_bytes is not None:
-        return timeline.placed_peak_bytes + at_once + others_bytes
+        return max(timeline.placed_peak_bytes + at_once + others_bytes, joined_bytes)
     boundary, steps = program.boundary, timeline.step_bytes
     if boundary is None or not at_once:
-        return timeline.peak_bytes + at_once + others_bytes
+        return max(timeline.peak_bytes + at_once + others_bytes, joined_bytes)
     forward_bytes = max(steps[:boundary], default=graph.resident_bytes)
-    return others_bytes + max(
+    needed = max(
         timeline.peak_bytes,
         forward_bytes + until_loss,
         steps[boundary] + charges.held_bytes,
         timeline.live_bytes[-1] + charges.update_bytes,
     )
+    return max(others_bytes + needed, joined_bytes)
 
 
 def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
@@ -85,15 +89,15 @@ def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     """Return the bytes of other calls that await their backward: what they keep with their
     outputs (or their gradients, if those are larger and a backward is half done), and buffers for
     outputs."""
-
-    def total_bytes(tensors: Iterable[int]) -> int:
-        return sum(graph.tensors[one].size_bytes for one in set(tensors) - graph.resident)
-
     calls = charges.waiting_calls
     kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
-    more_bytes = max(0, total_bytes(graph.gradients) - kept_bytes)
-    output_bytes = charges.output_calls * total_bytes(graph.outputs)
+    more_bytes = max(0, _bytes_of(graph, graph.gradients) - kept_bytes)
+    output_bytes = charges.output_calls * _bytes_of(graph, graph.outputs)
     return calls * kept_bytes + charges.halved_calls * more_bytes + output_bytes
+
+
+def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    return sum(graph.tensors[one].size_bytes for one in set(tensors) - graph.resident)
 
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:

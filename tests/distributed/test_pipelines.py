@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import memopt
 from memopt.executor.pipeline_stages import in_flight
 from memopt.models.charges import Charges
+from memopt.pricing.memory import MemoryUse, metered
 from tests.distributed import processes
 
 CALLS = 4
@@ -102,10 +104,33 @@ def test_what_a_schedule_keeps_is_charged_from_the_first_call(tmp_path: Path) ->
     )[0]
     losses_bytes = 8 * CALLS
     received_bytes = 4 * ROWS * WIDTH * CALLS
-    last = Charges(bucket_bytes=losses_bytes)
+    dropped = Charges(bucket_bytes=losses_bytes)
+    last = replace(dropped, joined_calls=CALLS)
     # One plan, with room for gradients from the first micro-batch on.
     assert gpipe == [(replace(last, waiting_calls=CALLS - 1), 1)]
     assert one_by_one == [(replace(last, output_calls=CALLS - 1), 1)]
-    assert dropping == [(last, 1)]
+    assert dropping == [(dropped, 1)]
     received = replace(last, bucket_bytes=losses_bytes + received_bytes, output_calls=CALLS - 1)
     assert interleaved == [(Charges(waiting_calls=1, output_calls=CALLS - 1), 1), (received, 1)]
+
+
+def joining(rank: int, ranks: int) -> int:
+    """The bytes of a step's peak above the budget, where outputs are wide."""
+    calls = 12
+    module: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1024))
+    memopt.wrap(module, "min", "rotor", progress=False)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    running = Schedule1F1B(stage, calls, loss_fn=lambda output, _: output.square().mean())
+    given, target = torch.randn(64 * calls, WIDTH), torch.zeros(64 * calls, 1)
+    for step in range(6):
+        module.zero_grad()
+        with metered(torch.device("cpu")) if step == 5 else nullcontext(MemoryUse()) as use:
+            running.step(given, target=target)
+    held_bytes = sum(one.nbytes for one in module.parameters())
+    return int(use.peak_bytes + held_bytes - module.memopt.plans[-1].budget)
+
+
+def test_joined_outputs_are_charged(tmp_path: Path) -> None:
+    (over_bytes,) = processes.results(processes.run(joining, 1, tmp_path))
+    # A page of scalars more or less.
+    assert -(2**16) < over_bytes <= 0

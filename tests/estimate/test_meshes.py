@@ -129,6 +129,19 @@ def test_a_stage_holds_micro_batches_in_flight() -> None:
     assert search().rung(Mesh(pipe=8)).why == "its blocks are not one list of more than 8"
 
 
+def test_a_stage_may_run_its_forward_again() -> None:
+    mesh = Mesh(pipe=2, data=1)
+    refused = search(1).rung(mesh).rung
+    assert not refused.fits
+    assert refused.needed_bytes is not None
+    least = search(refused.needed_bytes).rung(mesh).rung
+    assert least.fits
+    assert least.plan is not None
+    # Other micro-batches keep the stage's input alone, and what its blocks read of the table.
+    plan, row = least.plan, 2 * ROWS * WIDTH * 4
+    assert kept_bytes(plan.graph, plan.program) <= row
+
+
 def test_schedules() -> None:
     assert [in_flight(4, 16, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert in_flight(4, 2) == 2

@@ -1,0 +1,93 @@
+"""Forwards that look at values of their own, on ranks that share a model: all run a call without a
+plan where a value of one is not as usual."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import memopt
+from memopt.executor.in_step import InStep
+from memopt.executor.runtime import Installed
+from memopt.step.assumed import nothing_assumed
+from tests.distributed import cases, processes
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "cache"))
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if not torch.isfinite(h).all():
+            h = torch.clamp(h, -1, 1)
+        return self.down(torch.relu(h))
+
+
+def trained(model: nn.Module, rank: int, unusual: tuple[int, int]) -> tuple[list[float], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    torch.manual_seed(rank)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(8, 16)
+        if (step, rank) == unusual:
+            x[0] = 3e38
+        if step != 1:  # a call that finds gradients
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, cases.own(model)
+
+
+def looking(rank: int, ranks: int) -> dict[str, Any]:
+    """Whether training is that without memopt, and how many of its calls were planned."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    layout = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    found: dict[str, Any] = {}
+    for name in ("shard", "tensor"):
+        ends = []
+        for planned in (False, True):
+            torch.manual_seed(0)
+            model: Any = Looking()
+            if name == "shard":
+                memopt.shard(model, mesh)
+            else:
+                parallelize_module(model, mesh, layout)
+            if planned:
+                memopt.wrap(model, "min", "rotor", progress=False)
+            # The ranks of a tensor-parallel group have the same data.
+            data, unusual = (rank, (2, 1)) if name == "shard" else (0, (2, 0))
+            ends.append(trained(model, data, unusual))
+        same = ends[0][0] == ends[1][0] and cases.same(ends[0][1], ends[1][1])
+        found[name] = same, memopt.running(model).calls.planned
+    return found
+
+
+def test_ranks_agree_on_how_a_forward_goes(tmp_path: Path) -> None:
+    for found in processes.results(processes.run(looking, 2, tmp_path)):
+        assert found == {"shard": (True, STEPS - 1), "tensor": (True, STEPS - 1)}
+
+
+def test_a_forward_that_looks_at_nothing_exchanges_nothing() -> None:
+    def nothing(_: Any) -> Any:
+        raise AssertionError
+
+    program = Installed(nothing, nothing, (), (), "", partial=nothing)
+    ranks: Any = None  # not asked
+    assert InStep(ranks).installed(program).look is nothing_assumed
