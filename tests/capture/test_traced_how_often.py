@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import torch_compilable_check
 
 from memopt.capture import trace
 from memopt.capture.as_eager.corrections import tracing_as_eager
@@ -64,3 +65,21 @@ def test_what_is_refused_compiled_or_not_is_asked_once_each(traces: list[nn.Modu
     ):
         trace.trace_of(Packs(), Call((torch.randn(2, 4),), {}))
     assert len(traces) == 2
+
+
+class Checks(nn.Module):
+    """Checks its argument as Hugging Face's models of images and texts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        torch_compilable_check(len(x) == 2, "other rows")
+        return self.linear(x)
+
+
+def test_a_check_of_transformers_is_traced_in_one_way(traces: list[nn.Module]) -> None:
+    with tracing_as_eager(torch.device("cpu")), lean_trace():
+        trace.trace_of(Checks(), Call((torch.randn(2, 4),), {}))
+    assert len(traces) == 1

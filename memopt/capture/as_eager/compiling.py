@@ -42,13 +42,14 @@ _OF_TRACERS = (FILES_OF_TORCH, FILES_OF_MEMOPT)
 """Code of torch and memopt, which is written to be traced."""
 _KNOWN_ALIKE = (
     ("transformers/masking_utils.py", ""),  # see `memopt.capture.as_eager.masks`
+    ("transformers/utils/import_utils.py", "torch_compilable_check"),
     ("transformers/utils/output_capturing.py", "set"),
     ("transformers/modeling_utils.py", "warn_if_padding_and_no_attention_mask"),
     ("transformers/utils/generic.py", "_register_model_output_pytree_node"),
 )
 """Ends of files, and functions in them ("": any), that compute the same whatever the answer: how a
-value is kept, a warning, a type's registration. Tracing again for them would double the time of
-every Hugging Face model."""
+value is kept, a check, a warning, a type's registration. Tracing again for them would double the
+time of every Hugging Face model."""
 
 Frame = tuple[str, int, str]
 Place = tuple[Frame, ...]
