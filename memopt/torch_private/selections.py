@@ -34,18 +34,17 @@ class Selections:
         named = {getattr(torch, name): name for name in _METHODS} | {_WHERE: "where"}
         known = handlers()
 
-        def handler(function: Any, name: str) -> Callable[..., Any]:
+        def handler(usual: Callable[..., Any] | None, name: str) -> Callable[..., Any]:
             def handled(own: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
                 first, *more = [one.realize() for one in args] or [None]
                 found = self.method(translator, first, name, more, kwargs)
-                usual = known.get(function)
                 if found is None and usual is not None:
                     return usual(own, translator, *args, **kwargs)
                 return found
 
             return handled
 
-        return {function: handler(function, name) for function, name in named.items()}
+        return {function: handler(known.get(function), name) for function, name in named.items()}
 
     def method(
         self, translator: Any, variable: Any, name: str, args: list[Any], kwargs: dict[str, Any]
