@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import memopt
+from benchmarks.gpu.allocator_snapshot import compare_snapshot
 from benchmarks.gpu.offload import limit_that_held, measure, reserved_bytes, total_peak_of
 from benchmarks.gpu.subject import Machine, Row, Subject
 from benchmarks.steps import clear, difference
@@ -27,7 +28,6 @@ from memopt.executor.cuda_graph import WARM_UP
 from memopt.executor.graph_segments import Capturer
 from memopt.models.presets import find_device
 from memopt.programs.allocator_requests import Allocate, allocation_trace
-from memopt.programs.allocator_snapshot import compare_snapshot
 from memopt.programs.caching_allocator import CachingAllocator
 from memopt.step.backend import backend_of
 from tests.executor.fake_graphs import FakeGraphs

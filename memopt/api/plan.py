@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from memopt.report.page.document import Page
     from memopt.report.step_check import StepCheck
     from memopt.step.inputs import Call
-    from memopt.step.profiled import Profiled
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,12 @@ class Plan(PlanRecord):
         """Return the generated Python that runs the plan's forward and backward."""
         from memopt.executor.install import install
 
-        profiled = self._need_profile("show its code")
-        return install(profiled.captured, profiled.lowering, self.program).source
+        if self.profiled is None:
+            raise ValueError(
+                "this plan was made from a cost model, not from a module: it cannot show its code; "
+                "call memopt.plan(model, inputs, ...)"
+            )
+        return install(self.profiled.captured, self.profiled.lowering, self.program).source
 
     @telling_ranks("a plan is applied", 1)
     def apply(
@@ -348,14 +351,6 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         return self.summary()
-
-    def _need_profile(self, purpose: str) -> Profiled:
-        if self.profiled is None:
-            raise ValueError(
-                f"this plan was made from a cost model, not from a module: it cannot {purpose}; "
-                "call memopt.plan(model, inputs, ...)"
-            )
-        return self.profiled
 
     def __repr__(self) -> str:
         budget = "no limit" if self.budget is None else format_bytes(self.budget)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from memopt.executor.forks import tell_of_forks
 from memopt.executor.swap import StoredTensor, ThreadSwap
 from memopt.executor.swap_streams import StreamSwap
 from memopt.executor.undo import Changes, Undo
@@ -51,7 +50,6 @@ class HostUpdates:
         """Gradient's tensor → its update, and the parameter."""
         self._stopped = threading.Event()
         self._run: RunStep | None = None
-        tell_of_forks(self)
 
     def begin(self, run: RunStep) -> None:
         """Begin a train step, which notes its updates by `run`."""
@@ -118,14 +116,6 @@ class HostUpdates:
             self._stopped.set()
             self._worker.settle()
             self._tasks.clear()
-
-    def before_fork(self) -> None:
-        """Let the updates under way end, since the child does not get the worker."""
-        self._worker.settle()
-
-    def in_child(self) -> None:
-        """Make a worker for the child."""
-        self._worker = Worker("memopt-host")
 
 
 def update_there(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from memopt.errors import ExecutionError
 from memopt.torch_private.tensors import has_gradient_hooks
+from memopt.user_code.own_backward import reaches
 
 
 def check_behind(leaves: list[Any], parameters: Iterable[torch.Tensor]) -> None:
@@ -25,28 +26,14 @@ def check_behind(leaves: list[Any], parameters: Iterable[torch.Tensor]) -> None:
     ]
     if not computed:
         return
-    own = {id(parameter) for parameter in parameters}
+    own = list(parameters)
     for position, leaf in computed:
-        if any(id(tensor) in own for tensor in _variables(leaf.grad_fn)):
+        if reaches(leaf, own):
             raise ExecutionError(
                 f"argument {position} was computed from the model's own parameters, which a train "
                 "step updates before their gradient from there could be added: pass it detached, "
                 "or plan without loss_fn= and step the optimizer yourself"
             )
-
-
-def _variables(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the leaf tensors that a backward graph accumulates gradients into."""
-    seen, stack = set(), [node]
-    while stack:
-        one = stack.pop()
-        if one is None or one in seen:
-            continue
-        seen.add(one)
-        variable = getattr(one, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            yield variable
-        stack.extend(after for after, _ in one.next_functions)
 
 
 def pass_on(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from memopt.errors import ExecutionError
-from memopt.executor.forks import generation, tell_of_forks
 from memopt.executor.recorder import Recorder
 from memopt.executor.worker import Task, Worker
+from memopt.models.locks import Forked, generation
 from memopt.torch_private.tensors import negated
 
 
@@ -90,7 +90,7 @@ LEFT_TAKEN_S = 2.0
 """Nobody needs an account's lock as long: a thread that was interrupted has left it taken."""
 
 
-class HostAccount:
+class HostAccount(Forked):
     """Bytes of host copies now and at the peak. Deaths of copies take no lock, as finalizers may
     run anywhere: they are noted, and settled when a copy is added."""
 
@@ -101,10 +101,7 @@ class HostAccount:
         self._dead: deque[TiedValue[int]] = deque()
         self._sum_bytes, self._sure = 0, True
         self.in_child()
-        tell_of_forks(self)
-
-    def before_fork(self) -> None:
-        """Do nothing: what another thread is about to count is counted anew in the child."""
+        super().__init__()
 
     def in_child(self) -> None:
         """Replace the lock: the parent's may have been held at the fork. It is reentrant, as an
@@ -161,17 +158,10 @@ class ThreadSwap:
         self.account = HostAccount()
         self._recorder = recorder
         self._worker = Worker("memopt-swap")
-        tell_of_forks(self)
 
     def settle(self) -> None:
         """Wait until no copy is under way: after a failed step nobody else waits for them."""
         self._worker.settle()
-
-    before_fork = settle  # the worker does not go with the child
-
-    def in_child(self) -> None:
-        """Make a worker for the child."""
-        self._worker = Worker("memopt-swap")
 
     def fork(self, saved: list[Any]) -> list[Any]:
         """Return the saved tensors for a backward that may run again, once their copies are

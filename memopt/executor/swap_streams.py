@@ -20,9 +20,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from memopt.executor.forks import generation
 from memopt.executor.recorder import DeviceClock, Recorder
 from memopt.executor.swap import HostAccount, StoredTensor, flat
+from memopt.models.locks import generation
 from memopt.step.backend import backend_of, is_on_host
 from memopt.step.pinned_memory import pinned_bytes
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from memopt.models.locks import Forked
+
 
 class Task:
     """A call that a worker makes."""
@@ -57,11 +59,20 @@ class Task:
             del error
 
 
-class Worker:
+class Worker(Forked):
     """One thread and its tasks. The thread begins with the first task and ends with the worker."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.in_child()
+        super().__init__()
+
+    def before_fork(self) -> None:
+        """Let all tasks end: the child does not get the thread."""
+        self.settle()
+
+    def in_child(self) -> None:
+        """Begin without a thread and without tasks."""
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Task | None = None

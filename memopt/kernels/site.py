@@ -98,12 +98,6 @@ class Sites:
         tensor = self._storages[node][position]
         return None if tensor is None else self._bases.get(tensor)
 
-    def readers(self, node: Node) -> list[Node]:
-        """Return kernel calls that read the storage of a kernel's result, in the graph's order."""
-        tensor = self._storages[node][0]
-        graph = self._lowering.graph
-        return [] if tensor is None else [self._lowering.nodes[i] for i in graph.readers[tensor]]
-
     def looks_into(self, view: Node, node: Node) -> bool:
         """Return whether two nodes share a storage."""
         return self._storages.get(view, (None,))[0] == self._storages[node][0]

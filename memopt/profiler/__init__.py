@@ -12,7 +12,6 @@ from memopt.capture.own_loss import has_own_loss, own_loss
 from memopt.models.device import Device
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.pricing.cache import ProfileCache as ProfileCache
-from memopt.pricing.device_measure import measure_device as measure_device
 from memopt.pricing.measure import MeasureOptions as MeasureOptions
 from memopt.profiler.estimate import estimate_model as estimate_model
 from memopt.profiler.session import profile_model as profile_model

@@ -66,14 +66,12 @@ class VariantStep:
     Attributes:
         graph: of one rank's step; optimizer state is not charged.
         chunked: the same with the loss in chunks; None: it has no such loss.
-        figures: of the parameters, without an optimizer.
         notes: for the user.
         copies: the model with few blocks, and the lists of its blocks, to count by.
     """
 
     graph: Graph
     chunked: Graph | None
-    figures: WholeFigures
     notes: tuple[str, ...]
     copies: tuple[nn.Module, tuple[BlockList, ...]]
     device: Device
@@ -152,11 +150,11 @@ class Variants:
             for one in lists:
                 kept = one.count - one.more
                 graphs = [with_more_blocks(graph, one.path, kept, one.more) for graph in graphs]
-            figures = _figures(built, lists, None, self._device)
+            whole = _figures(built, lists, None, self._device).parameter_bytes
             lacking = [_parameter_bytes(graph) for graph in graphs]
             few = _figures(built, (), None, self._device).parameter_bytes
             unread = few - _parameter_bytes(profiled.graph)
-        if any(figures.parameter_bytes - unread != size for size in lacking):
+        if any(whole - unread != size for size in lacking):
             raise UnequalBlocksError
         if unread > 0:
             more = [graph.extra_resident_bytes + unread for graph in graphs]
@@ -165,7 +163,7 @@ class Variants:
             ]
         chunked = graphs[1] if len(graphs) > 1 else None
         copies = built, lists
-        return VariantStep(graphs[0], chunked, figures, profiled.notes, copies, self._device)
+        return VariantStep(graphs[0], chunked, profiled.notes, copies, self._device)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

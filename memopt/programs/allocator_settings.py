@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 MIB = 2**20
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -165,15 +164,3 @@ class AllocatorSettings:
         """
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         return cls.parse(next(filter(None, map(os.environ.get, names)), ""))
-
-    @classmethod
-    def of_snapshot(cls, settings: Mapping[str, object]) -> AllocatorSettings:
-        """Read the settings in `torch.cuda.memory._snapshot()["allocator_settings"]`."""
-        found = {one.name: settings[one.name] for one in fields(cls) if one.name in settings}
-        divisions = found.get("roundup_power2_divisions", 0)
-        if isinstance(divisions, Mapping):  # "1", "2", "4"... MiB → divisions
-            found["roundup_power2_divisions"] = tuple(divisions.values())
-        largest = settings.get("max_split_size")
-        if isinstance(largest, int) and 0 < largest < 2**62:
-            found["max_split_bytes"] = largest
-        return cls(**found)  # type: ignore[arg-type]  # as torch wrote them

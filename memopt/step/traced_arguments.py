@@ -19,8 +19,8 @@ from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import frame_replaced
 
 _FRAME = "L['self']"
-_usual: ContextVar[tuple[Callable[..., Any], dict[str, Any]]]
-"""The frame to trace, and its attributes."""
+_usual: ContextVar[dict[str, Any]] = ContextVar("frame", default={})  # noqa: B039
+"""The attributes of the frame to trace."""
 
 Contents = tuple[tuple[Any, ...], Any, list[Any], list[Any]]
 """A container among the arguments: path, itself, its indices or keys, its items."""
@@ -36,7 +36,7 @@ def arguments_compared(call: Call) -> Iterator[None]:
     if not any(isinstance(one, (list, dict)) for one in _containers((call.args, call.kwargs))):
         yield
         return
-    with _frame(_comparing, {"contents": _contents, "compare": _changed, "found": ()}):
+    with _frame({"contents": _contents, "compare": _changed, "found": ()}):
         yield
 
 
@@ -46,7 +46,7 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
     # Dynamo takes an empty list inside a tuple for a constant: so each owner is an attribute.
     owners = {f"owner_{i}": owner for i, (_, owner, _, _) in enumerate(places)}
     steps = tuple((path, kind, name) for path, _, kind, name in places)
-    with _frame(_returning, {**owners, "steps": steps, "values": _values}):
+    with _frame({**owners, "steps": steps, "values": _values}):
         yield
 
 
@@ -54,8 +54,7 @@ def values_returned(places: Sequence[Place]) -> Iterator[None]:
 def branches_returned(begin: Callable[[], None], values: Callable[[], Any]) -> Iterator[None]:
     """Make the traces inside return a pair of their usual result and `values()`, if that is not
     empty at their end. `begin` is called when a trace begins."""
-    forward, attributes = _usual.get()
-    with _frame(forward, {**attributes, "branched": values}, begin):
+    with _frame({**_usual.get(), "branched": values}, begin):
         yield
 
 
@@ -79,26 +78,24 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _frame(
-    forward: Callable[..., Any], attributes: dict[str, Any], begin: Callable[[], None] | None = None
-) -> Iterator[None]:
+def _frame(attributes: dict[str, Any], begin: Callable[[], None] | None = None) -> Iterator[None]:
     """Make Dynamo trace another frame around the model, in place of torch's own."""
 
     def replaced(usual: Any, scope: dict[str, Any]) -> Callable[..., Any]:
-        own = types.FunctionType(forward.__code__, scope, "forward")
+        own = types.FunctionType(_forward.__code__, scope, "forward")
         usual = getattr(usual, "usual", usual)  # inside of another such context
 
         def made(model: Any, spec: Any) -> Any:
             if begin is not None:
                 begin()
             frame = type("ModuleToTrace", (usual,), {"forward": own})(model, spec)
-            frame.__dict__.update({"branched": None, **attributes})
+            frame.__dict__.update({"compare": None, "values": None, "branched": None, **attributes})
             return frame
 
         made.usual = usual  # type: ignore[attr-defined]
         return made
 
-    before = _usual.set((forward, attributes))
+    before = _usual.set(attributes)
     try:
         with frame_replaced(replaced):
             yield
@@ -106,45 +103,21 @@ def _frame(
         _usual.reset(before)
 
 
-# The frames' functions, which run with the globals of torch's own.
-
-
-def _plain(self: Any, *flat_args: Any) -> Any:
+def _forward(self: Any, *flat_args: Any) -> Any:
+    """Run as the frame, with the globals of torch's own."""
     args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
+    before = None if self.compare is None else self.contents(args, kwargs)
     res = self._export_root(*args, **kwargs)
-    met = () if self.branched is None else self.branched()
-    if met:
-        res = (res, met)
-    out_flat, out_spec = pytree.tree_flatten(res)
-    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _returning(self: Any, *flat_args: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
-    res = self._export_root(*args, **kwargs)
-    res = (res, self.values(self, args, kwargs))
-    met = () if self.branched is None else self.branched()
-    if met:
-        res = (res, met)
-    out_flat, out_spec = pytree.tree_flatten(res)
-    return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _comparing(self: Any, *flat_args: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(flat_args, self.in_spec)
-    before = self.contents(args, kwargs)
-    res = self._export_root(*args, **kwargs)
-    found = self.compare(before)
+    found = None if self.compare is None else self.compare(before)
     if found:
         self.found = found
+    if self.values is not None:
+        res = (res, self.values(self, args, kwargs))
     met = () if self.branched is None else self.branched()
     if met:
         res = (res, met)
     out_flat, out_spec = pytree.tree_flatten(res)
     return ExportTracerOutput(out_flat, out_spec)  # type: ignore[name-defined]  # noqa: F821
-
-
-_usual = ContextVar("frame", default=(_plain, {}))
 
 
 def _contents(args: Any, kwargs: Any) -> list[Contents]:

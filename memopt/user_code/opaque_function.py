@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from memopt.errors import ExecutionError
 from memopt.torch_private import pytree
 from memopt.user_code.opaque import Function
+from memopt.user_code.own_backward import leaves_behind
 
 
 def as_autograd_function(function: Callable[..., Any]) -> Function:
@@ -82,22 +83,8 @@ def _check_reached(name: str, outputs: Sequence[Tensor], wanted: Sequence[Tensor
         ExecutionError: they do.
     """
     given = {id(one) for one in wanted}
-    if any(id(leaf) not in given for leaf in _leaves(outputs)):
+    if any(id(leaf) not in given for leaf in leaves_behind(outputs)):
         raise ExecutionError(
             f"{name}, which is opaque, reads a parameter that is not among its arguments, and "
             "which would get no gradient: pass it"
         )
-
-
-def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of autograd that tensors were computed from."""
-    waiting: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [one for one, _ in node.next_functions if one is not None]

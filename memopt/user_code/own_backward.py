@@ -115,17 +115,22 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             leaf.grad = torch.empty_like(leaf).copy_(gradient)
 
 
+def leaves_behind(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of autograd that values were computed from."""
+    waiting: list[Any] = [value.grad_fn for value in values]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        waiting += [one for one, _ in node.next_functions]
+
+
 def reaches(value: torch.Tensor, leaves: Iterable[torch.Tensor]) -> bool:
     """Return whether a backward from a value reaches one of these leaves."""
     wanted = {id(leaf) for leaf in leaves}
-    waiting: list[Any] = [value.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        waiting += [one for one, _ in node.next_functions]
-    return False
+    return any(id(leaf) in wanted for leaf in leaves_behind([value]))

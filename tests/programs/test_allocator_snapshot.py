@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.allocator_snapshot import compare_snapshot
 from memopt.programs.allocator_settings import AllocatorSettings
-from memopt.programs.allocator_snapshot import compare_snapshot
 
 MIB = 2**20
 

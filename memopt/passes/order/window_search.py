@@ -28,7 +28,6 @@ class Window:
     """A contiguous part of an order, its tasks to be permuted; the rest stays as it is."""
 
     def __init__(self, tasks: Tasks, prefix: Sequence[int], window: Sequence[int]) -> None:
-        self.tasks = tasks
         self.window = tuple(window)
         inside = {task: i for i, task in enumerate(self.window)}
         executed = set(prefix)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from memopt.models.checks import check_bytes
 from memopt.models.device import Device
-from memopt.models.graph import Graph, Operator
+from memopt.models.graph import Graph
 from memopt.programs.instructions import Program
 from memopt.programs.solution import Solution
 from memopt.reductions.stage_map import has_updates
@@ -79,12 +79,6 @@ class Joint(Improver):
     def only_exact_implementations(self) -> bool | None:
         return self.exact_only
 
-    def allowed(self, operator: Operator, name: str) -> bool:
-        """Tell whether the plan may run `operator` by its implementation `name`."""
-        return not self.exact_only or next(
-            choice.exact for choice in operator.implementations if choice.name == name
-        )
-
     def solve_from(
         self,
         known: Sequence[Program],
@@ -110,7 +104,7 @@ class Joint(Improver):
             deadline,
             self.gap,
             self.pays,
-            allowed=self.allowed,
+            allowed=RotorMenus(exact_only=self.exact_only).allowed,
             changes=self.changes,
             seed=self.seed,
             known=tuple(known),

@@ -1,7 +1,5 @@
 """OLLA (Steiner et al. 2022): the order of operators and the addresses of tensors."""
 
-from memopt.passes.cp_sat import CpSat as CpSat
-from memopt.passes.order.ordering import Ordering as Ordering
 from memopt.passes.order.ordering import order_tasks as order_tasks
 from memopt.passes.passes import order_program as order_program
 from memopt.passes.passes import place_program as place_program

@@ -8,7 +8,7 @@ same requests, and the bytes that both hold reserved are compared after each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from memopt.programs.allocator_settings import AllocatorSettings
@@ -42,6 +42,18 @@ class SnapshotComparison:
         return self.differs_at is None
 
 
+def settings_of(named: Mapping[str, object]) -> AllocatorSettings:
+    """Read the settings in `torch.cuda.memory._snapshot()["allocator_settings"]`."""
+    found = {one.name: named[one.name] for one in fields(AllocatorSettings) if one.name in named}
+    divisions = found.get("roundup_power2_divisions", 0)
+    if isinstance(divisions, Mapping):  # "1", "2", "4"... MiB → divisions
+        found["roundup_power2_divisions"] = tuple(divisions.values())
+    largest = named.get("max_split_size")
+    if isinstance(largest, int) and 0 < largest < 2**62:
+        found["max_split_bytes"] = largest
+    return AllocatorSettings(**found)  # type: ignore[arg-type]  # as torch wrote them
+
+
 def compare_snapshot(
     snapshot: Mapping[str, Any], device: int = 0, settings: AllocatorSettings | None = None
 ) -> SnapshotComparison:
@@ -63,7 +75,7 @@ def compare_snapshot(
             "torch.cuda.memory._record_memory_history() before the model is made"
         )
     if settings is None:
-        settings = AllocatorSettings.of_snapshot(snapshot.get("allocator_settings", {}))
+        settings = settings_of(snapshot.get("allocator_settings", {}))
     allocator = CachingAllocator(settings)
     reserved = peak = requests = 0
     differs: tuple[int, int, int] | None = None
