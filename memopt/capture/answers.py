@@ -43,12 +43,14 @@ class Looking:
         numbers: where a number of the inputs is read that has to be known.
         records: whether values that depend on more than the inputs have to be known.
         pending: where numbers of the inputs were read that a trace left open.
+        compared: where others were read whose comparisons were answered; a shape may need them.
         unknown: whether the truth of a value that depends on more was asked for.
     """
 
     numbers: set[Place] = field(default_factory=set)
     records: bool = False
     pending: set[Place] = field(default_factory=set)
+    compared: set[Place] = field(default_factory=set)
     unknown: bool = False
     recorded: tuple[weakref.ref[Call], dict[Place, list[Any]]] | None = None
 
@@ -57,8 +59,11 @@ class Looking:
         if not self.pending <= self.numbers:
             self.numbers |= self.pending
             return True
-        more = self.unknown and not self.records
-        self.records |= more
+        if self.unknown and not self.records:
+            self.records = True
+            return True
+        more = not self.compared <= self.numbers
+        self.numbers |= self.compared
         return more
 
 
@@ -82,7 +87,8 @@ class Answering(KnownValues):
         self._again = deque(self._call.looked)
         self._values: dict[Node, Any] = {}
         self._open: dict[Node, Place] = {}
-        self._looking.pending, self._looking.unknown = set(), False
+        self._looking.pending, self._looking.compared = set(), set()
+        self._looking.unknown = False
         found = self._recorded() if self._knows and self._looking.records else {}
         self._heard = {place: deque(values) for place, values in found.items()}
 
@@ -105,8 +111,8 @@ class Answering(KnownValues):
         if value is None:
             self._looking.unknown = True
             return None
-        for item in items:
-            self._open.pop(item.all_input_nodes[0], None)
+        answered = (self._open.pop(item.all_input_nodes[0], None) for item in items)
+        self._looking.compared.update(one for one in answered if one is not None)
         self._looking.pending = set(self._open.values())
         return KnownValue(bool(value), compute)
 

@@ -64,6 +64,15 @@ class Selections(Reading):
         return h * mask.nonzero().sum() + ids.masked_select(mask).sum() + h[:, mask[0]].mean()
 
 
+class Compared(Reading):
+    """A size is also compared."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        longest = int((ids != 0).sum(1)[1:].min())
+        kept = h[:, :longest] if longest > 1 else h
+        return functional.pad(kept, (0, 0, 0, h.shape[1] - kept.shape[1]))
+
+
 def batches() -> list[Tensor]:
     """Calls of two kinds that take turns."""
     found = []
@@ -108,7 +117,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Numbers, Selections])
+@pytest.mark.parametrize("kind", [Branches, Numbers, Selections, Compared])
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())
