@@ -40,7 +40,7 @@ from memopt.capture.usual_branches import (
     refuses_values,
 )
 from memopt.errors import CaptureError
-from memopt.models.garbage import full_collections_deferred
+from memopt.models.garbage import cycles_collected, cycles_left, full_collections_deferred
 from memopt.step.changes import RETURNS_ARRAY
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
@@ -202,7 +202,11 @@ def _captured(
         real_values_uncopied(),
         unheard(),
     ):
-        module = graph_of(model, args, kwargs)
+        try:
+            module = graph_of(model, args, kwargs)
+        except Exception:
+            cycles_left()
+            raise
     check_attributes_set(module, attributes_set)
     write_out(module)
     return module, heard()
@@ -342,6 +346,7 @@ def lean_trace() -> Iterator[None]:
     run, without describing every value twice, and without what torch tries out meanwhile."""
     with (
         ONE_TRACE_AT_A_TIME,
+        cycles_collected(),
         full_collections_deferred(),
         code_written_late(),
         values_described_once(),

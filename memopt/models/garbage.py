@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from memopt.models.locks import ForkedLock
 
 _NEVER = 1_000_000
+_left: list[bool] = []
+"""Holds something once a failed trace has left cycles, until they are collected."""
 _lock = ForkedLock()
 _inside: list[tuple[int, int, int]] = []
 """The original thresholds, once for each block under way."""
@@ -33,3 +35,23 @@ def full_collections_deferred() -> Iterator[None]:
             _inside.pop()
             if not _inside:
                 gc.set_threshold(*found)
+
+
+def cycles_left() -> None:
+    """Tell that an error has left cycles of frames (`cycles_collected`)."""
+    _left.append(True)
+
+
+@contextlib.contextmanager
+def cycles_collected() -> Iterator[None]:
+    """Collect all garbage after the block if cycles of frames were left in it.
+
+    Errors of a trace hold its frames, and those hold their callers': all that the user's functions
+    have made when they return, a step's outputs and losses, would stay until Python collects.
+    """
+    try:
+        yield
+    finally:
+        if _left:
+            _left.clear()
+            gc.collect()

@@ -100,7 +100,7 @@ def test_a_backward_under_autocast_is_warned_of_once() -> None:
     model = Attends()
     with autocast():
         planned = memopt.plan(model, rows(), **MINIMUM).apply(model)
-        with pytest.warns(UserWarning, match="Call backward\\(\\) after it"):
+        with pytest.warns(UserWarning, match=r"Call backward\(\) after the `with`"):
             planned(*rows()).sum().backward()
         model.zero_grad()
         with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def test_a_backward_under_autocast_is_warned_of_once() -> None:
     model.zero_grad()
     planned = memopt.plan(model, rows(), **MINIMUM).apply(model)
     loss = planned(*rows()).sum()
-    with autocast(), pytest.warns(UserWarning, match="Call backward\\(\\) after it"):
+    with autocast(), pytest.warns(UserWarning, match=r"Call backward\(\) after the `with`"):
         loss.backward()
 
 

@@ -11,6 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def nothing(x: torch.Tensor) -> float:
+    """Return 0, computed from a number in Python that no graph can hold."""
+    return 0.0 * x.detach().mean().item()
+
+
 def layers(width: int = 64) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 16)
@@ -26,7 +31,7 @@ class Routed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = self.one if self.gate(x).mean().item() > 0 else self.other
-        return x + chosen(x)
+        return x + chosen(x) + nothing(x)
 
 
 class Blocks(nn.Module):
@@ -51,7 +56,7 @@ class Spoken(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
-        return y * (1.0 + float(y.detach().mean() > 0))
+        return y * (1.0 + float(y.detach().mean() > 0)) + nothing(y)
 
 
 class Shares(nn.Module):
@@ -65,7 +70,7 @@ class Shares(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.outer(x)
-        return y * (1.0 + float(y.detach().mean() > 0))
+        return y * (1.0 + float(y.detach().mean() > 0)) + nothing(y)
 
 
 class Softened(nn.Module):
@@ -79,7 +84,7 @@ class Softened(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares = self.soft(self.wide(x) * 2)
-        return self.narrow(shares) * float(shares.detach().sum() > 0)
+        return self.narrow(shares) * float(shares.detach().sum() > 0) + nothing(x)
 
 
 class Deepening(nn.Module):
@@ -93,7 +98,7 @@ class Deepening(nn.Module):
     def forward(self, x: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
         for block in self.blocks[: int(depth)]:
             x = x + block(x)
-        return x
+        return x + nothing(x)
 
 
 class Spare(nn.Module):
@@ -126,8 +131,7 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.inner(x)
-        if first.sum().item() > 1e9:
-            return self.idle(x)
+        first = first + nothing(first)
         return first + torch.cat([self.inner(first[:32]), first[32:]])
 
 
@@ -137,8 +141,7 @@ class Checkpointed(nn.Module):
         self.inner = layers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
@@ -148,8 +151,7 @@ class Drawing(nn.Module):
         self.inner = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.3), nn.Linear(64, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return self.inner(x)
 
 
@@ -170,8 +172,7 @@ class UsesMethod(nn.Module):
         self.tower = ByMethod()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return self.tower.features(x)
 
 
@@ -191,7 +192,7 @@ class UsesDoubled(UsesMethod):
         self.tower = Doubled()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.mean().item() > 1e9 else self.tower(x)
+        return self.tower(x) + nothing(x)
 
 
 class Ragged(nn.Module):
@@ -202,7 +203,7 @@ class Ragged(nn.Module):
         self.inner = layers()
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self.inner(x[: rows.item()])
+        return self.inner(x[: rows.item()]) + nothing(x)
 
 
 class Holding(nn.Module):
@@ -224,7 +225,7 @@ class Counted(nn.Module):
         self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x * (1.0 + float(x.mean() > 0))
+        return self.scale * x * (1.0 + float(x.mean() > 0)) + nothing(x)
 
 
 class _Both(torch.autograd.Function):
@@ -257,8 +258,7 @@ class HalfUsed(nn.Module):
         self.fork = Forked()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return x + self.fork(x)[0]
 
 
@@ -271,8 +271,7 @@ class KeepsKeys(nn.Module):
         self.block = TakesKeys()
 
     def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return x + self.block(x, SimpleNamespace() if use_cache else None)
 
 
@@ -307,8 +306,7 @@ class ReadsState(nn.Module):
         self.tower, self.head, self.last = Tower(), layers(), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 1e9:
-            return x
+        x = x + nothing(x)
         return self.head(self.tower(x)[self.last])
 
 
