@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.allocator_snapshot import settings_of
 from memopt.models.generate import random_graph
 from memopt.programs.allocator_requests import (
     Allocate,
@@ -283,7 +284,7 @@ def test_size_classes_round_as_pytorch_rounds_them() -> None:
     by = (1,) * 9 + (0, 4) + (8,) * 5
     assert settings.roundup_power2_divisions == by
     snapshot = {"roundup_power2_divisions": {str(2**i): n for i, n in enumerate(by)}}
-    assert AllocatorSettings.of_snapshot(snapshot).roundup_power2_divisions == by
+    assert settings_of(snapshot).roundup_power2_divisions == by
     # 1.0 MiB + 1: one division is none; 1.1 GiB: steps of 256 MiB; 3 GiB: steps of 256 MiB.
     assert settings.request_bytes(MIB + 1) == MIB + 512
     assert settings.request_bytes(1100 * MIB) == 1280 * MIB
