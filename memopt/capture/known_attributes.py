@@ -18,6 +18,9 @@ AttributesSet: TypeAlias = list[tuple[Node, str]]
 _GET = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable._call_getattr"
 _LOAD = "torch._dynamo.symbolic_convert.generic_getattr"
 _SET = "torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr"
+_SET_BEFORE = "torch._dynamo.variables.builtin.BuiltinVariable.call_setattr"
+_HANDLERS = "torch._dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache"
+"""Where torch 2.11 keeps handlers, `_SET_BEFORE` among them, from one trace to the next."""
 _NAMES = ("__module__", "__name__", "__qualname__")
 
 
@@ -29,13 +32,13 @@ def known_attributes() -> Iterator[AttributesSet]:
         The attributes that the forward sets on tensors; filled while tracing.
     """
     found: AttributesSet = []
-    if not (known(_GET) and known(_SET)):
-        yield found
-        return
-    get, change = private(_GET), private(_SET)
+    setting = _SET if known(_SET) else _SET_BEFORE
+    change = private(setting)
+    get = private(_GET) if known(_GET) else None
     load = private(_LOAD) if known(_LOAD) else None
 
     def asked(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        assert get is not None
         name = args[1].is_python_constant() and args[1].as_python_constant()
         return _name_of_class(args[0], name) or get(self, tx, args, kwargs)
 
@@ -54,8 +57,11 @@ def known_attributes() -> Iterator[AttributesSet]:
         return change(self, tx, of, name, value)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(_GET, asked))
-        stack.enter_context(patched(_SET, changed))
+        if known(_HANDLERS):
+            stack.enter_context(patched(_HANDLERS, {}))
+        stack.enter_context(patched(setting, changed))
+        if get is not None:
+            stack.enter_context(patched(_GET, asked))
         if load is not None:
             stack.enter_context(patched(_LOAD, loaded))
         yield found

@@ -145,6 +145,13 @@ DYNAMO = (
         versions=("2.13", "2.14"),
     ),
     *rows(
+        "answer what a trace knows of tensors and their classes",
+        f"{_VARIABLES}.builtin",
+        "BuiltinVariable.call_setattr",
+        "BuiltinVariable.call_function_handler_cache",
+        versions=("2.11",),
+    ),
+    *rows(
         "give operators lists of the user's own classes",
         f"{_VARIABLES}.user_defined",
         "UserDefinedListVariable.as_proxy",
