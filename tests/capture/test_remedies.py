@@ -105,7 +105,8 @@ class Net(nn.Module):
 
     def fill(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        y[x > 0] = x[x > 0]
+        above = y > 0
+        y[above] = x[above]
         return y
 
     def step_aside(self, x: Tensor) -> Tensor:
@@ -244,12 +245,16 @@ ROWS: dict[str, Row] = {
         (lambda m, x: x * {"scale": 2.0}["scale"],),
     ),
     "put": Row(Net.put, SHAPES, (Net.spread,)),
-    "fill": Row(Net.fill, SHAPES, (lambda m, x: torch.where(x > 0, x, m.linear(x)),)),
-    "select": Row(lambda m, x: x[x > 0].sum() * x, SHAPES, (lambda m, x: (x * (x > 0)).sum() * x,)),
+    "fill": Row(Net.fill, SHAPES, (lambda m, x: torch.where(m.linear(x) > 0, x, m.linear(x)),)),
+    "select": Row(
+        lambda m, x: x[m.linear(x) > 0].sum() * x,
+        SHAPES,
+        (lambda m, x: (x * (m.linear(x) > 0)).sum() * x,),
+    ),
     "branch": Row(
-        lambda m, x: x * 2 if x.sum() > 0 else x,
+        lambda m, x: x * 2 if torch.rand(()) > 0.5 else x,
         VALUES,
-        (lambda m, x: torch.where(x.sum() > 0, x * 2, x),),
+        (lambda m, x: torch.where(torch.rand(()) > 0.5, x * 2, x),),
     ),
     "tolist": Row(lambda m, x: x * x.tolist()[0][0], VALUES, (lambda m, x: x * x[0, 0],)),
     "causal mask": Row(
