@@ -177,7 +177,7 @@ def test_a_budget_that_is_exceeded_is_told_of_and_the_one_that_is_named_is_kept(
 
 def test_a_backward_that_finds_gradients_beside_a_call_that_waits_is_refused() -> None:
     """Where they have room only if they are dropped before it."""
-    loop = wrapped(least_bytes() + 350_000)
+    loop = wrapped(least_bytes() + 150_000)
 
     def steps() -> None:
         for _ in range(6):
