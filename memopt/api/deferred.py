@@ -14,7 +14,14 @@ from memopt.api.solving import make_plan, planned_device
 from memopt.api.whole_step import check_movable, check_rules, takes_whole_step
 from memopt.api.wrap import OwnCallsPlanner, planned_by
 from memopt.errors import InfeasibleBudgetError, NotYetPlannedError
-from memopt.models.budget import MINIMUM, check_budget, format_bytes, parse_budget, split_reserved
+from memopt.models.budget import (
+    MINIMUM,
+    check_budget,
+    exact_bytes,
+    format_bytes,
+    parse_budget,
+    split_reserved,
+)
 from memopt.models.checks import MOST_BYTES
 from memopt.models.device import in_blocks
 from memopt.models.options import Mismatch, parse_returns
@@ -231,9 +238,9 @@ class DeferredPlan(Plan):
             return  # a share of the baseline's peak, which is not known yet
         if budget is not None and budget < fixed:
             raise InfeasibleBudgetError(
-                f"no plan of any kind trains this model within {budget} bytes "
-                f"({format_bytes(budget)}): its parameters, buffers and optimizer state alone are "
-                f"{fixed} bytes ({format_bytes(fixed)}). Raise the budget, or let them move: "
+                f"no plan of any kind trains this model within {exact_bytes(budget)}: its "
+                "parameters, buffers and optimizer state alone are "
+                f"{exact_bytes(fixed)}. Raise the budget, or let them move: "
                 'movable="all" with strategy="offload-graph"',
                 budget,
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.bounds import memory_lower_bound
-from memopt.models.budget import format_bytes
+from memopt.models.budget import exact_bytes, format_bytes
 from memopt.models.graph import Graph
 from memopt.strategies import Solution, Status, Strategy
 
@@ -27,8 +27,8 @@ def infeasible(
     bound_bytes = memory_lower_bound(graph)
     proved = f"no plan of any kind needs less than {format_bytes(bound_bytes)}"
     if solution.status is Status.UNKNOWN or budget_bytes is None:
-        within = "" if budget_bytes is None else f" within {_exact(budget_bytes)}"
-        feasible = "" if smallest is None else f"one is known for {_exact(smallest)}; "
+        within = "" if budget_bytes is None else f" within {exact_bytes(budget_bytes)}"
+        feasible = "" if smallest is None else f"one is known for {exact_bytes(smallest)}; "
         text = (
             f"{strategy.name} found no plan{within}, and no proof that there is none ({feasible}"
             f"{proved}): give it a larger time_limit_s, raise the budget, or {others}"
@@ -39,19 +39,15 @@ def infeasible(
     known = "no feasible budget is known"
     if smallest is not None:
         least = "is" if smallest <= bound_bytes else "known is"
-        known = f"the smallest feasible budget {least} {_exact(smallest)}"
+        known = f"the smallest feasible budget {least} {exact_bytes(smallest)}"
     return InfeasibleBudgetError(
-        f"{strategy.name} cannot train within {_exact(budget_bytes)}: "
+        f"{strategy.name} cannot train within {exact_bytes(budget_bytes)}: "
         f"{known}, of which {format_bytes(graph.resident_bytes)} are resident"
         f"{_fixed(graph, profiled)}; {proved}. {unit_meant(budget_bytes)}"
         f'Raise the budget, pass budget="min", or {others}',
         budget_bytes,
         smallest,
     )
-
-
-def _exact(size_bytes: int) -> str:
-    return f"{size_bytes} bytes ({format_bytes(size_bytes)})"
 
 
 def unit_meant(budget_bytes: int) -> str:

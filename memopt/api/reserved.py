@@ -18,6 +18,7 @@ from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import (
     MINIMUM,
     WrittenBudget,
+    exact_bytes,
     format_bytes,
     parse_budget,
     split_reserved,
@@ -300,9 +301,9 @@ def _least_beside(
         )
         if smallest <= limit:
             return replace(plan, budget=limit)
-        remedy = f"Raise the budget to {smallest} bytes ({format_bytes(smallest)})"
+        remedy = f"Raise the budget to {exact_bytes(smallest)}"
     raise InfeasibleBudgetError(
-        f"no plan was found within {limit} bytes ({format_bytes(limit)}) beside what is held then: "
+        f"no plan was found within {exact_bytes(limit)} beside what is held then: "
         f"{' and '.join(beside.listed())}. {remedy}, or drop outputs and gradients "
         "before the forward (del output, optimizer.zero_grad())",
         limit,
@@ -314,8 +315,8 @@ def _infeasible(limit: int, reserved_bytes: int) -> InfeasibleBudgetError:
     grows = AllocatorSettings.of_environment().expandable_segments
     segments = "" if grows else f"start Python with {EXPANDABLE}, "
     return InfeasibleBudgetError(
-        f"no plan was found for which CUDA's allocator reserves at most {limit} bytes "
-        f"({format_bytes(limit)}); for the smallest one tried it reserves "
+        "no plan was found for which CUDA's allocator reserves at most "
+        f"{exact_bytes(limit)}; for the smallest one tried it reserves "
         f"{format_bytes(reserved_bytes)}. Raise the budget, {segments}give the tensors "
         "addresses (place=True), or budget what is allocated",
         limit,

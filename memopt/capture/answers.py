@@ -19,12 +19,12 @@ from torch.fx import GraphModule, Node
 from memopt.capture.input_values import computed_from_inputs, is_drawn, value_now
 from memopt.capture.usual_outcome import usual_outcome
 from memopt.step.inputs import Call
+from memopt.step.operators import CallsThrough
 from memopt.step.ranks import ranks_of
 from memopt.torch_private.access import private
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.branches import KnownValue, KnownValues
 from memopt.torch_private.instructions import Place, is_library
-from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.numbers_of_tensors import computed_by, has_numbers, items_of
 from memopt.user_code.restored_state import forward_restored
 
@@ -184,21 +184,17 @@ class Answering(KnownValues):
         yield from self._model.buffers()
 
 
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Numbers(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     """Hears what is read out of tensors, by the line of the user's code that does."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[Place, list[Any]] = {}
         self._read = private(_READ)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        value = function(*args, **kwargs or {})
-        if function is self._read:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = func(*args, **kwargs)
+        if func is self._read:
             frame = sys._getframe(1)
             while is_library(frame.f_code.co_filename) and frame.f_back is not None:
                 frame = frame.f_back

@@ -127,3 +127,8 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.2f} TiB"
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """Format bytes for messages, exactly and in binary units."""
+    return f"{size_bytes} bytes ({format_bytes(size_bytes)})"

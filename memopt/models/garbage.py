@@ -44,14 +44,13 @@ def cycles_left() -> None:
 
 @contextlib.contextmanager
 def cycles_collected() -> Iterator[None]:
-    """Collect all garbage after the block if cycles of frames were left in it.
+    """Collect all garbage after the block if cycles of frames were left in it or before. Where it
+    fails, its error holds them; whoever takes that can collect.
 
     Errors of a trace hold its frames, and those hold their callers': all that the user's functions
     have made when they return, a step's outputs and losses, would stay until Python collects.
     """
-    try:
-        yield
-    finally:
-        if _left:
-            _left.clear()
-            gc.collect()
+    yield
+    if _left:
+        _left.clear()
+        gc.collect()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,63 +26,14 @@ from memopt.strategies.auto import strategy
 from memopt.strategies.auto.portfolio import BESIDE, LATE, Portfolio
 from memopt.strategies.auto.strategy import GRAPH_MEMBERS, LEADER, LONG_CHAIN, ORDER
 from memopt.strategies.joint.incumbent import JointIncumbent
-from memopt.strategies.shared.members import MemberOutcome, fitting
+from memopt.strategies.shared.members import fitting
 from memopt.strategies.shared.worth import MOST_S, Payback, worth_s
 from memopt.strategies.target import Target
+from tests.compare.curves import Clock, Curve
 from tests.strategies.joint.chains import blocks
 
 LEAST_S, ROUND = 1.0, 1e-9
 LINK = Device(to_host_bytes_per_s=2.0)
-
-
-@dataclass
-class Clock:
-    """Seconds that pass only where a member works."""
-
-    now_s: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Curve:
-    """A member whose plan is the better the longer it may work.
-
-    Attributes:
-        least_s: seconds that it takes at least.
-        most_s: seconds after which it ends.
-        plan_s: working seconds → the time of its plan's step; None: it has none.
-        check_s: seconds that its plan takes to be checked, beside.
-        spent_s: what it took when it was last asked.
-        without_plan: what it returns without a plan.
-    """
-
-    clock: Clock
-    name: str
-    quick: bool
-    least_s: float
-    most_s: float
-    plan_s: Callable[[float], float | None]
-    check_s: float = 0.0
-    spent_s: float = field(default=-1.0)
-    known: Sequence[Program] = ()
-    without_plan: Solution = field(default_factory=lambda: Solution(Status.UNKNOWN))
-
-    @property
-    def strategy(self) -> Any:
-        return SimpleNamespace(name=self.name)
-
-    def run(self, *given: Any) -> MemberOutcome:
-        _, _, share_s, _, self.known = given
-        self.spent_s = max(self.least_s, min(share_s, self.most_s))
-        self.clock.now_s += self.spent_s + self.check_s
-        plan_s = self.plan_s(self.spent_s)
-        if plan_s is None:
-            return MemberOutcome(self.name, self.spent_s, self.without_plan)
-        solution = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=1, time_s=plan_s)
-        spent_s = self.spent_s + self.check_s
-        return MemberOutcome(self.name, spent_s, solution, check_s=self.check_s)
 
 
 @pytest.fixture
@@ -222,6 +171,15 @@ def test_who_hardly_misses_the_budget_is_asked_again_where_nobody_limited_the_ti
     seconds = limit_s or MOST_S
     assert clock.now_s == pytest.approx(100.0 + seconds * asked)
     assert leader.known == ((least.program,) if asked == 2 else ())
+
+
+def test_an_impossible_budget_is_not_looked_at_again(clock: Clock) -> None:
+    leader = Curve(clock, LEADER, False, 0.0, 1e9, lambda _: None)
+    least = Solution(Status.FEASIBLE, program=Program(()), peak_bytes=101, time_s=3.0)
+    leader.without_plan = Solution(Status.INFEASIBLE, smallest_budget_bytes=101, smallest=least)
+    search = Portfolio(100, LINK, None, LEAST_S, 10.0, impossible=True, leader=LEADER)
+    search.run([leader])  # type: ignore[list-item]
+    assert [len(search.outcomes), len(search.at_once)] == [1, 0]
 
 
 def test_without_a_limit_it_ends_where_the_time_would_not_come_back(clock: Clock) -> None:

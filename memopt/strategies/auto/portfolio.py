@@ -130,9 +130,11 @@ class Portfolio:
     @property
     def _nearly(self) -> bool:
         """Tell whether the time is up, nobody limited it, and a plan is known for hardly more than
-        the budget."""
-        free = self.limit_s is None and self.best is None and not self.interrupted
-        if not free or self.budget_bytes is None or time.monotonic() < self.end_s(quick=False):
+        the budget, which may be possible."""
+        ended = self.best is not None or self.interrupted or self.impossible
+        if ended or self.limit_s is not None or self.budget_bytes is None:
+            return False
+        if time.monotonic() < self.end_s(quick=False):
             return False
         named = (one.solution.smallest_budget_bytes for one in self.outcomes)
         return any(size is not None and size <= NEAR * self.budget_bytes for size in named)
