@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -67,16 +67,6 @@ def _unlabelled(inputs: Callable[[], Inputs]) -> Inputs:
 def class_loss(output: Tensor) -> Tensor:
     """Give the cross entropy with random classes."""
     return functional.cross_entropy(output, torch.randint(output.shape[-1], output.shape[:1]))
-
-
-def replaced_loss(output: Any) -> Tensor:
-    """Give ELECTRA's loss, of texts as `tokens` pads them."""
-    logits = output.logits
-    losses = functional.binary_cross_entropy_with_logits(
-        logits, torch.randint(2, logits.shape).float(), reduction="none"
-    )
-    kept = tokens()["attention_mask"]
-    return (losses * kept).sum() / kept.sum()
 
 
 def spoken_loss(output: Any) -> Tensor:
@@ -162,9 +152,6 @@ _CAUSAL, _CLASSES, _WORDS = "ForCausalLM", "ForSequenceClassification", "ForMask
 _SEQUENCE, _IMAGES = "ForConditionalGeneration", "ForImageClassification"
 _texts = partial(tokens, "texts")
 _words = {"vocab_size": VOCABULARY}
-_electra = _model(
-    "ELECTRA", "encoder", "Electra", "ForPreTraining", _replaced_tokens, **TINY, embedding_size=16
-)
 _gemma3 = partial(made, "Gemma3TextConfig", "Gemma3ForCausalLM", **DECODER, head_dim=8)
 # fmt: off
 TRANSFORMERS = (
@@ -189,9 +176,8 @@ TRANSFORMERS = (
     _model("RoBERTa", "encoder", "Roberta", _WORDS, **TINY),
     _model("DistilBERT", "encoder", "DistilBert", _CLASSES, _texts, **_words, dim=32,
               n_layers=2, n_heads=4, hidden_dim=64),
-    replace(_electra, remedy=replace(
-        _electra, name="ELECTRA without labels", inputs=partial(_unlabelled, _replaced_tokens),
-        loss=replaced_loss)),
+    _model("ELECTRA", "encoder", "Electra", "ForPreTraining", _replaced_tokens, **TINY,
+              embedding_size=16),
     _model("DeBERTa-v2", "encoder", "DebertaV2", _CLASSES, _texts, **TINY),
     _model("ViT", "vision", "ViT", _IMAGES, _pictures, **VISION),
     Architecture(

@@ -20,11 +20,7 @@ def test_exact() -> None:
 
 
 def test_own_loss_that_selects_by_a_condition() -> None:
-    refused, remedied = table.rows_of("ELECTRA")
-    assert refused.outcome == "refused"
-    assert "call it without labels and compute the loss from its outputs" in refused.sentence
-    assert "site-packages" not in refused.sentence
-    assert remedied.outcome == "exact"
+    assert [row.outcome for row in table.rows_of("ELECTRA")] == ["exact"]
 
 
 def test_layers_and_masks_drawn_in_python() -> None:

@@ -138,6 +138,7 @@ def timed_choices(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_thousand_steps_of_random_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     model, meter, seconds = gpt2(), StepMeter(monkeypatch), timed_choices(monkeypatch)
     plain, draw = copy.deepcopy(model), random.Random(0)
