@@ -57,10 +57,10 @@ test: $(STAMP)
 	 || { $(PYTEST) --last-failed --last-failed-no-failures none -m $(FAST) $(PYTEST_ARGS); exit 1; }
 
 # The fast suite, or a part of it (SUITE=tests/torch_private), with another torch (2.11.0, 2.13.0,
-# 2.14.1, 2.15.0) in an environment of its own.
+# 2.14.1, 2.15.0) or Python (PYTHON=python3.13) in an environment of its own.
 TORCH ?= 2.13.0
 SUITE ?= tests
-TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_VENV := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m memopt doctor
