@@ -21,6 +21,7 @@ from memopt.capture.as_eager.masks import with_whole_masks
 from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
+from memopt.capture.ctc_losses import ctc_losses_whole
 from memopt.capture.known_attributes import check_attributes_set, known_attributes
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
@@ -222,6 +223,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         with (
             layouts_of_kernels(computing_device(model, call)),
             leaving_out_words(),
+            ctc_losses_whole(),
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
             branches_as_usual(model, call) as note,
