@@ -77,6 +77,16 @@ class Changed(Reading):
         return h + h[mask].mean() * lengths.tolist()[1]
 
 
+class Sized(Reading):
+    """Tensors of no dimension are sizes (as in Mistral 3)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        lengths = [row.sum() for row in ids[:2] != 0]
+        parts = h.flatten(0, 1).split([*lengths, h.shape[0] * h.shape[1] - sum(lengths)])
+        sums = [part.view(n, 8).sum(0) for part, n in zip(parts[:2], lengths, strict=True)]
+        return h + torch.stack(sums).sum(0)
+
+
 class Compared(Reading):
     """A size is also compared."""
 
@@ -130,7 +140,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Changed, Numbers, Selections, Compared])
+@pytest.mark.parametrize("kind", [Branches, Changed, Numbers, Selections, Sized, Compared])
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())
