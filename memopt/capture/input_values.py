@@ -22,6 +22,8 @@ from memopt.torch_private.tensors import storage_key, version_of
 
 _ARGUMENT = re.compile(r"l_flat_args_(\d+)_")
 """Dynamo's names of a call's flat arguments."""
+_SHAPED = {"expand_as": "expand", "reshape_as": "reshape", "view_as": "view"}
+"""Methods that read another tensor's shape alone → methods that take the shape."""
 _AUTOCAST = "_enter_autocast"
 
 
@@ -45,7 +47,13 @@ def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
         if one not in sources:
             continue
         found = _ARGUMENT.fullmatch(one.name) if one.op == "placeholder" else None
-        copies[one] = arguments[int(found[1])] if found else made.node_copy(one, copies.get)
+        if found:
+            copies[one] = arguments[int(found[1])]
+        elif one.target in _SHAPED and len(_read_by(one)) < 2:
+            like = one.args[1].meta["example_value"].shape
+            copies[one] = made.call_method(_SHAPED[one.target], (copies[one.args[0]], tuple(like)))
+        else:
+            copies[one] = made.node_copy(one, copies.get)
     made.output(copies[node])
     return GraphModule({}, made)
 
@@ -90,11 +98,21 @@ def _ancestors(node: Node) -> set[Node]:
     """Return a node, and all that it is computed from."""
     found, waiting = {node}, [node]
     while waiting:
-        for source in waiting.pop().all_input_nodes:
+        for source in _read_by(waiting.pop()):
             if source not in found:
                 found.add(source)
                 waiting.append(source)
     return found
+
+
+def _read_by(node: Node) -> list[Node]:
+    """Return the nodes whose values a node reads."""
+    if node.op != "call_method" or node.target not in _SHAPED or len(node.args) < 2:
+        return node.all_input_nodes
+    first, like = node.args[:2]
+    assert isinstance(like, Node)
+    whole = all(isinstance(size, int) for size in like.meta["example_value"].shape)
+    return [first] if whole and isinstance(first, Node) else node.all_input_nodes
 
 
 def _with_updates(node: Node) -> set[Node] | None:

@@ -39,7 +39,17 @@ from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
 _NESTED = (_TUPLE, "torch._dynamo.variables.ListVariable")
-_SIZED = {"expand", "new_full", "new_ones", "new_zeros", "repeat", "reshape", "split", "tile", "view"}
+_SIZED = {
+    "expand",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "repeat",
+    "reshape",
+    "split",
+    "tile",
+    "view",
+}
 """Methods of tensors whose first arguments are sizes."""
 _FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"

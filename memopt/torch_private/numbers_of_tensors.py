@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from memopt.torch_private.access import private
 
+_OPEN = "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols"
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
 
 _IN_PLACE = {
@@ -57,7 +58,15 @@ def has_numbers(traced: GraphModule) -> bool:
     """Return whether a graph reads numbers out of tensors, or their values decide its sizes."""
     find = traced.graph.find_nodes
     checks = find(op="call_function", target=private(_IN_RANGE), sort=False)
-    return bool(checks or find(op="call_method", target="item", sort=False))
+    read = checks or find(op="call_method", target="item", sort=False)
+    return bool(read) or any(map(_has_open_size, traced.graph.nodes))
+
+
+def _has_open_size(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    sizes = made.shape if isinstance(made, torch.Tensor) else ()
+    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
+    return bool(symbols) and bool(private(_OPEN)(symbols))
 
 
 def without_numbers(traced: GraphModule) -> None:

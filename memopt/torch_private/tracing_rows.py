@@ -255,6 +255,7 @@ DYNAMO = (
         "torch.fx.experimental.symbolic_shapes",
         "PendingUnbackedSymbolNotFound",
         "GuardOnDataDependentSymNode",
+        "free_unbacked_symbols",
     ),
 )
 AOT = (

@@ -87,6 +87,15 @@ class Sized(Reading):
         return h + torch.stack(sums).sum(0)
 
 
+class Counted(Reading):
+    """A selection by a mask of a hidden state's shape is only counted (as in Voxtral)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = (ids != 0).unsqueeze(-1).expand_as(h)
+        torch._check(h[mask].numel() % 8 == 0)
+        return h * mask
+
+
 class Compared(Reading):
     """A size is also compared."""
 
@@ -140,7 +149,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Changed, Numbers, Selections, Sized, Compared])
+@pytest.mark.parametrize("kind", [Branches, Changed, Counted, Numbers, Selections, Sized, Compared])
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())
