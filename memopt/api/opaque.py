@@ -12,7 +12,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def opaque(function: F) -> F:
     """Let planned steps run a function's own code instead of tracing it: kernels launched by hand,
     host code, sizes that depend on data inside it. It becomes one operator in the forward and one
-    in the backward; its memory and time are measured, and it is never run again within a step.
+    in the backward; its memory and time are measured on the example's values, and it is never run
+    again within a step.
 
     Custom autograd functions that cannot be traced are treated so by themselves; the plan's notes
     name them.

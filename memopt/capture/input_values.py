@@ -17,23 +17,26 @@ from torch.fx import Graph, GraphModule, Node
 from memopt.step.input_values import InputValue
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode
-from memopt.torch_private.tensors import version_of
+from memopt.torch_private.numbers_of_tensors import updated_by
+from memopt.torch_private.tensors import storage_key, version_of
 
 _ARGUMENT = re.compile(r"l_flat_args_(\d+)_")
 """Dynamo's names of a call's flat arguments."""
+_SHAPED = {"expand_as": "expand", "reshape_as": "reshape", "view_as": "view"}
+"""Methods that read another tensor's shape alone → methods that take the shape."""
 _AUTOCAST = "_enter_autocast"
 
 
 def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
     """Return what computes a node of Dynamo's graph from a call's flat arguments; None: it depends
-    on more, or on what the forward changes in place.
+    on more, or on arguments that the forward changes in place.
 
     Args:
         node: the node.
         count: how many flat arguments there are.
     """
-    sources = _ancestors(node)
-    if any(_depends_on_more(one) for one in sources):
+    sources = _with_updates(node)
+    if sources is None or any(_depends_on_more(one) for one in sources):
         return None
     if any(_is_floating(one) for one in sources) and _enters_autocast(node):
         return None
@@ -44,7 +47,13 @@ def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
         if one not in sources:
             continue
         found = _ARGUMENT.fullmatch(one.name) if one.op == "placeholder" else None
-        copies[one] = arguments[int(found[1])] if found else made.node_copy(one, copies.get)
+        if found:
+            copies[one] = arguments[int(found[1])]
+        elif one.target in _SHAPED and len(_read_by(one)) < 2:
+            like = one.args[1].meta["example_value"].shape
+            copies[one] = made.call_method(_SHAPED[one.target], (copies[one.args[0]], tuple(like)))
+        else:
+            copies[one] = made.node_copy(one, copies.get)
     made.output(copies[node])
     return GraphModule({}, made)
 
@@ -89,20 +98,62 @@ def _ancestors(node: Node) -> set[Node]:
     """Return a node, and all that it is computed from."""
     found, waiting = {node}, [node]
     while waiting:
-        for source in waiting.pop().all_input_nodes:
+        for source in _read_by(waiting.pop()):
             if source not in found:
                 found.add(source)
                 waiting.append(source)
     return found
 
 
+def _read_by(node: Node) -> list[Node]:
+    """Return the nodes whose values a node reads."""
+    if node.op != "call_method" or node.target not in _SHAPED or len(node.args) < 2:
+        return node.all_input_nodes
+    first, like = node.args[:2]
+    assert isinstance(like, Node)
+    whole = all(isinstance(size, int) for size in like.meta["example_value"].shape)
+    return [first] if whole and isinstance(first, Node) else node.all_input_nodes
+
+
+def _with_updates(node: Node) -> set[Node] | None:
+    """Return the ancestors of a node, and all that changes them in place; None: not all of that is
+    known, or it changes what the graph is given."""
+    found = _ancestors(node)
+    if not any(map(_updates, found)):
+        return found
+    updates: dict[int | None, set[Node]] = {}
+    given: set[int | None] = set()
+    for one in node.graph.nodes:
+        if one.op not in ("call_function", "call_method"):
+            given.add(_storage(one))
+        elif (updated := updated_by(one)) is not None:
+            updates.setdefault(_storage(updated), set()).add(one)
+    while True:
+        changed = {_storage(one): _updates(one) for one in found if _updates(one)}
+        for storage, number in changed.items():
+            if storage in given or len(updates.get(storage, ())) != number:
+                return None
+        more = {one for storage in changed for one in updates[storage]} - found
+        if not more:
+            return found
+        found = found.union(*map(_ancestors, more))
+
+
+def _storage(node: Node) -> int | None:
+    made = node.meta.get("example_value")
+    return int(storage_key(made.untyped_storage())) if isinstance(made, torch.Tensor) else None
+
+
+def _updates(node: Node) -> int:
+    """Return how often the tensor that a node makes was changed in place."""
+    made = node.meta.get("example_value")
+    return version_of(made) if isinstance(made, torch.Tensor) else 0
+
+
 def _depends_on_more(node: Node) -> bool:
     if node.op == "placeholder":
-        outside = _ARGUMENT.fullmatch(node.name) is None
-    else:
-        outside = node.op not in ("call_function", "call_method")
-    made = node.meta.get("example_value")
-    return outside or (isinstance(made, torch.Tensor) and version_of(made) > 0)
+        return _ARGUMENT.fullmatch(node.name) is None
+    return node.op not in ("call_function", "call_method")
 
 
 def _is_floating(node: Node) -> bool:

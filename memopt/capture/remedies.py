@@ -180,25 +180,14 @@ def said_remedy(text: str) -> str | None:
     return None
 
 
-def known_remedy(model: nn.Module, error: Exception, call: Call | None = None) -> str | None:
+def known_remedy(model: nn.Module, error: Exception) -> str | None:
     """Return the sentence for a model that could not be captured; None if no cause is known."""
     text = str(error)
     for cause in _CAUSES:
         found = cause(model, text)
         if found is not None:
-            drawn = cause is _drawn_in_python
-            return found + _without_own_loss(model, call, text) if drawn else found
+            return found
     return None
-
-
-def _without_own_loss(model: nn.Module, call: Call | None, text: str) -> str:
-    """Return the further remedy for a speech model whose own loss is data-dependent (CTC selects
-    the labels that count)."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    given = [] if call is None else loss_arguments(call)
-    if not given or not ("labels" in text or any(name.endswith("ForCTC") for name in kinds)):
-        return ""
-    return f", call it without {', '.join(given)} and compute the loss from its outputs"
 
 
 def inside_fabric(model: nn.Module) -> nn.Module | None:

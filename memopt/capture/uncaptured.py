@@ -63,7 +63,7 @@ def why_not_captured(
     at which line, and what to do about it."""
     known = (
         cumulative_average(model)
-        or known_remedy(model, error, call)
+        or known_remedy(model, error)
         or _sized_by_the_first_forward(model, call, str(error))
     )
     if known is not None:

@@ -16,7 +16,7 @@ from memopt.models.folders import default_directory, tell_once
 from memopt.models.reader import Reader, parse
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
-_VERSION = 4
+_VERSION = 5
 _LARGEST_ROW = 2**20
 
 _Bytes: TypeAlias = Annotated[int, Check("the bytes of a call", lambda size: 0 <= size <= 2**53)]

@@ -2,7 +2,7 @@
 
 Calls run on stand-in data. Some kernels need arguments that fit each other (pivots of a
 factorisation, lengths of segments, the workspace that an LSTM's forward leaves to its backward):
-they get those of a real step.
+they get those of a real step, as does a user's own code, which may need as much as values say.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
-from torch.fx.node import map_arg
 
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
 from memopt.models.graph import Graph, Operator, Tensor
 from memopt.models.progress import Progress
+from memopt.models.warned import warn
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.device_probes import seconds_of
 from memopt.pricing.memory import metered_sections
+from memopt.pricing.real_arguments import real_arguments
 from memopt.pricing.real_results import check_places, check_results, difference, left_bytes
 from memopt.pricing.workspace import with_state
 from memopt.step.backend import autocast_off, backend_of, processor, random_state_kept, timed
@@ -33,16 +33,15 @@ from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.collectives import is_collective, waited
 from memopt.step.numerics import numeric_settings
+from memopt.step.operators import runs_users_code
 from memopt.step.ranks import meet
 from memopt.step.signature import (
-    ENDS_PROCESS,
     REFUSALS,
     Arguments,
     Signature,
     StandIns,
-    copied,
+    needs_real_values,
     output_mask,
-    signature,
 )
 from memopt.torch_private import pytree
 
@@ -51,6 +50,10 @@ def silent(_fraction: float, _what: str) -> None:
     """Ignore progress."""
 
 
+_ON_ZEROS = (
+    "the example's step does not fit in memory without a plan, so that {} ran on zeros to be "
+    "measured: with real values the code may need more than the plan has for it"
+)
 _MINIMUM_SAMPLE_S = 100e-6
 _PRECISION = 0.05
 _MINIMUM_ROUNDS = 3
@@ -215,7 +218,7 @@ def _output_sizes(
     refused: dict[str, ProfileError | None] = {}
     for position, one in enumerate(missing):
         progress(0.3 * position / len(missing), f"warming up {one.target}")
-        if captured is not None and one.target in ENDS_PROCESS:
+        if captured is not None and needs_real_values(one.target):
             refused[one.text] = None
             continue
         try:
@@ -227,6 +230,11 @@ def _output_sizes(
     if refused and captured is not None:
         try:
             stand_ins.give(real_arguments(captured, refused))
+        except torch.OutOfMemoryError:
+            users = [one for one in missing if runs_users_code(one.target)]
+            if any(refused[text] is not None for text in refused) or not users:
+                raise
+            warn(_ON_ZEROS.format(", ".join(sorted({str(one.target) for one in users}))))
         except REFUSALS as error:  # an operator before them refuses
             raise next(filter(None, refused.values()), error) from None
     for one in missing:
@@ -315,48 +323,6 @@ def _times(
         for i in open_:
             samples[i].append(_sample(missing[i], stand_ins, device, repeats[i]))
     return [statistics.median(s) for s in samples]
-
-
-def real_arguments(captured: Captured, wanted: Collection[str]) -> dict[str, Arguments]:
-    """Run one step on the example inputs, and return copies of the wanted calls' arguments.
-
-    The model does not change: the captured graph is functional. Random state is left as it was."""
-    model = captured.model()
-    assert model is not None
-    found: dict[str, Arguments] = {}
-    values: dict[Node, Any] = {}
-    primals = {primal.node: primal for primal in captured.primals}
-    nodes = list(captured.module.graph.nodes)
-    last = {read: node for node in nodes for read in node.all_input_nodes}
-    own = [] if captured.device is None else [captured.device]
-    with random_state_kept(own), torch.no_grad(), autocast_off():
-        for node in nodes:
-            if len(found) == len(wanted) or node.op == "output":
-                break
-            if node.op == "placeholder":
-                primal = primals.get(node)
-                values[node] = (
-                    _tangent(node) if primal is None else primal.value(model, captured.call.leaves)
-                )
-            elif node.op == "get_attr":
-                values[node] = getattr(captured.module, str(node.target))
-            else:
-                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                text = signature(node).text
-                if text in wanted and text not in found:
-                    found[text] = copied((args, kwargs))
-                values[node] = node.target(*args, **kwargs)
-            for read in {*node.all_input_nodes, node}:
-                if last.get(read, node) is node:
-                    values.pop(read, None)
-    return found
-
-
-def _tangent(node: Node) -> torch.Tensor:
-    like = node.meta["val"]
-    flat = torch.rand(tuple(like.shape), device=like.device).to(like.dtype)
-    laid_out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return laid_out.copy_(flat)
 
 
 ROUNDS = 5

@@ -15,6 +15,7 @@ import torch
 
 from memopt.errors import CaptureError
 from memopt.torch_private.dynamo import container_inside, modified, updates_heard, visit
+from memopt.torch_private.modes import function_modes
 from memopt.torch_private.table import SUPPORTED
 
 
@@ -112,11 +113,12 @@ def changes_heard() -> Iterator[Callable[[], tuple[Change, ...]]]:
         CaptureError: in the trace, if this torch keeps its side effects elsewhere.
     """
     heard: tuple[Change, ...] = ()
+    modes = len(function_modes())
 
     def listening(effects: Any) -> None:
         nonlocal heard
         try:
-            heard = _changes(effects)
+            heard = _changes(effects, modes)
         except AttributeError as error:
             raise CaptureError(
                 f"this torch ({torch.__version__}) keeps what a forward changes elsewhere "
@@ -130,12 +132,15 @@ def changes_heard() -> Iterator[Callable[[], tuple[Change, ...]]]:
         yield lambda: heard
 
 
-def _changes(effects: Any) -> tuple[Change, ...]:
+def _changes(effects: Any, modes: int) -> tuple[Change, ...]:
     found: list[Change] = []
     for variable in modified(effects):
         if not type(variable.mutation_type).__name__.endswith("MutationExisting"):
             continue
         if _is_a(variable, "TorchFunctionModeStackVariable"):
+            left = variable.symbolic_stack
+            if len(left) == modes and all(one.source is not None for one in left):
+                continue  # modes that the forward enters, it leaves
             raise CaptureError(
                 "the forward sets torch's default device, or leaves a mode behind, which decides "
                 "what is computed from then on, and planned steps would not: set it before planning"

@@ -45,6 +45,11 @@ def define(
     return getattr(getattr(getattr(torch.ops, namespace), packet), form or "default")
 
 
+def runs_users_code(target: Any) -> bool:
+    """Return whether a call runs code of a user's, whose costs may depend on values."""
+    return target in RUN_ONCE or getattr(target, "namespace", "") == OPAQUE
+
+
 def functional_name(overload: Any) -> str:
     """Return the name, and form, of the out-of-place operator for an in-place `overload`:
     "masked_fill.Scalar"."""

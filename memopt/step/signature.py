@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from memopt.step.functions import EAGER_BACKWARD, costliest_values
+from memopt.step.operators import runs_users_code
 from memopt.torch_private import pytree
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.operators import aten as _ATEN
@@ -226,14 +227,26 @@ class StandIns:
     def arguments(self, one: Signature) -> Arguments:
         """Make real arguments for a call."""
         if one.text in self._given:
-            return copied(self._given[one.text])
-        args, kwargs = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
+            args, kwargs = copied(self._given[one.text])
+        else:
+            made = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
+            args, kwargs = made
         make_costliest(one.target, args)
         return args, kwargs
 
 
 _LARGE_NORM = 10.0
 """A norm above 3 (float32) or 6 (float64), for which `matrix_exp` squares matrices."""
+
+
+def needs_real_values(target: Any) -> bool:
+    """Return whether a call is measured on the arguments of a real step."""
+    return target in ENDS_PROCESS or runs_users_code(target)
+
+
+def declare_costliest(target: Any, change: Callable[[tuple[Any, ...]], None]) -> None:
+    """Declare how `make_costliest` changes the arguments of an operator."""
+    _COSTLIEST[target] = change
 
 
 def make_costliest(target: Any, arguments: tuple[Any, ...]) -> None:

@@ -38,6 +38,19 @@ from memopt.torch_private.selections import Selections
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
+_NESTED = (_TUPLE, "torch._dynamo.variables.ListVariable")
+_SIZED = {
+    "expand",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "repeat",
+    "reshape",
+    "split",
+    "tile",
+    "view",
+}
+"""Methods of tensors whose first arguments are sizes."""
 _FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
@@ -115,6 +128,7 @@ class _Branches:
     tensor: Any = field(default_factory=lambda: private(_TENSOR))
     number: Any = field(default_factory=lambda: private(_NUMBER))
     numbers: dict[Node, Any] = field(default_factory=dict)
+    nested: tuple[Any, ...] = field(default_factory=lambda: tuple(map(private, _NESTED)))
     thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
@@ -211,6 +225,8 @@ class _Branches:
         translator, name = args[:2] if len(args) > 1 else (None, "")
         if not isinstance(name, str) or not self.in_whole(translator, variable):
             return usual(variable, *args, **kwargs)
+        if name in _SIZED and len(args) > 2:
+            args = (*args[:2], [self.size(translator, one) for one in args[2]], *args[3:])
         if name not in ("item", "tolist"):
             found = self.selections.method(translator, variable, name, *args[2:4])
             return usual(variable, *args, **kwargs) if found is None else found
@@ -224,6 +240,18 @@ class _Branches:
             kept = variable.call_method(translator, "clone", [], {})
             self.numbers[found.as_proxy().node] = kept
         return found
+
+    def size(self, translator: Any, given: Any) -> Any:
+        """Return a size that a method is given, or several, with numbers in place of tensors."""
+        one = given.realize()
+        if isinstance(one, self.nested):
+            return type(one)([self.size(translator, item) for item in one.items])
+        if not self.in_whole(translator, one):
+            return given
+        made = one.as_proxy().node.meta["example_value"]
+        if made.dim() or made.is_floating_point():
+            return given
+        return one.call_method(translator, "item", [], {})
 
     def count(self, translator: Any, variable: Any, how: str) -> int | None:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from memopt.torch_private.access import private
 
+_OPEN = "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols"
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
+
+_IN_PLACE = {
+    getattr(operator, name)
+    for name in dir(operator)
+    if name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
+} - {operator.index, operator.inv, operator.invert}
+"""Python's operators that change their first operand in place."""
 
 
 def items_of(node: Node) -> tuple[Node, ...]:
@@ -49,7 +58,15 @@ def has_numbers(traced: GraphModule) -> bool:
     """Return whether a graph reads numbers out of tensors, or their values decide its sizes."""
     find = traced.graph.find_nodes
     checks = find(op="call_function", target=private(_IN_RANGE), sort=False)
-    return bool(checks or find(op="call_method", target="item", sort=False))
+    read = checks or find(op="call_method", target="item", sort=False)
+    return bool(read) or any(map(_has_open_size, traced.graph.nodes))
+
+
+def _has_open_size(node: Node) -> bool:
+    made = node.meta.get("example_value")
+    sizes = made.shape if isinstance(made, torch.Tensor) else ()
+    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
+    return bool(symbols) and bool(private(_OPEN)(symbols))
 
 
 def without_numbers(traced: GraphModule) -> None:
@@ -83,15 +100,24 @@ def _is_number(node: Node) -> bool:
 
 def without_unread(traced: GraphModule, nodes: Sequence[Node]) -> None:
     """Remove nodes of Dynamo's from a graph that is made of its own, in place, and what they are
-    computed from, where nothing else reads it. None of that may have side effects."""
+    computed from, where nothing else reads it. Updates in place stay: other nodes may read them."""
     targets = {node.name: node.target for node in nodes}
     waiting = [one for one in traced.graph.nodes if targets.get(one.name, "") == one.target]
     erased = set[Node]()
     while waiting:
         node = waiting.pop()
-        if node not in erased and not node.users and node.op in ("call_function", "call_method"):
+        unread = not node.users and node.op in ("call_function", "call_method")
+        if node not in erased and unread and updated_by(node) is None:
             waiting += node.all_input_nodes
             traced.graph.erase_node(node)
             erased.add(node)
     if erased:
         traced.recompile()
+
+
+def updated_by(node: Node) -> Node | None:
+    """Return the tensor that a call changes in place; None if it changes none."""
+    name = getattr(node.target, "__name__", str(node.target))
+    changed = node.kwargs.get("out", node.args[0] if node.args else None)
+    in_place = name.endswith("_") or node.target in _IN_PLACE or "out" in node.kwargs
+    return changed if in_place and isinstance(changed, Node) else None

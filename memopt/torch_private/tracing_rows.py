@@ -28,8 +28,9 @@ DYNAMO = (
     ),
     *rows(
         "find the custom function that cannot be traced",
-        f"{_VARIABLES}.misc.AutogradFunctionVariable",
-        "call_apply",
+        f"{_VARIABLES}.misc",
+        "AutogradFunctionVariable",
+        "AutogradFunctionVariable.call_apply",
     ),
     *rows(
         "find the sub-module that cannot be traced",
@@ -254,6 +255,7 @@ DYNAMO = (
         "torch.fx.experimental.symbolic_shapes",
         "PendingUnbackedSymbolNotFound",
         "GuardOnDataDependentSymNode",
+        "free_unbacked_symbols",
     ),
 )
 AOT = (

@@ -22,7 +22,7 @@ from memopt.errors import CaptureError
 from memopt.torch_private import pytree
 from memopt.torch_private.access import patched
 from memopt.torch_private.aot import FakeTensorMode
-from memopt.torch_private.modes import dispatch_modes_off
+from memopt.torch_private.modes import autograd_in_kernels, dispatch_modes_off
 from memopt.torch_private.tensors import storage_key
 from memopt.user_code.reached_state import ReachedState
 
@@ -211,8 +211,10 @@ class Autocast(NamedTuple):
 
 @contextlib.contextmanager
 def as_when_traced(autocast: Sequence[Autocast]) -> Iterator[None]:
-    """Run code without autograd, with autocast as it was when its call was traced."""
+    """Run code without autograd, with autocast as it was when its call was traced. What it lets
+    autograd record inside is recorded under a dispatch mode, too."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(autograd_in_kernels())
         stack.enter_context(torch.no_grad())
         for one in autocast:
             stack.enter_context(torch.autocast(one.device, one.dtype, one.enabled))

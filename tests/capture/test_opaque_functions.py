@@ -304,6 +304,28 @@ def test_an_opaque_loss_may_drop_rows() -> None:
             assert torch.equal(p.grad, q.grad)
 
 
+@memopt.opaque
+def _repeated_rows(hidden: Tensor, chosen: Tensor) -> Tensor:
+    return hidden[chosen > 0].repeat(16, 1).exp().sum() + hidden.sum()
+
+
+class _WithRepeatedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return _repeated_rows(self.body(x), chosen)
+
+
+def test_the_budget_holds_what_the_examples_values_need() -> None:
+    model, inputs = _WithRepeatedRows(), (torch.randn(64, 16), torch.ones(64, dtype=torch.long))
+    plan = memopt.plan(model, inputs, budget="min", strategy="rotor")
+    check = plan.check(model, inputs)
+    assert check.measured_peak_bytes <= check.predicted_peak_bytes
+    assert plan.peak_bytes > 16 * 64 * 32 * 4
+
+
 def test_an_opaque_function_must_be_given_what_it_trains() -> None:
     scale = nn.Parameter(torch.ones(16))
     hidden = memopt.opaque(lambda h: h[h[:, 0].abs() >= 0] * scale)

@@ -64,6 +64,38 @@ class Selections(Reading):
         return h * mask.nonzero().sum() + ids.masked_select(mask).sum() + h[:, mask[0]].mean()
 
 
+class Changed(Reading):
+    """What is read was changed in place, through views of it, too (as SmolVLM does)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = ids != 0
+        mask[0, 0] |= ~torch.any(mask)
+        mask[1].logical_and_(mask[2])
+        lengths = torch.zeros_like(ids[:, 0])
+        lengths[1:] = mask[1:].sum(1)
+        lengths += 1
+        return h + h[mask].mean() * lengths.tolist()[1]
+
+
+class Sized(Reading):
+    """Tensors of no dimension are sizes (as in Mistral 3)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        lengths = [row.sum() for row in ids[:2] != 0]
+        parts = h.flatten(0, 1).split([*lengths, h.shape[0] * h.shape[1] - sum(lengths)])
+        sums = [part.view(n, 8).sum(0) for part, n in zip(parts[:2], lengths, strict=True)]
+        return h + torch.stack(sums).sum(0)
+
+
+class Counted(Reading):
+    """A selection by a mask of a hidden state's shape is only counted (as in Voxtral)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = (ids != 0).unsqueeze(-1).expand_as(h)
+        torch._check(h[mask].numel() % 8 == 0)
+        return h * mask
+
+
 class Compared(Reading):
     """A size is also compared."""
 
@@ -117,7 +149,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Numbers, Selections, Compared])
+@pytest.mark.parametrize("kind", [Branches, Changed, Counted, Numbers, Selections, Sized, Compared])
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())

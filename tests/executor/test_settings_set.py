@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import memopt
 from memopt.errors import CaptureError
@@ -70,6 +71,41 @@ def test_settings(name: str) -> None:
     with pytest.raises(CaptureError, match=rf"sets .*{name}.*before planning"):
         plan(SETTINGS[name])
     assert settings() == before
+
+
+class Doubles(TorchFunctionMode):
+    """Doubles sines."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **kwargs or {})
+        return 2 * found if function in (torch.sin, Tensor.sin) else found
+
+
+def test_a_mode_that_the_forward_enters_and_leaves_is_planned() -> None:
+    """As transformers does where it makes masks of images (Gemma 3)."""
+
+    def touch(_net: Net, h: Tensor, _: Any) -> Tensor:
+        with Doubles():
+            return h.sin()
+
+    model, x = Net(touch), torch.randn(2, 3)
+    planned = memopt.plan(model, x, progress=False, cache=False).apply(model)
+    for one, doubled in zip(planned(x), model(x), strict=True):
+        assert torch.equal(one, doubled)
+    assert torch.equal(planned(x)[1], 2 * planned(x)[0])
+
+
+def test_a_mode_that_the_forward_leaves_behind_is_refused() -> None:
+    mode = Doubles()
+
+    def touch(_net: Net, h: Tensor, _: Any) -> Tensor:
+        mode.__enter__()
+        return h.sin()
+
+    with pytest.raises(CaptureError, match="leaves a mode behind"):
+        plan(touch)
 
 
 ARRAYS: dict[str, Callable[[Net, Tensor, Any], Any]] = {
