@@ -124,7 +124,7 @@ class Answering(KnownValues):
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:
             return None
-        compute = computed_from_inputs(node, len(self._call.leaves))
+        compute = computed_from_inputs(node, len(self._call.leaves), item=not nested)
         if compute is None:
             return None
         if not nested and place not in self._looking.numbers:

@@ -24,13 +24,14 @@ _ARGUMENT = re.compile(r"l_flat_args_(\d+)_")
 _AUTOCAST = "_enter_autocast"
 
 
-def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
+def computed_from_inputs(node: Node, count: int, item: bool = False) -> GraphModule | None:
     """Return what computes a node of Dynamo's graph from a call's flat arguments; None: it depends
     on more, or on what the forward changes in place.
 
     Args:
         node: the node.
         count: how many flat arguments there are.
+        item: whether to compute the one number in the node's tensor.
     """
     sources = _ancestors(node)
     if any(_depends_on_more(one) for one in sources):
@@ -45,7 +46,8 @@ def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
             continue
         found = _ARGUMENT.fullmatch(one.name) if one.op == "placeholder" else None
         copies[one] = arguments[int(found[1])] if found else made.node_copy(one, copies.get)
-    made.output(copies[node])
+    computed = copies[node]
+    made.output(made.call_method("item", (computed,)) if item else computed)
     return GraphModule({}, made)
 
 

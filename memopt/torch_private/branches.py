@@ -218,7 +218,7 @@ class _Branches:
         answer = self.answers.number(node, place_of(translator), name == "tolist")
         if answer is not None:
             self.met.append(Met((), node, answer.value, compute=answer.compute, truth=False))
-            return private(_BUILD)(translator, answer.value)
+            return private(_BUILD)(translator, _listed(answer.value))
         found = usual(variable, *args, **kwargs)
         if isinstance(found, self.number):
             kept = variable.call_method(translator, "clone", [], {})
@@ -295,6 +295,11 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if answer is None:
             return function(*args, **kwargs or {})
         return None if function in self._checks else answer
+
+
+def _listed(value: Any) -> Any:
+    """Return tuples, and tuples in them, as lists."""
+    return list(map(_listed, value)) if isinstance(value, tuple) else value
 
 
 def values_met() -> Any:

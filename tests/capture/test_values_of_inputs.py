@@ -73,6 +73,16 @@ class Compared(Reading):
         return functional.pad(kept, (0, 0, 0, h.shape[1] - kept.shape[1]))
 
 
+class Lists(Reading):
+    """Takes a list as one, and numbers of tensors with one element that have dimensions."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        rows = (ids != 0).sum(1, keepdim=True).tolist()
+        h = h * 2 if rows == [[5], [5], [5]] else h
+        rows[0].append(int((ids != 0).sum(1)[1:2]))
+        return h * sum(rows[0]) * ids[:1, :1].item()
+
+
 def batches() -> list[Tensor]:
     """Calls of two kinds that take turns."""
     found = []
@@ -117,7 +127,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Numbers, Selections, Compared])
+@pytest.mark.parametrize("kind", [Branches, Numbers, Selections, Compared, Lists])
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())
@@ -131,6 +141,20 @@ def test_an_error_of_the_forward_is_eagers() -> None:
     bad[0, 0] = WORDS
     with pytest.warns(UserWarning, match="an operator fails"):
         check_equal(Branches, model, [batches()[0], bad, batches()[0]])
+
+
+class Failing(Reading):
+    """Fails behind a dropout."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        if (ids == WORDS - 1).any():
+            raise ValueError(f"{h.sum().item()}")
+        return h
+
+
+def test_a_first_call_that_fails_draws_as_eager_does() -> None:
+    bad = torch.full((3, 5), WORDS - 1)
+    check_equal(Failing, wrapped(Failing), [bad, bad, batches()[0], bad])
 
 
 class Longest(Reading):
