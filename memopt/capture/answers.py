@@ -124,14 +124,20 @@ class Answering(KnownValues):
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:
             return None
-        compute = computed_from_inputs(node, len(self._call.leaves))
-        if compute is None:
+        compute = computed_from_inputs(node, len(self._call.leaves), item=not nested)
+        looks = not nested and example.dtype is torch.bool and not is_drawn(node)
+        if compute is None and not looks:
             return None
         if not nested and place not in self._looking.numbers:
             self._open[node] = place
             self._looking.pending = set(self._open.values())
             return None
-        value = self._value(compute, truth=False)
+        if compute is not None:
+            value = self._value(compute, truth=False)
+        else:
+            usual = usual_outcome(node)
+            value = self._answer(self._values[node]) if usual is None else usual
+            self._looking.unknown |= value is None
         return None if value is None else KnownValue(value, compute)
 
     def numbers_left(self, traced: GraphModule) -> bool:

@@ -27,13 +27,14 @@ _SHAPED = {"expand_as": "expand", "reshape_as": "reshape", "view_as": "view"}
 _AUTOCAST = "_enter_autocast"
 
 
-def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
+def computed_from_inputs(node: Node, count: int, item: bool = False) -> GraphModule | None:
     """Return what computes a node of Dynamo's graph from a call's flat arguments; None: it depends
     on more, or on arguments that the forward changes in place.
 
     Args:
         node: the node.
         count: how many flat arguments there are.
+        item: whether to compute the one number in the node's tensor.
     """
     sources = _with_updates(node)
     if sources is None or any(_depends_on_more(one) for one in sources):
@@ -54,7 +55,8 @@ def computed_from_inputs(node: Node, count: int) -> GraphModule | None:
             copies[one] = made.call_method(_SHAPED[one.target], (copies[one.args[0]], tuple(like)))
         else:
             copies[one] = made.node_copy(one, copies.get)
-    made.output(copies[node])
+    computed = copies[node]
+    made.output(made.call_method("item", (computed,)) if item else computed)
     return GraphModule({}, made)
 
 

@@ -42,7 +42,7 @@ from memopt.capture.usual_branches import (
 )
 from memopt.errors import CaptureError
 from memopt.models.garbage import cycles_collected, cycles_left, full_collections_deferred
-from memopt.step.changes import RETURNS_ARRAY
+from memopt.step.changes import RETURNS_ARRAY, Traced
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
 from memopt.step.input_values import VALUES
@@ -122,11 +122,13 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
     if effects.made_by_call:
         try:
             with values_returned(effects.places(model, call)):
-                module, _ = _dynamo_trace(model, call)
+                module, after = _dynamo_trace(model, call)
         except CaptureError as error:
             if RETURNS_ARRAY in str(error):
                 raise
             raise CaptureError(why_not_left_behind(effects.shown)) from error
+        if len(after.values) > len(guards.values):  # what is left behind is known now
+            return _trace(model, call, to_be_run)
     if effects.set_other_constants(model, call):
         with effects.constants_set(model, call):
             with arguments_compared(call):
@@ -148,6 +150,8 @@ def _settled(
     model: nn.Module, call: Call, module: GraphModule, guards: TraceGuards
 ) -> Trace | None:
     """Return the trace of a model whose attributes keep what a first call sets; None if not."""
+    if any(isinstance(value, Traced) for one in guards.changes for value in one.values):
+        return None  # other inputs have other values
     names = dict.fromkeys(python_name(one.source) for one in guards.changes)
     found: Trace | None = None
 

@@ -11,6 +11,7 @@ else is returned by the graph, and a call in which it is otherwise runs unplanne
 from __future__ import annotations
 
 import contextlib
+import linecache
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from memopt.step.input_values import LOOKED, READ, VALUES, InputValue
 from memopt.step.inputs import Call
 from memopt.step.traced_arguments import branches_returned
 from memopt.torch_private.branches import Met, branches_decided, check_left, values_met
+from memopt.torch_private.instructions import Place
 from memopt.torch_private.numbers_of_tensors import (
     has_numbers,
     items_of,
@@ -117,13 +119,15 @@ def _read_out(met: Met) -> Any:
 
 def _read(met: Met) -> InputValue:
     assert met.compute is not None
-    return InputValue(met.compute, met.truth, met.goes, shown(met.node))
+    return InputValue(met.compute, met.truth, met.goes, shown(met.node, met.place))
 
 
-def shown(node: Node) -> str:
+def shown(node: Node, place: Place | None = None) -> str:
     """Return where a value is looked at, for people."""
     lines = [one.strip() for one in str(node.meta.get("stack_trace", "")).splitlines()]
     files: list[Any] = [i for i, one in enumerate(lines) if one.startswith("File ")]
+    if place is not None and (node.op == "placeholder" or not files):
+        return f'{linecache.getline(*place).strip()}, "{place[0]}", line {place[1]}'
     if not files:
         return str(node.target)
     code = lines[files[-1] + 1 :][:1]

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -129,7 +129,10 @@ class _Grid:
             self.samples.setdefault(length, made)
         origin = program_of(made.module).origin
         if origin is not None:
-            self.cells[length] = _Cell(kind, origin.halves.captured.call, made)
+            captured = origin.halves.captured
+            # Its tensors have been let go: a new trace gets the last one's answers on them.
+            call = replace(captured.call, looked=captured.looked)
+            self.cells[length] = _Cell(kind, call, made)
         if len(self.cells) > _CELLS:
             del self.cells[next(iter(self.cells))]
 

@@ -65,8 +65,8 @@ def diagnosed(model: nn.Module, call: Call, loss: Loss | None = None) -> Iterato
     logger.setLevel(logging.CRITICAL)
     try:
         yield
-    except NoLossError:
-        raise  # it says what to do
+    except (NoLossError, torch.OutOfMemoryError):
+        raise  # it says what to do, or is no fault of the inputs
     except Exception as error:  # raised again unless the model fails by itself
         if not alone() or _is_refused(error):
             # A model called on this rank alone would wait for the others. And a model that memopt

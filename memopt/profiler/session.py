@@ -127,7 +127,8 @@ def _profiled(
         with diagnosed(model, call):
             graph = measure(lowering, device, options, part_of(report, 0.2, 0.8), captured)
         report(0.8, "measuring the unplanned step")
-        return graph, _baseline(model, call, loss, device, lowering, options)
+        with diagnosed(model, call, loss):
+            return graph, _baseline(model, call, loss, device, lowering, options)
 
     graph, step, notes = measured_again_if_busy(measured, chosen)
     state = optimizer_state(optimizer, model.parameters(), backend.block_bytes)

@@ -107,7 +107,8 @@ def _profiled(
         report(0.8, "measuring the unplanned step")
         # The unplanned step keeps its state on the device, wherever the plan keeps it.
         resident_bytes = graph.resident_bytes - stays_bytes + state.bytes_total
-        step = measure_baseline(model, call, loss, device, optimizer, rules)
+        with diagnosed(model, call, loss):
+            step = measure_baseline(model, call, loss, device, optimizer, rules)
         peak_bytes = resident_bytes + step.peak_bytes + step.library_bytes
         step = replace(step, peak_bytes=peak_bytes)
         return with_resident(graph, step.library_bytes), step

@@ -110,6 +110,7 @@ class Met:
         decide: computes the truth from the tensors' numbers; None: it is the one tensor's.
         compute: see `KnownValue.compute`.
         truth: whether a branch asks for it.
+        place: where a number is read.
     """
 
     variables: tuple[Any, ...]
@@ -119,6 +120,7 @@ class Met:
     decide: GraphModule | None = None
     compute: GraphModule | None = None
     truth: bool = True
+    place: Place | None = None
 
 
 @dataclass
@@ -230,11 +232,9 @@ class _Branches:
         if name not in ("item", "tolist"):
             found = self.selections.method(translator, variable, name, *args[2:4])
             return usual(variable, *args, **kwargs) if found is None else found
-        node = variable.as_proxy().node
-        answer = self.answers.number(node, place_of(translator), name == "tolist")
+        answer = self.read(translator, variable, name == "tolist")
         if answer is not None:
-            self.met.append(Met((), node, answer.value, compute=answer.compute, truth=False))
-            return private(_BUILD)(translator, answer.value)
+            return private(_BUILD)(translator, _listed(answer.value))
         found = usual(variable, *args, **kwargs)
         if isinstance(found, self.number):
             kept = variable.call_method(translator, "clone", [], {})
@@ -253,26 +253,48 @@ class _Branches:
             return given
         return one.call_method(translator, "item", [], {})
 
+    def read(self, translator: Any, variable: Any, nested: bool) -> KnownValue | None:
+        """Return the number in a tensor, or all of them, and add it to what was met; None: it is
+        not known."""
+        node, place = variable.as_proxy().node, place_of(translator)
+        answer = self.answers.number(node, place, nested)
+        if answer is None:
+            return None
+        if answer.compute is None:
+            self.add(translator, variable, "clone", answer.value, False)
+        else:
+            value, compute = answer.value, answer.compute
+            self.met.append(Met((), node, value, compute=compute, truth=False, place=place))
+        return answer
+
     def count(self, translator: Any, variable: Any, how: str) -> int | None:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
-        node = variable.call_method(translator, how, [], {}).as_proxy().node
-        answer = self.answers.number(node, place_of(translator), True)
-        if answer is None:
-            return None
-        self.met.append(Met((), node, answer.value, compute=answer.compute, truth=False))
-        return int(answer.value)
+        answer = self.read(translator, variable.call_method(translator, how, [], {}), True)
+        return None if answer is None else int(answer.value)
 
     def builtin(self, usual: Any, function: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        """Answer what `int(x)` and `float(x)` are, if it is known, and index by positions."""
+        """Answer what `int(x)` and `float(x)` are, if it is known, format the numbers of tensors
+        that hold one, and index by positions."""
         given = args[0].realize() if len(args) == 1 and not kwargs else None
         kind = getattr(function, "fn", None)
         if kind in (int, float) and given is not None and self.in_whole(translator, given):
             args = [given.call_method(translator, "item", [], {})]
+        if kind is str.format:
+            args = [self.shown(translator, one.realize()) for one in args]
         if kind is operator.getitem:
             index = self.selections.item(translator, *(one.realize() for one in args))
             args = args if index is None else [args[0], index]
         return usual(function, translator, args, kwargs)
+
+    def shown(self, translator: Any, value: Any) -> Any:
+        """Return what is formatted in place of a value."""
+        if (
+            not self.in_whole(translator, value)
+            or value.as_proxy().node.meta["example_value"].dim()
+        ):
+            return value
+        return value.call_method(translator, "item", [], {})
 
     def of_number(self, usual: Any, name: str, function: Any, translator: Any, *args: Any) -> Any:
         """Stand for a function that looks whether a number is finite: let a tensor do so."""
@@ -323,6 +345,11 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if answer is None:
             return function(*args, **kwargs or {})
         return None if function in self._checks else answer
+
+
+def _listed(value: Any) -> Any:
+    """Return tuples, and tuples in them, as lists."""
+    return list(map(_listed, value)) if isinstance(value, tuple) else value
 
 
 def values_met() -> Any:

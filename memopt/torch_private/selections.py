@@ -15,6 +15,7 @@ Count = Callable[[Any, Any, str], int | None]
 known."""
 _METHODS = ("argwhere", "masked_select", "nonzero", "repeat_interleave")
 _WHERE = torch.where
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Selections:
@@ -57,6 +58,8 @@ class Selections:
             return self._repeated(translator, variable, given, kwargs)
         if name == "masked_select" and len(given) == 1 and not kwargs:
             return self._masked(translator, variable, given[0])
+        if name == "__setitem__":
+            return self._set(translator, variable, *given)
         if given or name not in ("argwhere", "nonzero", "where"):
             return None
         as_tuple = "as_tuple" in kwargs and kwargs["as_tuple"].as_python_constant()
@@ -66,13 +69,19 @@ class Selections:
         return self._nonzero(translator, variable)
 
     def item(self, translator: Any, variable: Any, index: Any) -> Any:
-        """Return the index of a tensor with positions in place of masks; None: it has no mask, or
-        their sizes are not known."""
+        """Return the index of a tensor with positions in place of masks, and numbers in place of
+        tensors of one; None: it has no such, or they are not known."""
         several = isinstance(index, self._tuple)
         made, masks = [], 0
         for one in index.items if several else (index,):
             one = one.realize()
-            if not (self._is_ours(translator, one) and _value(one).dtype is torch.bool):
+            kind = _value(one).dtype if self._is_ours(translator, one) else None
+            if kind in _INTEGERS and not _value(one).dim():
+                number = self._count(translator, one, "detach")
+                made.append(one if number is None else constant(number))
+                masks += number is not None
+                continue
+            if kind is not torch.bool:
                 made.append(one)
                 continue
             found = self._indices(translator, one)
@@ -80,7 +89,18 @@ class Selections:
                 return None
             made += found
             masks += 1
-        return self._tuple(made) if masks and self._is_ours(translator, variable) else None
+        if not masks or not self._is_ours(translator, variable):
+            return None
+        return self._tuple(made) if several or len(made) > 1 else made[0]
+
+    def _set(self, translator: Any, variable: Any, index: Any, value: Any) -> Any:
+        # One number is set by the mask itself.
+        if not self._is_ours(translator, value) or not _value(value).dim():
+            return None
+        index = self.item(translator, variable, index)
+        if index is None:
+            return None
+        return variable.call_method(translator, "__setitem__", [index, value], {})
 
     def _nonzero(self, translator: Any, variable: Any) -> Any:
         if _value(variable).dim() == 0:
@@ -88,7 +108,13 @@ class Selections:
         count = self._count(translator, variable, "count_nonzero")
         if count is None:
             return None
-        return variable.call_method(translator, "nonzero_static", [], {"size": constant(count)})
+        found = variable.call_method(translator, "nonzero_static", [], {"size": constant(count)})
+        if _value(variable).dim() == 1 or not count:
+            return found
+        # Eager's positions in one dimension lie together.
+        for how in ("t", "contiguous", "t"):
+            found = found.call_method(translator, how, [], {})
+        return found
 
     def _indices(self, translator: Any, variable: Any) -> list[Any] | None:
         found = self._nonzero(translator, variable)

@@ -9,6 +9,7 @@ from memopt.torch_private.table import Row, rows
 _EXPORT = "torch._dynamo.functional_export"
 _VARIABLES = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd"
+_LATER = ("2.13", "2.14")
 _FUNCTIONS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable"
 
 DYNAMO = (
@@ -101,7 +102,7 @@ DYNAMO = (
         "hear what a forward changes in objects that are containers",
         f"{_VARIABLES}.UserDefinedObjectVariable",
         "_base_vt",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
     ),
     *rows(
         "keep whole, and answer, what Dynamo would take apart or answer itself",
@@ -119,21 +120,16 @@ DYNAMO = (
         "build_fingerprint_with_pytree",
         "classify_vt",
         "InputFingerprint",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
     ),
-    *rows("trace equal blocks once", f"{_VARIABLES}.UserFunctionVariable", "call_function"),
+    *rows("trace equal blocks once", "torch._guards.ChainedSource", "clone", versions=_LATER),
     *rows(
         "trace equal blocks once",
-        "torch._guards.ChainedSource",
-        "clone",
-        versions=("2.13", "2.14"),
-    ),
-    *rows("trace equal blocks once", _VARIABLES, "TupleVariable"),
-    *rows(
-        "trace equal blocks once",
-        f"{_VARIABLES}.higher_order_ops",
-        "TorchHigherOrderOperatorVariable",
-        "are_same_graph_modules",
+        _VARIABLES,
+        "TupleVariable",
+        "UserFunctionVariable.call_function",
+        "higher_order_ops.TorchHigherOrderOperatorVariable",
+        "higher_order_ops.are_same_graph_modules",
     ),
     *rows("answer whether a model is compiled", "torch._utils", "is_compiling"),
     *rows("answer whether a model is compiled", "torch._dynamo.external_utils", "is_compiling"),
@@ -143,7 +139,7 @@ DYNAMO = (
         f"{_VARIABLES}.builtin",
         "GetAttrBuiltinVariable._call_getattr",
         "SetAttrBuiltinVariable._call_setattr",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
     ),
     *rows(
         "answer what a trace knows of tensors and their classes",
@@ -156,7 +152,7 @@ DYNAMO = (
         "give operators lists of the user's own classes",
         f"{_VARIABLES}.user_defined",
         "UserDefinedListVariable.as_proxy",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
     ),
     *rows(
         "answer what a trace knows of tensors and their classes",
@@ -232,6 +228,12 @@ DYNAMO = (
     ),
     *rows("look at a trace from inside", "torch._dynamo.comptime", "comptime"),
     *rows("explain what cannot be captured", "torch._dynamo.exc", "TorchDynamoException"),
+    *rows(
+        "refuse texts of unknown numbers as keys",
+        f"{_VARIABLES}.StringFormatVariable",
+        "hash_impl",
+        versions=_LATER,
+    ),
     *rows("explain what cannot be captured", "torch._numpy", "random"),
     *rows("keep what the caller has compiled", "torch._dynamo", "reset", "graph_break"),
     *rows(
@@ -277,13 +279,13 @@ AOT = (
         f"{_AOT}.runtime_wrappers",
         "_FirstInvocationContext",
         "_FirstInvocationContext.__init__",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
     ),
     *rows(
         "call kernels directly in the first step, too",
         f"{_AOT}.runtime_wrappers._FirstInvocationContext",
         "_is_first",
-        versions=("2.13", "2.14"),
+        versions=_LATER,
         of=specimens.first_call,
     ),
     *rows("let retain_graph=True work", f"{_AOT}.schemas.AOTState", "fw_metadata"),

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from memopt.models.warned import warn
-from memopt.torch_private.access import FILES_OF_TORCH, patched, private
+from memopt.torch_private.access import FILES_OF_TORCH, known, patched, private
 from memopt.torch_private.dynamo import constant, constant_in_traces, functions_ignored
 
 _CALL = "torch._dynamo.variables.misc.IgnoredFunctionVariable.call_function"
 _METHOD = "torch._dynamo.variables.misc.LoggingLoggerVariable.call_method"
+_HASH = "torch._dynamo.variables.StringFormatVariable.hash_impl"
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -61,6 +62,7 @@ def leaving_out_words() -> Iterator[None]:
         patched(_CALL, called),
         patched(_METHOD, logged),
         constant_in_traces(logging.getLogger),
+        patched(_HASH, _refused_as_key) if known(_HASH) else contextlib.nullcontext(),
     ):
         yield
     for place, what in found.items():
@@ -71,6 +73,12 @@ def leaving_out_words() -> Iterator[None]:
                 "same and stay silent. Call it outside of the model, with what it returns; in "
                 "evaluation it is called as before",
             )
+
+
+def _refused_as_key(_text: Any, _translator: Any) -> None:
+    """Refuse a text with a number that the trace does not know as a key: Dynamo takes it for one
+    that is in no dict."""
+    raise private("torch._dynamo.exc.TorchDynamoException")("Data-dependent text, used as a key")
 
 
 def _shows(logger: logging.Logger, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A model whose products may be shared in opt_einsum's cache is planned, as neuraloperator's are."""
+"""A model is planned whose products may be shared in opt_einsum's cache, as neuraloperator's."""
 
 from __future__ import annotations
 

@@ -105,6 +105,50 @@ class Compared(Reading):
         return functional.pad(kept, (0, 0, 0, h.shape[1] - kept.shape[1]))
 
 
+class Lists(Reading):
+    """Takes a list as one, and numbers of tensors with one element that have dimensions."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        rows = (ids != 0).sum(1, keepdim=True).tolist()
+        h = h * 2 if rows == [[5], [5], [5]] else h
+        rows[0].append(int((ids != 0).sum(1)[1:2]))
+        return h * sum(rows[0]) * ids[:1, :1].item()
+
+
+class Texts(Reading):
+    """Looks up texts of numbers."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        longest = (ids != 0).sum(1)[1]
+        known = {"5": 3, "4": 5}
+        h = h * known.get(f"{longest.item()}", 1) + known.get(f"{longest}", 1)
+        return h * known.get("{}".format(longest.item()), 1)  # noqa: UP032
+
+
+class Positions(Reading):
+    """Indexes with tensors of one number, sets elements by a mask, and asks for strides."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = ids != 0
+        last = mask.sum(1)[1] - 1
+        h = h.clone()
+        h[mask] += 1
+        h = h * mask.nonzero().stride(1) + h[:, last].unsqueeze(1)
+        return h * (1 + bool(ids[1, 4] > 0)) * (ids[2, 4] > 0).logical_not().item() + h
+
+
+class Keeping(Reading):
+    """Keeps numbers in its attributes."""
+
+    longest = 0
+    padded = False
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        self.longest = 2 * int((ids != 0).sum(1)[1]) + 1
+        self.padded = bool((ids == 0).any())
+        return h
+
+
 def batches() -> list[Tensor]:
     """Calls of two kinds that take turns."""
     found = []
@@ -129,6 +173,8 @@ def trained(model: nn.Module, calls: list[Tensor]) -> list[Any]:
             continue
         loss.backward()
         found += [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+        if isinstance(model, Keeping):
+            found.append(torch.tensor([model.longest, model.padded]))
         model.zero_grad()
     return [*found, torch.rand(3)]
 
@@ -149,7 +195,13 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [Branches, Changed, Counted, Numbers, Selections, Sized, Compared])
+KINDS = [
+    *(Branches, Changed, Counted, Numbers, Selections, Sized),
+    *(Compared, Lists, Texts, Positions, Keeping),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_values_have_plans_of_their_own(kind: type[Reading]) -> None:
     model = wrapped(kind)
     check_equal(kind, model, batches())
@@ -163,6 +215,20 @@ def test_an_error_of_the_forward_is_eagers() -> None:
     bad[0, 0] = WORDS
     with pytest.warns(UserWarning, match="an operator fails"):
         check_equal(Branches, model, [batches()[0], bad, batches()[0]])
+
+
+class Failing(Reading):
+    """Fails behind a dropout."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        if (ids == WORDS - 1).any():
+            raise ValueError(f"{h.sum().item()}")
+        return h
+
+
+def test_a_first_call_that_fails_draws_as_eager_does() -> None:
+    bad = torch.full((3, 5), WORDS - 1)
+    check_equal(Failing, wrapped(Failing), [bad, bad, batches()[0], bad])
 
 
 class Longest(Reading):
@@ -191,6 +257,22 @@ def test_an_applied_plan_names_the_value() -> None:
     following = plan.apply(model, on_mismatch="plan")
     following(ids + 1).sum().backward()
     assert memopt.running(following).calls.replanned == 1
+
+
+def test_a_plan_that_is_made_once_more_gets_the_answers_of_the_first() -> None:
+    class Ends(Reading):
+        def read(self, h: Tensor, ids: Tensor) -> Tensor:
+            return h * 2 if (ids[1:, 0] == 0).any() else h
+
+    torch.manual_seed(0)
+    options = {"strategy": "rotor", "progress": False, "improve": False}
+    model = memopt.wrap(Ends(), "min", most_plans=3, **options)
+    calls = [torch.ones(length, 2).long() for length in (3, 5, 6, 7, 9, 5)]
+    for number, ids in enumerate(calls):
+        ids[-1] = number % 2
+    with pytest.warns(UserWarning, match="plans were made once more"):
+        check_equal(Ends, model, calls)
+    assert memopt.running(model).calls.planned == len(calls)
 
 
 class ReadsWhatItChanged(Reading):
