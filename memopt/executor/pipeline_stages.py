@@ -54,6 +54,8 @@ def scheduled(call: Call) -> StageCall:
     order = [one for actions in schedule.pipeline_order.values() for one in _single(actions)]
     kinds = [one.computation_type.value for one in order if one.stage_index == stage.stage_index]
     waiting, halved = in_flight(kinds)
+    if stage.is_first:  # its backward is whole, where others run their second half
+        halved = 0
     calls = kinds.count("F")
     # Those that wait hold their outputs.
     collected = max(0, calls - 1 - waiting) if around.collects else 0
@@ -66,7 +68,7 @@ def scheduled(call: Call) -> StageCall:
         bucket_bytes=calls * sum(in_blocks(size, block_bytes) for size in [*sizes, *losses]),
         waiting_calls=waiting,
         halved_calls=halved,
-        output_calls=collected if stage.is_last else calls - 1,
+        output_calls=collected if stage.is_last else max(0, calls - 1 - halved),
         joined_calls=calls * (stage.is_last and around.collects),
     )
     return StageCall(charges, stage.is_last and around.runs)
