@@ -14,6 +14,7 @@ from memopt.models.budget import Budget
 from memopt.models.status import Status
 from memopt.plan_record import PlanRecord
 from memopt.programs.in_place import with_in_place
+from memopt.programs.instructions import Program
 from memopt.reductions.lower import with_forward_again
 from memopt.reductions.validate_and_replay import validate_and_replay
 
@@ -41,8 +42,12 @@ def forward_again(plan: P) -> P | None:
         return None
     if graph.movable:
         return None
-    made = with_in_place(graph, with_forward_again(graph, program))
-    problem, figures = validate_and_replay(graph, made, Budget(None), plan.device)
+    return with_program(plan, with_in_place(graph, with_forward_again(graph, program)))
+
+
+def with_program(plan: P, made: Program) -> P | None:
+    """Return a plan with another program in place of its own; None if that is not valid."""
+    problem, figures = validate_and_replay(plan.graph, made, Budget(None), plan.device)
     if problem is not None:
         return None
     return replace(

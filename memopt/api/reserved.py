@@ -9,11 +9,13 @@ on allocated bytes is lowered by a program's excess until one fits, and raised b
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.api.forward_again import forward_again
+from memopt.api.second_half import waiting_least, waiting_longest
 from memopt.errors import InfeasibleBudgetError, MemoptError
 from memopt.models.budget import (
     MINIMUM,
@@ -54,8 +56,22 @@ def planned_within(
     Raises:
         InfeasibleBudgetError, ValueError: see `within_reserved`, `solve`.
     """
-    size, of_reserved = split_reserved(budget)
     beside = charges.beside()
+    plan = _planned(solve_for, budget, beside, card_bytes)
+    if not beside.halved_calls or plan.reserved_bytes_limited:
+        return plan
+    limit = math.inf if plan.budget is None else plan.budget
+    return waiting_longest(plan, lambda one: needed_bytes(one.graph, one.program, beside) <= limit)
+
+
+def _planned(
+    solve_for: Callable[[WrittenBudget], PlanRecord],
+    budget: object,
+    beside: Charges,
+    card_bytes: int | None,
+) -> PlanRecord:
+    """Plan as `planned_within` does, whatever the first half of a backward computes."""
+    size, of_reserved = split_reserved(budget)
     if of_reserved:
         return within_reserved(solve_for, size, beside)
     if card_bytes is not None and not beside:
@@ -94,11 +110,14 @@ def planned_within(
     return replace(min(found, key=lambda one: one.step_time_s), budget=limit)
 
 
-def _or_again(plan: PlanRecord, beside: Charges) -> tuple[PlanRecord, ...]:
-    """Return a plan, and where other calls await their backward the one that runs its forward
-    again, which keeps less for each of them."""
+def _or_again(plan: PlanRecord, beside: Charges) -> list[PlanRecord]:
+    """Return a plan, and where other calls await their backward, or its second half, those that
+    keep less for each of them: one that runs its forward again, ones with waiting operators."""
     again = forward_again(plan) if beside.waiting_calls else None
-    return (plan,) if again is None else (plan, again)
+    found = [plan] if again is None else [plan, again]
+    if beside.halved_calls:
+        found += list(map(waiting_least, found))
+    return found
 
 
 def within_card(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,9 +22,12 @@ from memopt.executor.direct_calls import all_plain
 from memopt.executor.homes import Homes
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
-from memopt.step.build import held_by
+from memopt.step.results import held_by
 
 _COUNTER = itertools.count()
+
+Parts: TypeAlias = Mapping[int, tuple[int, ...]]
+"""Position of an instruction → positions of the gradients that are complete after it."""
 
 
 def _crossing(halves: Halves, arena: ArenaWriter | None) -> list[str]:
@@ -57,7 +60,7 @@ def _forward(
 
 
 def _backward(
-    forward: Writer, names: dict[Any, str], globals_: dict[str, Any], in_parts: bool
+    forward: Writer, names: dict[Any, str], globals_: dict[str, Any], in_parts: Parts | None
 ) -> Writer:
     halves = forward.halves
     writer = Writer(halves, names, globals_, forward.direct)
@@ -78,11 +81,11 @@ def _backward(
     writer.emit("saved.clear()", above=True)
     if forward.arena is not None:
         forward.arena.take(writer)
-    complete = halves.complete_gradients if in_parts else {}
+    complete = in_parts or {}
     for position, instruction in enumerate(halves.backward, halves.boundary + 1):
         writer.recorded(position, instruction)
         _hand_over(writer, complete.get(position, ()))
-    if in_parts:
+    if in_parts is not None:
         given = {i for positions in complete.values() for i in positions}
         _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
         return writer
@@ -114,7 +117,7 @@ def generate(
     recorder: Recorder | None = None,
     arenas: Arenas | None = None,
     homes: Homes | None = None,
-    in_parts: bool = False,
+    in_parts: Parts | None = None,
 ) -> tuple[Any, Any, str]:
     """Compile a program to two Python functions.
 
@@ -125,8 +128,8 @@ def generate(
         recorder: told when every instruction begins and ends; None: nothing is recorded.
         homes: the host copies of moved parameters and state; None: nothing of them moves.
         arenas: where placed tensors are written; None: wherever torch's allocator puts them.
-        in_parts: whether the backward yields gradients as they are complete, as
-            `memopt.executor.handover.Handed`, instead of returning all.
+        in_parts: where the backward yields which gradients, as `memopt.executor.handover.Handed`,
+            the others at its end; None: it returns all.
 
     Returns:
         (forward, backward, source): `forward(primals) -> (outputs, saved)`;
@@ -165,7 +168,7 @@ def written(
     recorder: Recorder | None = None,
     arenas: Arenas | None = None,
     homes: Homes | None = None,
-    in_parts: bool = False,
+    in_parts: Parts | None = None,
     direct: bool = True,
 ) -> tuple[str, dict[str, Any]]:
     """Return the source of a program's two functions, and what it reads by name; see `generate`.

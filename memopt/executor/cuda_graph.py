@@ -193,6 +193,7 @@ class GraphedProgram:
             backward=self.backward,
             fork=self._no_fork,
             partial=self._partial,
+            in_halves=None,
             # A replay gives all gradients at once, inside DistributedDataParallel, too.
             handover=None,
         )

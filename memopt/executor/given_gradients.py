@@ -45,7 +45,7 @@ class _HeldOrNot:
         self._budget_bytes, self._more_bytes = budget_bytes, more_bytes
         self._given_bytes, self._told = given_bytes, False
 
-    def arrived(self, tangents: list[Any], _missing: frozenset[int]) -> None:
+    def arrived(self, tangents: list[Any], *_: Any) -> None:
         """Check, once the present backward is over, whether the loop still holds its gradients."""
         given = [one for one in tangents if one is not None]
         if given and not self._told:

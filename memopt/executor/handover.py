@@ -19,7 +19,7 @@ import torch
 
 from memopt.errors import ExecutionError
 from memopt.executor.added_later import AddedLater
-from memopt.executor.codegen import generate
+from memopt.executor.codegen import Parts, generate
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.values import Halves
@@ -171,24 +171,6 @@ class HandoverOrder:
     complete: tuple[tuple[int, ...], ...]
     running: Callable[..., Iterator[Handed]]
 
-    @staticmethod
-    def of(
-        halves: Halves, swap: Any, random: RandomStates, recorder: Recorder | None, arenas: Any
-    ) -> HandoverOrder:
-        """Make the order of a program; the arguments are those of `generate`."""
-
-        @functools.cache
-        def backward() -> Callable[..., Iterator[Handed]]:
-            made: Callable[..., Iterator[Handed]]
-            _, made, _ = generate(halves, swap, random, recorder, arenas, in_parts=True)
-            return made
-
-        def running(*arguments: Any) -> Iterator[Handed]:
-            handed = backward()(*arguments)
-            return iter(random.settling(lambda: next(handed, None)), None)
-
-        return HandoverOrder(halves.captured, tuple(halves.complete_gradients.values()), running)
-
     def handover(self) -> tuple[Handover, int] | None:
         """Return the chain for a call made now, and the position of its anchor; None: gradients
         come at the end, since nobody reduces them meanwhile or all are complete at once."""
@@ -230,3 +212,27 @@ class HandoverOrder:
         value = self.captured.primals[position].node.meta["val"]
         size_bytes: int = value.nbytes
         return size_bytes
+
+
+def in_order(
+    halves: Halves, swap: Any, random: RandomStates, recorder: Recorder | None, arenas: Any
+) -> tuple[HandoverOrder, Callable[..., Iterator[Handed]] | None]:
+    """Return the order in which a program's gradients are complete, and its backward in two halves,
+    if it has two; the arguments are those of `generate`."""
+
+    def yielding(parts: Parts) -> Callable[..., Iterator[Handed]]:
+        @functools.cache
+        def backward() -> Callable[..., Iterator[Handed]]:
+            made: Callable[..., Iterator[Handed]]
+            _, made, _ = generate(halves, swap, random, recorder, arenas, in_parts=parts)
+            return made
+
+        def running(*arguments: Any) -> Iterator[Handed]:
+            handed = backward()(*arguments)
+            return iter(random.settling(lambda: next(handed, None)), None)
+
+        return running
+
+    complete, two = halves.complete_gradients, halves.first_half
+    order = HandoverOrder(halves.captured, tuple(complete.values()), yielding(complete))
+    return order, yielding(two) if two else None

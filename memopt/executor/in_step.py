@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
 from memopt.errors import ExecutionError, RankError
-from memopt.executor.partial_backward import Partial, PartialBackward
+from memopt.executor.handover import Handed
+from memopt.executor.partial_backward import InHalves, Partial, PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.executor.undo import Changes
 from memopt.models.graph import Graph
@@ -80,7 +82,15 @@ class InStep:
             backward=self._failing(program.backward, "the backward"),
             handover=None,
             partial=self._partial(program.partial),
+            in_halves=program.in_halves and self._in_halves(program.in_halves),
         )
+
+    def _in_halves(self, run: InHalves) -> InHalves:
+        def running(*arguments: Any) -> Iterator[Handed]:
+            half = partial(next, run(*arguments), None)
+            return iter(self._failing(half, "the backward"), None)
+
+        return running
 
     def _agreed(self, look: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
         """Make a call run unplanned on all ranks if a branch of one goes otherwise than assumed."""

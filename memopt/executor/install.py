@@ -14,21 +14,22 @@ from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.graph_segments import Segments
-from memopt.executor.handover import HandoverOrder
+from memopt.executor.handover import in_order
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
 from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed, Origin
+from memopt.executor.runtime import Installed
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
-from memopt.executor.values import Halves
+from memopt.executor.values import Halves, Origin
 from memopt.programs.instructions import Program
 from memopt.step.assumed import nothing_assumed
 from memopt.step.backend import backend_of
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
 from memopt.step.captured import Captured
+from memopt.step.results import held_by
 
 
 def install(
@@ -70,14 +71,13 @@ def install(
     random = RandomStates(device)
     segments = None if between is None else Segments(between, random, mover)
     halves = replace(halves, segments=segments)
-    layout = None if interpreted else arena_layout(lowering, program, device)
-    arenas = None if layout is None else (CheckedArenas if checked else Arenas)(layout, family)
-    order: HandoverOrder | None = None
+    arenas = None if interpreted else _arenas(halves, device, checked, family)
     if interpreted:
         forward, backward, source = *interpret(halves, mover, random, homes), ""
     else:
         forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
-        order = HandoverOrder.of(halves, mover, random, recorder, arenas)
+
+    order, both = (None, None) if interpreted else in_order(halves, mover, random, recorder, arenas)
 
     def without(absence: Uncomputed) -> Backward:
         part = replace(halves, absence=absence)
@@ -102,6 +102,7 @@ def install(
         fork=functools.partial(_forked, halves, mover, arenas),
         handover=order,
         partial=partial,
+        in_halves=both,
         recomputes=len({run.op for _, run in program.computes}) < len(program.computes),
         by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,
@@ -138,6 +139,13 @@ def _watched(halves: Halves) -> tuple[int, ...]:
         if i not in captured.mutated
         and isinstance(captured.primals[i].node.meta.get("val"), torch.Tensor)
     )
+
+
+def _arenas(
+    halves: Halves, device: torch.device, checked: bool, family: ArenaFamily | None
+) -> Arenas | None:
+    layout = arena_layout(halves.lowering, halves.program, device)
+    return None if layout is None else (CheckedArenas if checked else Arenas)(layout, family)
 
 
 def _mover(

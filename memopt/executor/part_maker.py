@@ -98,7 +98,12 @@ class PartMaker(PlanMaker):
         return known
 
     def _arrived_at(
-        self, part: PlannedPart, captured: Captured, _tangents: list[Any], missing: frozenset[int]
+        self,
+        part: PlannedPart,
+        captured: Captured,
+        _tangents: list[Any],
+        missing: frozenset[int],
+        _kept: bool,
     ) -> None:
         """Note that a backward of the part begins, and which tangents are missing."""
         used = used_leaves(captured, missing) if missing and self._shared.by_itself else frozenset()

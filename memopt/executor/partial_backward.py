@@ -12,7 +12,7 @@ both kinds, autograd's result is not known, and the unplanned model runs again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,9 +21,10 @@ from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.executor.arriving_layouts import rounds_otherwise
-from memopt.executor.handover import Handover
+from memopt.executor.handover import Handed, Handover
 from memopt.executor.pipeline_stages import PIPELINES
 from memopt.programs.instructions import Program
+from memopt.step.backend import autocast_off
 from memopt.step.build import Lowering
 from memopt.step.captured import Captured, Primal
 from memopt.step.kernel import FusedKernel
@@ -34,6 +35,8 @@ from memopt.torch_private.operators import aten
 
 Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
 """See `memopt.executor.runtime.Installed.backward`."""
+InHalves: TypeAlias = Callable[[list[Any], list[Any], list[Any]], Iterator[Handed]]
+"""A backward with the same arguments that yields the gradients of inputs, then all others."""
 
 _ADD = torch.ops.aten.add.Tensor
 _GIVEN_ZEROS = frozenset(
@@ -211,18 +214,18 @@ class FirstHalf:
     `torch.distributed.pipelining` asks for the gradients of a stage's inputs first, and keeps the
     graph; later, from the same gradients of its outputs, for those of its parameters. Autograd
     computes for each what it needs. A planned backward is one function, and would run twice. It
-    runs once, in the first half, which frees what the forward has saved; the parameters' gradients
-    await the second.
+    runs once, and stops where the gradients of the inputs are complete
+    (`memopt.programs.first_half`); it keeps what it still needs, and drops all else.
 
     Attributes:
         primals: the joint graph's inputs.
         tangents: the gradients of its outputs, as autograd gave them.
-        kept: the parameters' gradients by position, once it has run.
+        rest: the second half, once the first has run.
     """
 
     primals: Sequence[Primal]
     tangents: list[Any]
-    kept: tuple[Any, ...] | None = None
+    rest: Iterator[Handed] = field(default_factory=lambda: iter(()))
 
     @staticmethod
     def running(
@@ -238,19 +241,40 @@ class FirstHalf:
             return None
         return FirstHalf(primals, tangents)
 
-    def keep(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep the gradients of parameters; return the others, by position."""
-        held = [primal.held for primal in self.primals]
-        self.kept = tuple(one if own else None for own, one in zip(held, gradients, strict=True))
-        return tuple(None if own else one for own, one in zip(held, gradients, strict=True))
+    def first(self, whole: Backward, in_halves: InHalves | None) -> Backward:
+        """Return a function that runs the first half of a backward, and returns the gradients of
+        inputs, by position. If there is none in halves, it runs the whole one."""
+
+        def run(*arguments: list[Any]) -> tuple[Any, ...]:
+            self.rest = (in_halves or self._at_once(whole))(*arguments)
+            return self._by_position(dict(next(self.rest, ())))
+
+        return run
 
     def second(self, tangents: list[Any]) -> tuple[Any, ...] | None:
-        """Return the gradients that were kept; None: the backward that runs now is no second half,
-        since it asks for other gradients, or begins with others."""
+        """Run the second half; return the gradients of parameters, by position. None: the backward
+        that runs now is no second half, since it asks for other gradients, or begins with
+        others."""
         if not all(self.primals[i].held for i in wanted_inputs()):
             return None
-        pairs = zip(self.tangents, tangents, strict=True)
-        return self.kept if all(_is_equal(*pair) for pair in pairs) else None
+        if not all(map(_is_equal, self.tangents, tangents)):
+            return None
+        with autocast_off():
+            found = [one for handed in self.rest for one in handed]
+        self.rest = iter((tuple(found),) if keeps_graph() else ())
+        return self._by_position(dict(found))
+
+    def _at_once(self, whole: Backward) -> InHalves:
+        def running(*arguments: list[Any]) -> Iterator[Handed]:
+            found = dict(enumerate(whole(*arguments)[: len(self.primals)]))
+            first = [i for i, primal in enumerate(self.primals) if not primal.held]
+            yield tuple((i, found.pop(i)) for i in first)
+            yield tuple(found.items())
+
+        return running
+
+    def _by_position(self, found: Mapping[int, Any]) -> tuple[Any, ...]:
+        return tuple(found.get(i) for i in range(len(self.primals)))
 
 
 def _is_equal(before: Any, now: Any) -> bool:

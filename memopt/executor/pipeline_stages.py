@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -11,14 +12,18 @@ from typing import Any
 
 import torch
 
+from memopt.executor.held_memory import Memory, memory_of, size_of, still_held
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.device import in_blocks
 from memopt.step.backend import backend_of
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
+from memopt.torch_private.access import attribute, attribute_name
 from memopt.torch_private.modules import reducing_later
 
 PIPELINES = "torch.distributed.pipelining"
+_JOIN = "torch.distributed.pipelining.schedules._PipelineSchedule._merge_outputs"
+_JOINED: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 _LOSS_BYTES = 8
 """Of a micro-batch's loss, at most."""
 
@@ -45,15 +50,18 @@ class StageCall:
 def scheduled(call: Call) -> StageCall:
     """Return the memory that the schedule of a pipeline keeps beside the present call of its stage:
     other micro-batches until their backward or its second half, the buffers that receive their
-    activations and gradients, and the last stage's outputs, which are joined in the end. Only
-    torch's schedules are known."""
+    activations and gradients, and the last stage's outputs, which are joined in the end, with those
+    of the step before that the loop holds. Only torch's schedules are known."""
     around = _Around()
     stage, schedule = around.stage, around.schedule
     if stage is None or schedule is None or not schedule.pipeline_order:
         return StageCall()
+    joined = _joined_by(schedule)
     order = [one for actions in schedule.pipeline_order.values() for one in _single(actions)]
     kinds = [one.computation_type.value for one in order if one.stage_index == stage.stage_index]
     waiting, halved = in_flight(kinds)
+    if stage.is_first:  # its backward is whole, where others run their second half
+        halved = 0
     calls = kinds.count("F")
     # Those that wait hold their outputs.
     collected = max(0, calls - 1 - waiting) if around.collects else 0
@@ -63,13 +71,30 @@ def scheduled(call: Call) -> StageCall:
     losses = [_LOSS_BYTES] * stage.is_last
     block_bytes = max((backend_of(one.device).block_bytes for one in call.tensors()), default=1)
     charges = Charges(
+        kept_bytes=size_of(still_held(joined)) if stage.is_last else 0,
         bucket_bytes=calls * sum(in_blocks(size, block_bytes) for size in [*sizes, *losses]),
         waiting_calls=waiting,
         halved_calls=halved,
-        output_calls=collected if stage.is_last else calls - 1,
+        output_calls=collected if stage.is_last else max(0, calls - 1 - halved),
         joined_calls=calls * (stage.is_last and around.collects),
     )
     return StageCall(charges, stage.is_last and around.runs)
+
+
+def _joined_by(schedule: Any) -> Memory:
+    """Return the memory of the outputs that a schedule has joined last. The loop, to which it
+    returns them, may hold them for as long as the next step runs."""
+    if schedule not in _JOINED:
+        _JOINED[schedule] = {}
+        join, own = attribute(_JOIN)(type(schedule)), weakref.ref(schedule)
+
+        def noted(chunks: list[Any]) -> Any:
+            found = join(own(), chunks)
+            _JOINED[own()] = memory_of(pytree.tree_leaves(found))
+            return found
+
+        setattr(schedule, attribute_name(_JOIN), noted)
+    return _JOINED[schedule]
 
 
 def accumulating() -> bool:

@@ -28,7 +28,6 @@ from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
 from memopt.step.reader import described, described_text
 from memopt.step.shards import held_gradients
-from memopt.torch_private.modes import keeps_graph
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -358,14 +357,15 @@ class PlanMaker:
         text = f"calls with {shown(call)} are beyond the budget of the wrapped model{remedy}"
         return InfeasibleBudgetError(f"{text}. {error}", error.budget_bytes, least)
 
-    def _arrived(self, kind: Any, ran: weakref.ref[Made], tangents: list[Any], _: Any) -> None:
+    def _arrived(self, kind: Any, ran: weakref.ref[Made], *arrived: Any) -> None:
         """Begin the backward of a planned call; warn if the memory held then exceeds its budget."""
 
         def met() -> None:
             if (made := ran()) is not None:
                 self.met(kind, made)
 
-        self._around.arrived(kind, tangents, met)
+        tangents, _, kept = arrived
+        self._around.arrived(kind, tangents, met, kept)
 
     def _arrived_dropping(
         self, kind: Any, ran: weakref.ref[Made], least: int | None, *arrived: Any
@@ -381,7 +381,7 @@ class PlanMaker:
             return
         plan, budget_bytes = made.plan, made.plan.budget
         others = waiting_calls(made.module) - 1
-        beside = Charges(waiting_calls=others, kept_graphs=int(keeps_graph()))
+        beside = Charges(waiting_calls=others, kept_graphs=int(arrived[-1]))
         if held_bytes + backward_bytes(plan.graph, plan.program, beside) <= budget_bytes:
             return
         remedy = "" if least is None else f"give at least budget={least}, or "

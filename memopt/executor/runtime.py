@@ -34,11 +34,11 @@ from memopt.executor.differentiated import (
 )
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
-from memopt.executor.partial_backward import FirstHalf, Partial, unknown
+from memopt.executor.partial_backward import FirstHalf, InHalves, Partial, unknown
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
-from memopt.executor.values import Halves
+from memopt.executor.values import Origin
 from memopt.step.assumed import failing_as_assumed, nothing_assumed
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
@@ -49,18 +49,9 @@ from memopt.torch_private.tensors import version_of
 
 _KEYS = itertools.count(1)
 
-Arrived: TypeAlias = Callable[[list[Any], frozenset[int]], None]
-"""Called with the gradients of the outputs when a call's backward begins."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a program's code is written of: its halves, and who makes its host copies and keeps its
-    random states."""
-
-    halves: Halves
-    swap: Any
-    random: RandomStates
+Arrived: TypeAlias = Callable[[list[Any], frozenset[int], bool], None]
+"""Called with the gradients of the outputs when a call's backward begins, which are missing, and
+whether it keeps the graph."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +70,7 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
+        in_halves: the backward in two halves; None: it runs whole.
         recomputes: whether it computes anything twice.
         by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
@@ -95,6 +87,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
+    in_halves: InHalves | None = None
     recomputes: bool = False
     by_kernels: frozenset[int] = frozenset()
     segments: Segments | None = None
@@ -303,10 +296,8 @@ class Runtime:
         if state.again is not None and (why := why_not_planned(args[1:])):
             return self._as_original(state, args[1:], why)
         if state.first_half is not None:
-            found = state.first_half.second(args[1:])
-            if found is None:
-                return self._as_original(state, args[1:], HALVED)
-            return self._given(state, found)
+            rest = state.first_half.second(args[1:])
+            return self._given(state, rest) if rest else self._as_original(state, args[1:], HALVED)
         half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
         if (
             state.layouts.orders
@@ -328,11 +319,12 @@ class Runtime:
             args[i] = in_memory_of_its_own(value)
         del value
         if state.arrived is not None:
-            state.arrived(args[1:], missing)
+            state.arrived(args[1:], missing, keeps_graph() and half is None)
         saved = state.saved
         if half is not None:
             self.note_halved()
             state.saved, state.first_half = [], half
+            run = half.first(run, None if missing else program.in_halves)
         elif keeps_graph():
             saved = program.fork(saved)
         else:
@@ -343,7 +335,7 @@ class Runtime:
             return state.handover.begin(running, self._added_later)
         with autocast_off():
             gradients = run(state.primals, args, saved)
-        return self._given(state, half.keep(gradients) if half else gradients)
+        return self._given(state, gradients)
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
         """Return the gradients of the unplanned model, which runs again."""

@@ -164,6 +164,7 @@ class SizedCode:
             backward=random.settling(backward),
             handover=None,
             partial=unknown,
+            in_halves=None,
             origin=None,
         )
 

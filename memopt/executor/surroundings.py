@@ -42,7 +42,7 @@ from memopt.step.optimizer_state import state_bytes
 from memopt.step.ranks import members_of, several_are_there
 from memopt.step.shards import flat_bytes, held_gradients
 from memopt.torch_private import pytree
-from memopt.torch_private.modes import backward_number, keeps_graph, when_backward_is_over
+from memopt.torch_private.modes import backward_number, when_backward_is_over
 from memopt.torch_private.modules import data_parallel_around
 
 METERED = 4
@@ -261,7 +261,7 @@ class Surroundings:
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
 
-    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None]) -> None:
+    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None], kept: bool) -> None:
         """Note that the backward of a planned call begins with the gradients of its outputs. Call
         `met` if more memory is held beside it than was measured before, or if the loop turns out to
         hold these gradients; the buffers of a pipeline's stage are charged already."""
@@ -277,8 +277,8 @@ class Surroundings:
         # Gradients that one backward makes in several calls are added up inside autograd, while
         # the loop holds the outputs of all.
         again = int(self._backward == backward_number())
-        self._backward, kept = backward_number(), int(keeps_graph())
-        calls = Charges(kept_graphs=kept, halved_calls=again, output_calls=again)
+        self._backward = backward_number()
+        calls = Charges(kept_graphs=int(kept), added_calls=again, output_calls=again)
         if self._largest(kind, calls) or (one.outputs_bytes, one.gradient_bytes) != was:
             met()
 

@@ -16,7 +16,9 @@ from torch.fx import Node
 
 from memopt.executor.absence import NOTHING_ABSENT, Uncomputed
 from memopt.executor.graph_segments import Segments
+from memopt.executor.random_state import RandomStates
 from memopt.models.graph import Graph
+from memopt.programs.first_half import first_half_end
 from memopt.programs.in_place import taken_over
 from memopt.programs.instructions import Instruction, Program
 from memopt.programs.lifetimes import Lifetimes, lifetimes
@@ -142,6 +144,15 @@ class Halves:
         return dict(sorted(found.items()))
 
     @cached_property
+    def first_half(self) -> dict[int, tuple[int, ...]]:
+        """Map the last position of the backward's first half to the gradients of inputs, by their
+        own positions. Empty: the backward has one half."""
+        end = first_half_end(self.lowering.graph, self.program)
+        primals = enumerate(self.captured.primals)
+        own = tuple(i for i, primal in primals if not primal.held and self.gradients[i] is not None)
+        return {end - 1: own} if own and end < len(self.program) else {}
+
+    @cached_property
     def outputs_read_later(self) -> tuple[int, ...]:
         """Positions of the forward outputs whose memory the backward half reads, ascending."""
         storages = self.lowering.storages
@@ -192,6 +203,16 @@ class Halves:
             for position, primal in enumerate(self.captured.primals)
             if self.lowering.storages[primal.node][0] in self._read_in_backward
         )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a program's code is written of: its halves, and who makes its host copies and keeps its
+    random states."""
+
+    halves: Halves
+    swap: Any
+    random: RandomStates
 
 
 def _copied(value: Tensor) -> Tensor:

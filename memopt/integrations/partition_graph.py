@@ -17,9 +17,10 @@ from memopt.plan_record import PlanRecord
 from memopt.programs.instructions import Compute, Instruction, LossBoundary, Program
 from memopt.programs.lifetimes import lifetimes
 from memopt.programs.liveness import with_frees
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
 from memopt.step.captured import Captured, Hooks, Primal
 from memopt.step.inputs import Call
+from memopt.step.results import held_by
 from memopt.torch_private.operators import OpOverload, schema_of
 
 NAME = "memopt_node"

@@ -27,8 +27,9 @@ class Charges:
             stage receives: resident.
         waiting_calls: other calls of the model (a pipeline's micro-batches) that await their
             backward; each keeps what the plan keeps between its forward and its backward.
-        halved_calls: those of them whose backward is split and half done; each keeps its gradients
-            instead.
+        halved_calls: those of them whose backward is split and half done; each keeps what waits for
+            the second half instead.
+        added_calls: other calls whose gradients one backward adds up.
         output_calls: other calls for each of which as many bytes are kept as its outputs have:
             outputs that a pipeline collects, or buffers for their gradients.
         joined_calls: calls whose outputs a pipeline joins in one copy once no backward is left.
@@ -47,6 +48,7 @@ class Charges:
     bucket_bytes: int = 0
     waiting_calls: int = 0
     halved_calls: int = 0
+    added_calls: int = 0
     output_calls: int = 0
     joined_calls: int = 0
     kept_graphs: int = 0
@@ -82,6 +84,7 @@ class Charges:
             max(0, self.bucket_bytes - charged.bucket_bytes),
             self.waiting_calls,
             self.halved_calls,
+            self.added_calls,
             self.output_calls,
             self.joined_calls,
             self.kept_graphs,
@@ -96,6 +99,7 @@ class Charges:
             held_bytes=self.held_bytes,
             waiting_calls=self.waiting_calls,
             halved_calls=self.halved_calls,
+            added_calls=self.added_calls,
             output_calls=self.output_calls,
             joined_calls=self.joined_calls,
             kept_graphs=self.kept_graphs,

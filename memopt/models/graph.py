@@ -193,6 +193,7 @@ class Graph:
         written_back: outputs that are new values of buffers and inputs, which no operator reads and
             which the framework copies there when the forward is over: the loss boundary reads and
             ends them.
+        input_gradients: those of `gradients` that are of inputs alone, if none is of both.
     """
 
     tensors: tuple[Tensor, ...]
@@ -207,6 +208,7 @@ class Graph:
     movable: tuple[int, ...] = field(default=(), metadata=SPARSE)
     repeated: bool = field(default=False, metadata=SPARSE)
     written_back: tuple[int, ...] = field(default=(), metadata=SPARSE)
+    input_gradients: tuple[int, ...] = field(default=(), metadata=SPARSE)
 
     linearizer: ClassVar[Callable[[Graph], Chain]]
     """Makes the chain of `to_chain`; `memopt.reductions` sets it, as rooms import downwards
@@ -226,6 +228,7 @@ class Graph:
         movable: Iterable[int] = (),
         repeated: bool = False,
         written_back: Iterable[int] = (),
+        input_gradients: Iterable[int] = (),
     ) -> None:
         for name, value in (
             ("tensors", tuple(tensors)),
@@ -240,6 +243,7 @@ class Graph:
             ("movable", tuple(movable)),
             ("repeated", bool(repeated)),
             ("written_back", tuple(written_back)),
+            ("input_gradients", tuple(input_gradients)),
         ):
             object.__setattr__(self, name, value)
         check_figures(self, "Graph", ("boundary_bytes", "extra_resident_bytes"))
@@ -292,6 +296,8 @@ class Graph:
             if index not in available:
                 raise ValueError(f"Graph: result tensor {index} is never computed")
         results = {*self.outputs, *self.gradients}
+        if not results.issuperset(self.input_gradients):
+            raise ValueError("Graph: an input gradient is not among the gradients")
         check_written_back(self)
         for index in self.movable:
             if index not in self.resident or index in results:

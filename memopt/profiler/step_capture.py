@@ -25,7 +25,7 @@ from memopt.models.graph import Operator, Phase
 from memopt.models.step_rules import PLAIN, StepRules
 from memopt.models.warned import warn
 from memopt.step.assumed import values_of
-from memopt.step.build import Lowering, build, held_by
+from memopt.step.build import Lowering, build
 from memopt.step.captured import Captured
 from memopt.step.fused import Fused
 from memopt.step.gradient_norms import with_norms
@@ -34,6 +34,7 @@ from memopt.step.joined_collectives import AFTER_SCATTER
 from memopt.step.joint_graph import of_the_loss
 from memopt.step.loss import Loss
 from memopt.step.micro_batches import repeated
+from memopt.step.results import held_by
 from memopt.step.shards import any_shards
 from memopt.step.step_optimizer import Update
 from memopt.step.step_parts import StepModule, StepParts, UpdateSite, update_name

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.graph import Graph, TensorKind
+from memopt.programs.first_half import halved_bytes
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import bytes_during, lifetimes
 from memopt.programs.replay import Timeline, replay
@@ -87,13 +88,14 @@ def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES
 
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     """Return the bytes of other calls that await their backward: what they keep with their
-    outputs (or their gradients, if those are larger and a backward is half done), and buffers for
-    outputs."""
-    calls = charges.waiting_calls
+    outputs (or between the halves of their backward, if that is more), gradients to be added up,
+    and buffers for outputs."""
+    calls, halved = charges.waiting_calls, charges.halved_calls
     kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
-    more_bytes = max(0, _bytes_of(graph, graph.gradients) - kept_bytes)
+    more_bytes = max(0, halved_bytes(graph, program) - kept_bytes) if halved else 0
+    added_bytes = charges.added_calls * max(0, _bytes_of(graph, graph.gradients) - kept_bytes)
     output_bytes = charges.output_calls * _bytes_of(graph, graph.outputs)
-    return calls * kept_bytes + charges.halved_calls * more_bytes + output_bytes
+    return calls * kept_bytes + halved * more_bytes + added_bytes + output_bytes
 
 
 def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from memopt.step.nodes import (
     overload_of,
     tensors_of,
 )
+from memopt.step.results import held_by, input_gradients, written_back
 from memopt.step.signature import Signature, signature, values_of
 from memopt.torch_private.modes import backward_owns_tangents
 from memopt.torch_private.operators import OpOverload, schema_of
@@ -86,14 +86,6 @@ class Lowering:
     def signatures(self) -> tuple[Signature, ...]:
         """Return the signatures of the nodes."""
         return tuple(map(signature, self.nodes))
-
-
-def held_by(
-    nodes: Iterable[Any], storages: Mapping[Node, tuple[int | None, ...]]
-) -> tuple[int, ...]:
-    """Return the indices of the tensors that nodes among these values hold, each once."""
-    held = (t for node in nodes if isinstance(node, Node) for t in storages[node])
-    return tuple(dict.fromkeys(t for t in held if t is not None))
 
 
 @dataclass
@@ -318,7 +310,8 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         tangents=[*(builder.storages[n][0] for n in captured.tangents), *beside],  # type: ignore[list-item]
         tangents_held=not backward_owns_tangents(),
         extra_resident_bytes=_untouched_bytes(builder, model, captured),
-        written_back=_written_back(builder, captured, operators),
+        written_back=written_back(captured, builder.storages, builder.tensors, operators),
+        input_gradients=input_gradients(captured, builder.storages),
     )
     return Lowering(
         graph=graph,
@@ -328,22 +321,6 @@ def _finish(builder: _Builder, model: nn.Module, captured: Captured) -> Lowering
         bases=builder.bases,
         device=captured.device,
     )
-
-
-def _written_back(
-    builder: _Builder, captured: Captured, operators: Iterable[Operator]
-) -> tuple[int, ...]:
-    """Return the outputs that hold nothing but new values of buffers and inputs, which AOTAutograd
-    copies there and drops when the forward is over, and that nothing reads: what runs again after
-    it could not. A forward without a backward drops them, too, but at its very end."""
-    if not any(one.phase is Phase.BACKWARD for one in operators):
-        return ()
-    count = len(captured.mutated)
-    needed = {*held_by(captured.forward_outputs[count:], builder.storages)}
-    needed |= {*held_by(captured.gradients, builder.storages)}
-    needed |= {t for one in operators for t in one.reads}
-    found = held_by(captured.forward_outputs[:count], builder.storages)
-    return tuple(t for t in found if t not in needed and not builder.tensors[t].resident)
 
 
 def _beside(builder: _Builder, captured: Captured) -> tuple[int, ...]:

@@ -22,9 +22,10 @@ from torch.fx.node import map_arg
 from memopt.models.device import in_blocks
 from memopt.models.graph import TensorKind
 from memopt.models.step_rules import StepRules
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.graph_extension import Extension
+from memopt.step.results import held_by
 from memopt.step.shards import any_shards, like_part
 from memopt.torch_private.access import private
 from memopt.torch_private.distributed import nothing_tried_out

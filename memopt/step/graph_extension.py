@@ -14,11 +14,12 @@ from torch.fx.node import map_arg
 
 from memopt.models.device import in_blocks
 from memopt.models.graph import Operator, Phase, Tensor, TensorKind
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
 from memopt.step.captured import Captured
 from memopt.step.collectives import collective_of, is_wait
 from memopt.step.in_place import overwritable, same_bits_in_place
 from memopt.step.memory_layout import storage_of
+from memopt.step.results import held_by
 from memopt.step.signature import values_of
 
 
@@ -179,6 +180,7 @@ class Extension:
             gradients=tuple(dict.fromkeys(kept)),
             tangents=tuple(tangents),
             written_back=tuple(t for t in graph.written_back if t in outputs and t not in kept),
+            input_gradients=(),
             extra_resident_bytes=graph.extra_resident_bytes + more_bytes,
         )
         return replace(

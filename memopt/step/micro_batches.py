@@ -20,10 +20,11 @@ from torch.fx.node import map_arg
 
 from memopt.models.device import in_blocks
 from memopt.models.graph import Phase, TensorKind
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
 from memopt.step.captured import Captured, Primal
 from memopt.step.graph_extension import Extension, in_new_storages
 from memopt.step.inputs import Call
+from memopt.step.results import held_by
 from memopt.torch_private.tensors import storage_key
 
 _ADD = torch.ops.aten.add.Tensor

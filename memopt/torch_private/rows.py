@@ -40,6 +40,12 @@ TENSORS = (
         needs="distributed",
     ),
     *rows(
+        "charge what a loop holds of a pipeline's outputs",
+        "torch.distributed.pipelining.schedules._PipelineSchedule",
+        "_merge_outputs",
+        needs="distributed",
+    ),
+    *rows(
         "charge what FullyShardedDataParallel holds",
         "torch.distributed.fsdp._flat_param.FlatParameter",
         "_local_shard",

@@ -114,23 +114,30 @@ def test_what_a_schedule_keeps_is_charged_from_the_first_call(tmp_path: Path) ->
     assert interleaved == [(Charges(waiting_calls=1, output_calls=CALLS - 1), 1), (received, 1)]
 
 
-def joining(rank: int, ranks: int) -> int:
-    """The bytes of a step's peak above the budget, where outputs are wide."""
+def joining(rank: int, ranks: int, schedule: Any, holds: bool) -> int:
+    """The bytes of a step's peak above the budget, where outputs are wide; `holds`: the loop holds
+    those of the step before."""
     calls = 12
     module: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1024))
     memopt.wrap(module, "min", "rotor", progress=False)
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))
-    running = Schedule1F1B(stage, calls, loss_fn=lambda output, _: output.square().mean())
+    running = schedule(stage, calls, loss_fn=lambda output, _: output.square().mean())
     given, target = torch.randn(64 * calls, WIDTH), torch.zeros(64 * calls, 1)
     for step in range(6):
         module.zero_grad()
         with metered(torch.device("cpu")) if step == 5 else nullcontext(MemoryUse()) as use:
-            running.step(given, target=target)
-    held_bytes = sum(one.nbytes for one in module.parameters())
+            output = running.step(given, target=target)
+        held = output if holds else None
+        del output
+    # Their memory is there when the metered step begins.
+    held_bytes = sum(one.nbytes for one in (*module.parameters(), held) if one is not None)
     return int(use.peak_bytes + held_bytes - module.memopt.plans[-1].budget)
 
 
-def test_joined_outputs_are_charged(tmp_path: Path) -> None:
-    (over_bytes,) = processes.results(processes.run(joining, 1, tmp_path))
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleGPipe])
+@pytest.mark.parametrize("holds", [False, True])
+def test_joined_outputs_are_charged(tmp_path: Path, schedule: Any, holds: bool) -> None:
+    found = processes.run(joining, 1, tmp_path, schedule, holds)
+    (over_bytes,) = processes.results(found)
     # A page of scalars more or less.
     assert -(2**16) < over_bytes <= 0

@@ -143,10 +143,16 @@ class Pair:
     def peak(self) -> int:
         """Of a planned step."""
         unmetered = self.plan.resident_bytes - backend_of("cpu").step_scalars_bytes
-        batches = self.batches(0)
+        batches, counters_bytes = self.batches(0), 0
         with metered(torch.device("cpu")) as use:
+            # A step replaces the optimizer's counters: a meter sees those go that it has seen come.
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if value.dim() == 0:
+                        state[name] = value.clone()
+                        counters_bytes += value.nbytes
             self.planned(batches)
-        return unmetered + use.peak_bytes
+        return unmetered + use.peak_bytes - counters_bytes
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -11,8 +11,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.flop_counter import FlopCounterMode
 
 import memopt
+from memopt.models.budget import Budget
 from memopt.models.charges import Charges
 from memopt.programs.charged import waiting_bytes
+from memopt.programs.first_half import can_wait, first_half_end, halved_bytes, with_waiting
+from memopt.programs.liveness import store_all
+from memopt.programs.replay import replay
+from memopt.programs.validate import validate
 from tests.distributed.cases import mlp
 
 
@@ -50,8 +55,50 @@ def test_a_planned_backward_runs_once_for_both_halves() -> None:
     expected, _ = halves(model, input, calls=3)
     found, work = halves(planned, input, calls=3)
     assert all(map(torch.equal, found, expected))
-    assert work[0] > 0
-    assert work[3:] == [0, 0, 0]
+    output = planned(input)
+    with FlopCounterMode(display=False) as whole:
+        output.backward(output.detach().clone())
+    assert sum(work) == 3 * whole.get_total_flops()
+    assert all(work)
+
+
+def test_gradients_of_parameters_wait_where_a_budget_has_room() -> None:
+    """What the first half computes is what autograd computes there; within less it is more."""
+    model, _, input = stage()
+    for _ in range(2):  # the second step knows how many calls were halved
+        expected, work = halves(model, input, calls=3)
+    known = {}
+    for budget in (None, "min"):
+        torch.manual_seed(1)
+        wrapped: Any = memopt.wrap(mlp(), budget, "rotor", progress=False)
+        for _ in range(2):
+            found, known[budget] = halves(wrapped, input, calls=3)
+        assert all(map(torch.equal, found, expected))
+    assert known[None] == work
+    assert known["min"][3] < work[3]
+
+
+def test_every_choice_of_what_waits_is_a_valid_program() -> None:
+    example = torch.randn(64, 16, requires_grad=True)
+    for budget in (None, "min"):
+        plan = memopt.plan(mlp(), example, budget=budget, strategy="rotor", progress=False)
+        graph, program, ends = plan.graph, plan.program, []
+        assert graph.input_gradients
+        groups = can_wait(graph, program)
+        assert len(groups) > 3
+        for count in range(len(groups) + 1):
+            waiting = frozenset[int]().union(*groups[:count])
+            made = with_waiting(graph, program, waiting)
+            assert validate(graph, made, Budget(None)) is None
+            assert len(made.computes) == len(program.computes)
+            end = first_half_end(graph, made)
+            later = {run.op for at, run in made.computes if at >= end}
+            assert waiting <= later
+            assert replay(graph, made).live_bytes[end - 1] <= (
+                graph.resident_bytes + halved_bytes(graph, made)
+            )
+            ends.append(end)
+        assert ends[-1] < ends[0] <= len(program)
 
 
 def test_a_second_backward_with_other_gradients_is_the_unplanned_one() -> None:
@@ -76,7 +123,9 @@ def test_gradients_that_await_their_half_are_charged() -> None:
         halves(wrapped, input[:2], calls=3)
     plan = wrapped.memopt.plans[-1]
     charges = Charges(waiting_calls=2, halved_calls=2)
-    more = waiting_bytes(plan.graph, plan.program, charges)
-    # Beside the last call's first half, the others keep their gradients.
-    assert more >= 2 * sum(one.nbytes for one in model.parameters())
+    # Beside the last call's first half, the others keep what waits, which is less than gradients.
+    gradients_bytes = sum(one.nbytes for one in model.parameters())
+    nothing_waits = store_all(plan.graph)
+    assert waiting_bytes(plan.graph, nothing_waits, charges) > gradients_bytes
+    assert waiting_bytes(plan.graph, plan.program, charges) < gradients_bytes
     assert wrapped.memopt.around.charges(None).halved_calls == 2

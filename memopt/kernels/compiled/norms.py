@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
+from memopt.step.results import held_by
 from memopt.torch_private.operators import aten as _ATEN
 
 

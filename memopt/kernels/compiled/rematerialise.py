@@ -28,7 +28,8 @@ from memopt.kernels.compiled.fusible import is_pointwise
 from memopt.kernels.compiled.norms import statistics_of
 from memopt.kernels.compiled.pooling import read_by
 from memopt.models.graph import Graph, Phase
-from memopt.step.build import Lowering, held_by
+from memopt.step.build import Lowering
+from memopt.step.results import held_by
 
 _WIDEST = 2**30
 """Largest capacity: capacities are 32-bit integers."""
