@@ -26,7 +26,7 @@ from memopt.capture.known_attributes import check_attributes_set, known_attribut
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
-    check_not_drawn_in_numpy,
+    check_numpy,
     check_settings,
     lasting_changes,
     names_of_modules,
@@ -67,6 +67,7 @@ from memopt.torch_private.dynamo import (
     graph_of,
     own_lists_given,
 )
+from memopt.torch_private.numpy_numbers import with_numbers
 from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
@@ -236,7 +237,9 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         ):
             nonlocal failing
             failing = failing_here
-            found = with_divergences(lambda: dynamo_capture(model, *call.opened))
+            found = with_numbers(
+                lambda: with_divergences(lambda: dynamo_capture(model, *call.opened))
+            )
             again = incomplete(found[0]) or note(found[0])
         return trace() if again else found
 
@@ -268,7 +271,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
         raise _failed_in_dynamo(error) from error
     except (TypeError, AttributeError, LookupError) as error:
         raise _failed_in_dynamo(error) from error
-    check_not_drawn_in_numpy(found[0])
+    check_numpy(found[0])
     _check_code(found[0])
     return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
 

@@ -34,6 +34,7 @@ from memopt.torch_private.modules import (
     has_backward_hooks,
     hooks_on_all_backwards,
 )
+from memopt.torch_private.numpy_numbers import taken_for_tensors
 from memopt.user_code.restored_state import forward_restored, state_restored
 
 # Files of torch, memopt and Python, whose lines a user cannot change.
@@ -217,12 +218,19 @@ def check_effects(module: GraphModule) -> None:
             )
 
 
-def check_not_drawn_in_numpy(traced: GraphModule) -> None:
-    """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead.
+def check_numpy(traced: GraphModule) -> None:
+    """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead, and those of
+    its numbers that dynamo takes for tensors where that gives another dtype.
 
     Raises:
         CaptureError: there are some; the message names the line.
     """
+    for node in taken_for_tensors(traced.graph):
+        raise CaptureError(
+            f"the model computes with a number of numpy's{line_of(node)}, which a trace takes for "
+            "a tensor, so that the result would have another dtype: compute it with Python's math, "
+            "or in __init__, as a Python number (self.scale = float(...))"
+        )
     for node in traced.graph.nodes:
         function = getattr(node.target, "f", None)
         if draws_in_numpy(function):

@@ -14,7 +14,9 @@ An update in place keeps a tensor's strides; the functional form of some operato
 result from any argument: every later kernel would add in another order than eager's. Such an update
 is traced as `memopt::masked_fill` and so on, which copies the tensor with its strides and runs
 eager's kernel in place on the copy. The functional form stays where the user calls it: eager's
-result is row-major there, too.
+result is row-major there, too. So is a sum of gradients that autograd makes in place, and out of
+place if a tensor is traced, where strides of size 1 tell batch norm's backward which memory layout
+it reads (images of one pixel with their channels last).
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from memopt.step.memory_layout import same_strides, shares_elements
+from memopt.step.memory_layout import fills_storage, same_strides, shares_elements
 from memopt.step.operators import CallsThrough, define, functional_name
 from memopt.torch_private.aot import as_functional, is_functional, replace_functional
-from memopt.torch_private.modes import node_number, running_node
+from memopt.torch_private.modes import (
+    backward_number,
+    node_number,
+    only_the_backward_holds,
+    running_node,
+)
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.pytree import tree_map
 
@@ -224,6 +231,11 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         return result
 
     def _as_eager(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _ATEN.add.Tensor and not kwargs and _adds_to_a_gradient(*args):
+            result = func(*args)
+            if result.stride() == args[0].stride():
+                return result
+            return _functional_update(_ATEN.add_.Tensor)(*args)
         if (_updates(func) and func not in _FILL) or func in _IN_PLACE:
             _refuse_shared(func, args[0])
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
@@ -251,6 +263,21 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
         layout = (list(tensor.shape), list(tensor.stride()), tensor.dtype, tensor.device)
         replace_functional(tensor, _functional_draw(func)(*layout, *given))
         return tensor
+
+
+def _adds_to_a_gradient(first: Any, second: Any) -> bool:
+    """Return whether a sum is of gradients that autograd adds up in place in eager, in a layout
+    that can differ from a new tensor's: by the strides of dimensions of size 1 alone."""
+    return (
+        backward_number() >= 0
+        and is_functional(first)
+        and is_functional(second)
+        and 1 in first.shape
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and fills_storage(first)
+        and only_the_backward_holds(first)
+    )
 
 
 def _filling_node() -> int | None:

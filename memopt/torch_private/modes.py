@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ _FORWARD_CLASS = "torch.autograd.function.BackwardCFunction._forward_cls"
 _DOUBLE_BACKWARD = (
     "torch._functorch._aot_autograd.runtime_wrappers.CompiledFunction._double_backward"
 )
+_use_count = attribute("torch.Tensor._use_count")
 _number = attribute("torch.autograd.graph.Node._sequence_nr")
 _SET_NUMBER = "torch.autograd.graph.Node._set_sequence_nr"
 _LAST_NUMBER = 2**64 - 1
@@ -228,6 +230,38 @@ def _is_wanted(node: Any) -> bool:
 def node_number(node: Any) -> int:
     """Return the sequence number of an autograd node: nodes made later have larger ones."""
     return int(_number(node)())
+
+
+def only_the_backward_holds(gradient: torch.Tensor) -> bool:
+    """Whether autograd, which adds to a gradient in a dispatch mode's call, is all that holds it:
+    it adds in place then, unless tensors are traced."""
+    return bool(_use_count(gradient)() == _count_of_the_backward())
+
+
+@functools.cache
+def _count_of_the_backward() -> int:
+    """Return the use count, in a dispatch mode's call, of a gradient that only autograd holds."""
+    counts: list[int] = []
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                counts.append(_use_count(args[0])())
+            return func(*args, **(kwargs or {}))
+
+    def count() -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        total = leaf.sin() + leaf.cos()
+        with Counting():  # type: ignore[no-untyped-call]
+            torch.autograd.grad(total, leaf)
+
+    # In a thread without the tracer's modes.
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+    return counts[0]
 
 
 def accumulate_in_order(leaves: Sequence[torch.Tensor]) -> bool:

@@ -319,6 +319,19 @@ ABSENCES = (
     ),
 )
 
+NUMPY = (
+    *rows(
+        "know the numbers that a forward computes in NumPy",
+        "torch._dynamo",
+        "variables.NumpyVariable.call_function",
+        "variables.lists.BaseListVariable",
+        "utils.numpy_to_tensor_wrapper",
+        "utils.numpy_attr_wrapper",
+        "utils.numpy_method_wrapper",
+        "utils.numpy_operator_wrapper",
+    ),
+)
+
 ROWS: tuple[Row, ...] = (
     *TENSORS,
     *MODULES,
@@ -326,6 +339,7 @@ ROWS: tuple[Row, ...] = (
     *MODES,
     *DEVICES,
     *ABSENCES,
+    *NUMPY,
     *TRACING,
     *OPERATORS,
 )

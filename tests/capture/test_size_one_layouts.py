@@ -75,3 +75,31 @@ def test_attention_of_one_token_has_eagers_bits() -> None:
         model(*mine).square().mean().backward()
         found.append([one.grad for one in (*mine, model.mix)])
     assert all(map(torch.equal, *found))
+
+
+class Branches(nn.Module):
+    """Two sums of gradients, in eager one in place and one, of a gradient that is still needed,
+    out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ins = nn.ModuleList(nn.Conv2d(8, 16, 1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
+        self.outs = nn.ModuleList(nn.Conv2d(16, 16, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (norm(conv(x)) for norm, conv in zip(self.norms, self.ins, strict=False))
+        first, second = self.outs[0](one), self.outs[1](other)
+        return self.norms[2](self.outs[2](first + second + (one + other)))
+
+
+def test_sums_of_gradients_of_one_pixel_have_eagers_layout() -> None:
+    torch.manual_seed(0)
+    planned = Branches().to(memory_format=torch.channels_last)
+    eager = copy.deepcopy(planned)
+    memopt.wrap(planned, "min", "store-all", progress=False)
+    x = torch.randn(4, 8, 1, 1).contiguous(memory_format=torch.channels_last)
+    for model in (eager, planned):
+        model(x).square().mean().backward()
+    found, wanted = ([one.grad for one in model.parameters()] for model in (planned, eager))
+    assert all(map(torch.equal, found, wanted))
