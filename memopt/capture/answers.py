@@ -23,9 +23,9 @@ from memopt.step.operators import CallsThrough
 from memopt.step.ranks import ranks_of
 from memopt.torch_private.access import private
 from memopt.torch_private.aot import FakeTensor
-from memopt.torch_private.branches import KnownValue, KnownValues
 from memopt.torch_private.instructions import Place, is_library
 from memopt.torch_private.numbers_of_tensors import computed_by, has_numbers, items_of
+from memopt.torch_private.values_met import KnownValue, KnownValues
 from memopt.user_code.restored_state import forward_restored
 
 REFUSED = re.compile(

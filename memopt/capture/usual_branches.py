@@ -25,7 +25,7 @@ from memopt.step.assumed import ASSUMED, Assumption
 from memopt.step.input_values import LOOKED, READ, VALUES, InputValue
 from memopt.step.inputs import Call
 from memopt.step.traced_arguments import branches_returned
-from memopt.torch_private.branches import Met, branches_decided, check_left, values_met
+from memopt.torch_private.branches import branches_decided, check_left, values_met
 from memopt.torch_private.instructions import Place
 from memopt.torch_private.numbers_of_tensors import (
     has_numbers,
@@ -33,6 +33,7 @@ from memopt.torch_private.numbers_of_tensors import (
     without_numbers,
     without_unread,
 )
+from memopt.torch_private.values_met import Met
 
 _LOOKING: weakref.WeakKeyDictionary[nn.Module, Looking] = weakref.WeakKeyDictionary()
 """Models whose trace met such a value."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributions.constraints import is_dependent
@@ -27,7 +27,6 @@ from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, t
 from memopt.torch_private.instructions import (
     JUMPS,
     KEEPS,
-    Place,
     past_error,
     place_of,
     tables,
@@ -35,6 +34,7 @@ from memopt.torch_private.instructions import (
 from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.numbers_of_tensors import computed_by, items_of
 from memopt.torch_private.selections import Selections
+from memopt.torch_private.values_met import KnownValue, KnownValues, Met
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
@@ -68,59 +68,6 @@ _CHECKS = {
 """Functions that raise where a tensor is not true, and which argument it is."""
 _OF_NUMBERS = {math.isfinite: "isfinite", math.isinf: "isinf", math.isnan: "isnan"}
 _CASTS = ("sym_float", "sym_int")
-
-
-@dataclass(frozen=True)
-class KnownValue:
-    """What a trace is told of a value that it met.
-
-    Attributes:
-        value: the truth of a branch, or a number.
-        compute: computes it from the call's flat arguments; None: it depends on more.
-    """
-
-    value: Any
-    compute: GraphModule | None = None
-
-
-class KnownValues(Protocol):
-    """Tells a trace of values; None: nothing is known, so that Dynamo refuses the branch, or makes
-    a symbol of the number."""
-
-    def truth(self, node: Node, place: Place) -> KnownValue | None:
-        """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
-
-    def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
-        """Return the number in a tensor, or for `nested` all in nested lists."""
-
-    def begin(self) -> None:
-        """Answer from the first question on: a trace begins."""
-
-
-@dataclass(frozen=True)
-class Met:
-    """A value that a trace has met in a branch or a check, or of which it has a number.
-
-    Attributes:
-        variables: Dynamo's variables of the tensors that decide, as they were there (the forward
-            may change them later); none if the call's arguments do.
-        node: its node in Dynamo's graph, where the value is looked at.
-        goes: how the branch goes, or the number.
-        raises: whether the forward raises an error where it goes the other way.
-        decide: computes the truth from the tensors' numbers; None: it is the one tensor's.
-        compute: see `KnownValue.compute`.
-        truth: whether a branch asks for it.
-        place: where a number is read.
-    """
-
-    variables: tuple[Any, ...]
-    node: Node
-    goes: Any
-    raises: bool = False
-    decide: GraphModule | None = None
-    compute: GraphModule | None = None
-    truth: bool = True
-    place: Place | None = None
 
 
 @dataclass
