@@ -31,7 +31,7 @@ from memopt.step.memory_layout import (
 )
 from memopt.step.signature import REFUSALS
 from memopt.torch_private import pytree
-from memopt.torch_private.modes import dispatch_modes_off, function_modes_off
+from memopt.torch_private.modes import dispatch_modes_off, function_modes_off, is_batch
 from memopt.torch_private.operators import OpOverload, aten
 
 _AS_LAID_OUT = frozenset(
@@ -106,8 +106,8 @@ class ArrivingLayouts:
         gradients: tuple[torch.Tensor | None, ...],
     ) -> None:
         gradient = gradients[at]
-        # An output that the loss does not use has none.
-        if gradient is None:
+        # An output that the loss does not use has none; the original runs for a batch of them.
+        if gradient is None or is_batch(gradient):
             return
         if not is_dense(gradient.shape, gradient.stride()):
             if not self._may_round(position, gradient):

@@ -23,11 +23,10 @@ from memopt.executor.unplanned import unplanned
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call, Orders
-from memopt.step.model_outputs import TracedOutputs
 from memopt.step.nodes import is_random
 from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import engine_off
-from memopt.torch_private.modes import differentiate_twice, function_of, is_batch
+from memopt.torch_private.modes import is_batch
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.user_code.own_backward import gradient_hooks_off, reaches
 from memopt.user_code.restored_state import state_restored
@@ -86,22 +85,6 @@ def why_not_planned(tangents: Sequence[Any]) -> str | None:
     if torch.is_grad_enabled():
         return DIFFERENTIATED
     return BATCHED if any(map(is_batch, tangents)) else None
-
-
-def prepare_backward(output: Any, outputs: TracedOutputs) -> None:
-    """Change AOTAutograd's function behind a planned output in two ways. Its backward gets None for
-    outputs without a gradient, where autograd would make zeros. And it may return differentiable
-    gradients: by itself it refuses a second derivative (torch 2.11 forgets to)."""
-    leaves = pytree.tree_leaves(output)
-    for position in outputs.copied:
-        node: Any = getattr(leaves[position], "grad_fn", None)
-        if differentiate_twice(function_of(node), _as_computed):
-            node.set_materialize_grads(False)
-            return
-
-
-def _as_computed(_context: Any, compute: Any, _arguments: Any) -> Any:
-    return compute()
 
 
 class AsOriginal:

@@ -29,12 +29,12 @@ from memopt.executor.differentiated import (
     REMEDIES,
     AsOriginal,
     draws,
-    prepare_backward,
     why_not_planned,
 )
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Handover, HandoverOrder
 from memopt.executor.partial_backward import FirstHalf, InHalves, Partial, unknown
+from memopt.executor.prepared_backward import prepare_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie

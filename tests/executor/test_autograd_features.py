@@ -297,12 +297,16 @@ def test_hooks_run_once_in_a_backward_that_is_differentiated() -> None:
     assert all(map(torch.equal, found, gradients(planned=False)))
 
 
-def test_a_batch_of_backwards_runs_the_original() -> None:
+EACH = torch.eye(12).view(12, 3, 4)
+FOR_ALL_ROWS = torch.eye(4).view(4, 1, 4).expand(4, 3, 4)
+
+
+@pytest.mark.parametrize("batch", [EACH, FOR_ALL_ROWS], ids=["each", "for all rows"])
+def test_a_batch_of_backwards_runs_the_original(batch: Tensor) -> None:
     """It failed in torch's words, without a remedy."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
     planned = memopt.plan(model, x, progress=False).apply(model)
-    batch = torch.eye(12).view(12, 3, 4)
 
     def gradients(called: nn.Module) -> tuple[Tensor, ...]:
         wanted = (x, *model.parameters())
