@@ -18,6 +18,8 @@ from memopt.torch_private.dynamo import handlers, handlers_replaced, variables, 
 from memopt.torch_private.pytree import tree_leaves
 
 _CALL = "torch._dynamo.variables.NumpyVariable.call_function"
+_WRAP = "torch._dynamo.variables.builder.VariableBuilder._wrap"
+_EQUAL = "torch._dynamo.guards.GuardBuilder.EQUALS_MATCH"
 _COMPUTING = (
     "numpy_to_tensor_wrapper",
     "numpy_attr_wrapper",
@@ -27,6 +29,8 @@ _COMPUTING = (
 _WIDE = (torch.float64, torch.int64, torch.bool, torch.complex128)
 _SCALARS = {torch.int64: 1, torch.int32: 1, torch.bool: True, torch.complex128: 1j}
 """Numbers of Python's in the place of NumPy's; others are 1.0."""
+_SMALL = 2**31
+"""What a product of two is below still has 64 bits."""
 T = TypeVar("T")
 
 
@@ -34,7 +38,10 @@ def with_numbers(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T]:
     """Run `trace`, which returns Dynamo's graph first, with the numbers that NumPy computes of
     numbers as Python's: for an operator of torch they are the same. Not where they may differ:
     beside arrays of NumPy of less than 64 bits, and as data of a new tensor."""
+    import numpy
+
     call, made, differing = private(_CALL), list[Any](), list[Any]()
+    wrap, equal = private(_WRAP), private(_EQUAL)
 
     def computed(function: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         def whole() -> Any:
@@ -49,17 +56,28 @@ def with_numbers(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T]:
         made.append(number)
         return _variable()(number, whole)
 
+    def read(builder: Any, value: Any) -> Any:
+        kind = type(value)
+        exact = kind is numpy.float64 and value == value
+        if not exact and not (kind is numpy.int64 and abs(value) < _SMALL):
+            return wrap(builder, value)
+        guards = builder.install_guards(equal)
+        made.append(value)
+        return _variable()(value, lambda: wrap(builder, value), **guards)
+
     def heard(usual: Any) -> Any:
         def handler(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+            floats = list(filter(_is_float, args))
+            visit(lambda one: floats.append(one) if _is_float(one) else None, args)
             if made and "dtype" not in kwargs:
-                visit(lambda one: differing.append(one) if _is_float(one) else None, args)
+                differing.extend(floats)
             return usual and usual(function, translator, *args, **kwargs)
 
         return handler
 
     usual = handlers()
     of_data = {one: heard(usual.get(one)) for one in (torch.tensor, torch.as_tensor, torch.asarray)}
-    with handlers_replaced(of_data), patched(_CALL, computed):
+    with handlers_replaced(of_data), patched(_CALL, computed), patched(_WRAP, read):
         found = trace()
     if made:
         values = [_value(one) for one in found[0].graph.nodes if _is_numpy(one)]
@@ -68,10 +86,10 @@ def with_numbers(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T]:
 
 
 def _is_float(variable: Any) -> bool:
-    return isinstance(getattr(variable, "value", None), float)
+    return isinstance(getattr(variable.realize(), "value", None), float)
 
 
-def _number(function: Any, args: Any, kwargs: Any) -> float | int | bool | None:
+def _number(function: Any, args: Any, kwargs: Any) -> Any:
     """Return what a function of NumPy's returns, if that is a number of 64 bits, or a truth value,
     and computed from numbers alone; else None."""
     import numpy
@@ -80,7 +98,7 @@ def _number(function: Any, args: Any, kwargs: Any) -> float | int | bool | None:
     if not isinstance(function, numpy.ufunc) and home not in ("numpy", "numpy.linalg"):
         return None
     result = function(*map(_plain, args), **{name: _plain(one) for name, one in kwargs.items()})
-    return result.item() if isinstance(result, (numpy.float64, numpy.int64, numpy.bool_)) else None
+    return result if isinstance(result, (numpy.float64, numpy.int64, numpy.bool_)) else None
 
 
 def _plain(variable: Any) -> Any:
@@ -106,9 +124,13 @@ def _variable() -> Any:
     class NumPyNumber(constant):  # type: ignore[misc, valid-type]
         """A number that is a NumPy array where it is asked for what Python's numbers lack."""
 
-        def __init__(self, value: Any, whole: Callable[[], Any]) -> None:
-            super().__init__(value)
-            self._whole = whole
+        def __init__(self, value: Any, whole: Callable[[], Any], **kwargs: Any) -> None:
+            super().__init__(value.item(), **kwargs)
+            self._whole, self._kind = whole, type(value)
+
+        def python_type(self) -> type:
+            """Return NumPy's class of the number."""
+            return self._kind
 
         def var_getattr(self, translator: Any, name: str) -> Any:
             """Return Dynamo's variable of an attribute."""
@@ -118,6 +140,8 @@ def _variable() -> Any:
 
         def call_method(self, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
             """Return Dynamo's variable of a method's result."""
+            if name in ("item", "tolist"):
+                return constant(self.value)
             if hasattr(self.value, name):
                 return super().call_method(translator, name, args, kwargs)
             return self._whole().call_method(translator, name, args, kwargs)

@@ -324,6 +324,8 @@ NUMPY = (
         "know the numbers that a forward computes in NumPy",
         "torch._dynamo",
         "variables.NumpyVariable.call_function",
+        "variables.builder.VariableBuilder._wrap",
+        "guards.GuardBuilder.EQUALS_MATCH",
         "variables.lists.BaseListVariable",
         "utils.numpy_to_tensor_wrapper",
         "utils.numpy_attr_wrapper",

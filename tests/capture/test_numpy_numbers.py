@@ -20,7 +20,8 @@ class Computing(nn.Module):
     def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self.compute, self.factors = nn.Linear(4, 6), compute, np.array([1.1, 2.2])
-        self.factor = float(self.factors[0])
+        self.factor, self.scale = float(self.factors[0]), np.sqrt(6.0)
+        self.size = np.prod((2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(self, self.linear(x))
@@ -38,6 +39,9 @@ COMPUTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "narrow array": lambda _, y: y.sum() * torch.from_numpy(np.ones(2, np.float32) * np.sqrt(2.0)),
     "Python's": lambda _, y: y.sum() * torch.tensor(0.5) * math.sqrt(2.0),
     "made before": lambda model, y: y.sum() * model.factor,
+    "attribute": lambda model, y: (y / model.scale).bfloat16().sum() * model.scale.item(),
+    "size in an attribute": lambda model, y: y.view(-1, model.size)[:, : model.size - 1].sum(),
+    "class of an attribute": lambda model, y: y.sum() * (2 if type(model.scale) is float else 3),
 }
 
 
@@ -58,6 +62,7 @@ def test_a_number_of_numpy_leaves_eagers_dtype_and_bits(name: str) -> None:
 REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an array's": lambda model, y: y.sum() * model.factors[0],
     "narrow": lambda _, y: y.sum().bfloat16() * np.float32(1.1),
+    "data of a new tensor": lambda model, y: y.sum() * torch.tensor(model.scale),
     "beside a new tensor": lambda _, y: y.sum() * np.sqrt(2.0) * torch.tensor(0.5),
 }
 
@@ -67,3 +72,13 @@ def test_what_a_trace_takes_for_a_tensor_is_refused(name: str) -> None:
     planned = memopt.wrap(Computing(REFUSED[name]), "min", "store-all", progress=False)
     with pytest.raises(CaptureError, match=r"a number of numpy's.*Python's math.*__init__"):
         planned(torch.randn(3, 4))
+
+
+def test_an_attribute_that_changes_has_a_plan_of_its_own() -> None:
+    planned, x = Computing(COMPUTED["attribute"]), torch.randn(3, 4)
+    eager = copy.deepcopy(planned)
+    memopt.wrap(planned, "min", "store-all", progress=False)
+    for scale in (np.sqrt(2.0), np.sqrt(3.0), np.sqrt(2.0)):
+        eager.scale = planned.scale = scale
+        assert torch.equal(eager(x), planned(x))
+    assert planned.calls.planned == 3  # type: ignore[union-attr]
