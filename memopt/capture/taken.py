@@ -45,8 +45,9 @@ def check_leaves(call: Call) -> None:
             raise CaptureError(
                 f"the model is called with {_place(call, leaf)}; memopt takes tensors, numbers, "
                 "strings, None, and containers, dataclasses and objects of classes written in "
-                "Python (argparse.Namespace, not types.SimpleNamespace) that hold them; keep other "
-                "objects as attributes of the model"
+                "Python (argparse.Namespace, not types.SimpleNamespace) that hold them. Let the "
+                "forward take what it reads of other objects (x and edge_index for a graph's "
+                "Data), or keep these as attributes of the model"
             )
 
 

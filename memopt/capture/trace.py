@@ -62,6 +62,7 @@ from memopt.torch_private.distributed import nothing_tried_out
 from memopt.torch_private.divergences import with_divergences
 from memopt.torch_private.dynamo import (
     capture_errors,
+    constant_in_traces,
     failing_modules_heard,
     graph_of,
     own_lists_given,
@@ -224,6 +225,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             layouts_of_kernels(computing_device(model, call)),
             leaving_out_words(),
             ctc_losses_whole(),
+            _sharing_known(),
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
             branches_as_usual(model, call) as note,
@@ -265,6 +267,13 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     check_not_drawn_in_numpy(found[0])
     _check_code(found[0])
     return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
+
+
+def _sharing_known() -> AbstractContextManager[Any]:
+    """Return a context in which a trace knows whether opt_einsum shares results of products in this
+    thread (neuraloperator asks): a planned step shares none, and computes the same."""
+    asked = getattr(sys.modules.get("opt_einsum.sharing"), "currently_sharing", None)
+    return nullcontext() if asked is None else constant_in_traces(asked)
 
 
 _WRITTEN = (Node, type(None), bool, int, float, complex, str)
