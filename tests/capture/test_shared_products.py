@@ -1,4 +1,4 @@
-"""A model is planned whose products may be shared in opt_einsum's cache, as neuraloperator's."""
+"""A model whose products may be shared in opt_einsum's cache is planned (neuraloperator's)."""
 
 from __future__ import annotations
 
