@@ -137,7 +137,7 @@ class Plan(PlanRecord):
             ValueError: the plan is not of this step, the optimizer cannot be split, or the copies
                 for `undo` are beyond the plan's host budget.
         """
-        from memopt.executor.train_step import train_step
+        from memopt.executor.make_step import train_step
 
         return train_step(
             self,

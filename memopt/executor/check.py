@@ -199,8 +199,10 @@ def record_step(
 
 def unmetered_bytes(plan: PlanRecord, device: torch.device) -> int:
     """Return the bytes that a plan charges as resident and a metered step does not allocate. The
-    loss and the runtime's token are metered as well, and count once."""
-    return plan.resident_bytes - plan.loss_bytes - backend_of(device).step_scalars_bytes
+    loss, looks at values and the runtime's token are metered as well, and count once."""
+    look_bytes = 0 if plan.record is None else plan.record.look_bytes
+    own_bytes = plan.loss_bytes + look_bytes + backend_of(device).step_scalars_bytes
+    return plan.resident_bytes - own_bytes
 
 
 class _Sum(torch.autograd.Function):

@@ -16,27 +16,27 @@ from memopt.executor.differentiated import draws
 from memopt.executor.guard import Guard
 from memopt.executor.homes import Homes, tensors_on
 from memopt.executor.host_updates import update_there
-from memopt.executor.in_step import APPLYING, InStep
+from memopt.executor.in_step import InStep
 from memopt.executor.input_gradients import check_behind, pass_on
 from memopt.executor.install import install
 from memopt.executor.loss_scaling import LossScaling
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is, why_not_inside
 from memopt.executor.stack_room import with_stack_room
-from memopt.executor.step_checks import StepParameters, plan_of_step
+from memopt.executor.step_checks import StepParameters
 from memopt.executor.step_updates import StepUpdates, together
 from memopt.executor.undo import Changes, Undo
+from memopt.executor.unplanned_steps import UnplannedSteps
 from memopt.models.deferred_interrupt import ctrl_c_deferred
-from memopt.models.step_rules import scales
-from memopt.step.assumed import values_of
+from memopt.step.assumed import BranchError, failing_as_assumed, values_of
 from memopt.step.backend import autocast_as, autocast_off, autocast_state
 from memopt.step.foreach_updates import foreach_options
+from memopt.step.input_values import InputValueError
 from memopt.step.inputs import Call, align, to_call
 from memopt.step.joint_graph import loss_tangents
 from memopt.step.loss import as_targets
 from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
-from memopt.step.ranks import ranks_of
 from memopt.step.shards import like_part
 from memopt.step.step_optimizer import HostState, Item
 
@@ -110,6 +110,8 @@ class TrainStep:
         self._updates: StepUpdates | None = None
         self._in_step: InStep | None = None
         self.gradient_norm: torch.Tensor | None = None
+        stays = not self._homes and self._host_state is None
+        self._original = UnplannedSteps(self._parts, self._captured.assumed, optimizer, stays)
 
     def run_on(self, in_step: InStep, plan: PlanRecord) -> None:
         """Run the plan's step together with other ranks, which run the same one.
@@ -126,6 +128,11 @@ class TrainStep:
         """With a GradScaler, whether the last step updated nothing, since a gradient was infinite
         or NaN."""
         return self._updates is not None and self._updates.skipped
+
+    @property
+    def unplanned(self) -> int:
+        """How many steps ran without the plan, since a value of the forward was another one."""
+        return self._original.count
 
     @property
     def code(self) -> str:
@@ -195,7 +202,16 @@ class TrainStep:
             if self._in_step is not None:
                 self._in_step.refuse(error)
             raise
-        losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
+        why = self._original.before()
+        if not why:
+            try:
+                losses = self._run(joined_call(calls) if len(calls) > 1 else calls[0])
+            except BranchError as error:  # nothing has changed
+                why = str(error)
+            self._original.note(bool(why))
+        if why:
+            loss, self.gradient_norm = self._original.run(calls[0], why)
+            return [loss]
         for call in calls:
             self._parts.once.effects.carry_out(self._parts.module, call, ())
         return losses
@@ -209,6 +225,7 @@ class TrainStep:
         model = self._parts.module.model
         self._parts.module.training = model.training
         self._homes.leave()
+        self._original.expected = ""
         calls = [self._planned_call(given, targets) for given, targets in batches]
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
@@ -234,7 +251,10 @@ class TrainStep:
         kwargs = as_planned(planned, given.kwargs)
         call = align(self._parts.module.model, planned, given.args, kwargs)
         call = Call((as_targets(targets), *call.args), call.kwargs)
-        self._guard.check(self._parts.module, call)
+        try:
+            self._guard.check(self._parts.module, call)
+        except InputValueError as error:
+            self._original.expect(error, self._in_step is None)
         return call
 
     def _run(self, call: Call) -> list[torch.Tensor]:
@@ -314,7 +334,8 @@ class TrainStep:
     def _step(self, call: Call, changes: Changes) -> list[torch.Tensor]:
         captured, rules = self._captured, self._parts.rules
         primals = self._primals(call)
-        outputs, saved = self._program.forward(list(primals))
+        with failing_as_assumed(self._original.branches):
+            outputs, saved = self._program.forward(list(primals))
         losses: list[torch.Tensor] = [outputs.pop()]
         self._program.look(outputs)
         del outputs[len(outputs) - values_of(captured.assumed) :]
@@ -369,31 +390,3 @@ class TrainStep:
             other = isinstance(value, torch.Tensor) and type(value) is not nn.Parameter
             values.append(value.detach() if other else value)
         return values
-
-
-def train_step(
-    plan: PlanRecord,
-    model: nn.Module,
-    loss_fn: Any,
-    optimizer: torch.optim.Optimizer,
-    *,
-    interpreted: bool = False,
-    checked: bool = False,
-    undo: bool = False,
-    scaler: Any = None,
-) -> TrainStep:
-    """Make a train step; see `Plan.train_step`."""
-    ranks = ranks_of(model)
-    with nullcontext() if ranks is None else ranks.failing_together(APPLYING):
-        plan = plan_of_step(plan, model, loss_fn, optimizer, undo=undo, scaler=scaler)
-        step = TrainStep(
-            plan,
-            optimizer,
-            interpreted=interpreted,
-            checked=checked,
-            undo=undo,
-            scaler=scaler if scales(scaler) else None,
-        )
-    if ranks is not None:
-        step.run_on(InStep(ranks), plan)
-    return step

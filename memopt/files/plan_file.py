@@ -189,7 +189,8 @@ def _check_graph(graph: Graph | None, record: ModelRecord) -> None:
         found = "" if graph is None else fingerprint(as_captured(graph, record.resized))
     except ValueError as error:
         raise PlanFileError(f"plan file.record.resized: {error}") from error
-    own_bytes = record.loss_bytes + record.library_bytes + record.accumulated_bytes
+    own_bytes = record.loss_bytes + record.library_bytes
+    own_bytes += record.accumulated_bytes + record.look_bytes
     if graph is not None and own_bytes > graph.extra_resident_bytes:
         raise PlanFileError(
             "the file's loss, libraries and gradients take more than is resident; plan again"

@@ -102,6 +102,7 @@ class ModelRecord:
         resized: (tensor, its size as captured) of the graph's tensors that profiling found to
             have another size.
         accumulated_bytes: of gradients held when a step begins, charged as resident.
+        look_bytes: of a look at the inputs' values before each step, charged as resident.
         dropped_bytes: of gradients held until the backward begins, charged until then.
         ranks: how many processes hold parts of its parameters.
         kernels: the choice of kernels, see `memopt.plan`.
@@ -134,6 +135,7 @@ class ModelRecord:
     channels_last: bool = field(default=False, metadata=SPARSE)
     accumulated_bytes: Natural = field(default=0, metadata=SPARSE)
     dropped_bytes: Natural = field(default=0, metadata=SPARSE)
+    look_bytes: Natural = field(default=0, metadata=SPARSE)
     ranks: Natural = field(default=1, metadata=SPARSE)
     rules: StepRules = field(default=PLAIN, metadata=SPARSE)
 

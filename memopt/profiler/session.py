@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,10 +26,12 @@ from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.pricing.baseline import LossUse, loss_text, measure_baseline, measure_loss
 from memopt.pricing.cache import Cost, ProfileCache
 from memopt.pricing.measure import MeasureOptions, measure, priced_for
+from memopt.pricing.memory import metered
 from memopt.profiler.input_errors import check_arguments, diagnosed
 from memopt.step.backend import backend_of
 from memopt.step.build import Lowering, build
 from memopt.step.captured import Captured
+from memopt.step.input_values import UNREADABLE
 from memopt.step.inputs import Call, device_of
 from memopt.step.loss import Loss
 from memopt.step.optimizer_state import optimizer_state
@@ -37,6 +40,8 @@ from memopt.step.ranks import check_same_step, check_together, largest
 from memopt.step.record import record_of
 from memopt.user_code.aside import aside
 from memopt.user_code.restored_state import state_restored
+
+P = TypeVar("P", bound=Profiled)
 
 _SUSPICIOUS = 2.0
 """If the kernels add up to more than this many times the step, the machine was busy."""
@@ -92,7 +97,8 @@ def profile_model(
     call = training_call(model, inputs)
     with state_restored(model, call, *(loss.parts if loss else ())):
         report = forward_only(progress)
-        return _profiled(model, call, loss, optimizer, options, output_gradients, kernels, report)
+        found = _profiled(model, call, loss, optimizer, options, output_gradients, kernels, report)
+        return with_looks(found, found.captured, call)
 
 
 def _profiled(
@@ -154,6 +160,19 @@ def _profiled(
     known = state if optimizer else None
     notes = (*made.notes, *notes)
     return Profiled(graph, lowering, captured, baseline, device, record, notes, known)
+
+
+def with_looks(profiled: P, captured: Captured, call: Call) -> P:
+    """Charge as resident what a look at the inputs' values takes, before each planned step."""
+    block_bytes, look_bytes = backend_of(profiled.torch_device).block_bytes, 0
+    for value in captured.dependencies.values:
+        with metered(profiled.torch_device) as use, contextlib.suppress(*UNREADABLE):
+            value.read(call.leaves)
+        look_bytes = max(look_bytes, in_blocks(use.peak_bytes, block_bytes))
+    if not look_bytes or profiled.record is None:
+        return profiled
+    graph = with_resident(profiled.graph, look_bytes, profiled.graph.boundary_bytes)
+    return replace(profiled, graph=graph, record=replace(profiled.record, look_bytes=look_bytes))
 
 
 def with_resident(graph: Graph, more_bytes: int, boundary_bytes: int = 0) -> Graph:

@@ -34,6 +34,7 @@ from memopt.step.joined_collectives import AFTER_SCATTER
 from memopt.step.joint_graph import of_the_loss
 from memopt.step.loss import Loss
 from memopt.step.micro_batches import repeated
+from memopt.step.ranks import ranks_of
 from memopt.step.results import held_by
 from memopt.step.shards import any_shards
 from memopt.step.step_optimizer import Update
@@ -66,7 +67,7 @@ def capture_step(
     captured = capture(module, step_call)
     _check_effects(captured)
     _check_registered(captured)
-    captured = _with_checks(_of_the_step(captured), rules.micro_batches)
+    captured = _with_checks(_of_the_step(captured), rules, ranks_of(model) is None)
     lowering = build(module, captured, block_bytes)
     made = Fused(captured, lowering)
     if fuse is not None:
@@ -146,25 +147,27 @@ def _check_effects(captured: Captured) -> None:
         )
 
 
-def _with_checks(captured: Captured, micro_batches: int) -> Captured:
+def _with_checks(captured: Captured, rules: StepRules, alone: bool) -> Captured:
     """Return the capture of a step with data-dependent branches, whose deciding values come before
     the loss among its outputs.
 
     Raises:
-        CaptureError: a branch that goes the other way does not just raise an error.
+        CaptureError: a branch that goes the other way does not just raise an error, in a step that
+            cannot run without its plan.
     """
     count = values_of(captured.assumed)
     if not count:
         return captured
     other = next((one for one in captured.assumed if not one.raises), None)
-    if other is not None:
+    if other is not None and (rules.micro_batches > 1 or rules.scaled or not alone):
         raise CaptureError(
-            f"the step has a data-dependent branch ({other.shown}), and a train step cannot run "
-            "again without its plan when the branch goes another way than planned: plan the module "
-            "alone (memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which can"
+            f"the step has a data-dependent branch ({other.shown}), and a train step of several "
+            "micro-batches, with a GradScaler or on several ranks cannot run again without its "
+            "plan when the branch goes another way than planned: plan the module alone "
+            "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which can"
         )
     *before, loss = captured.forward_outputs[:-count]
-    if micro_batches == 1:
+    if rules.micro_batches == 1:
         ordered = (*before, *captured.forward_outputs[-count:], loss)
         leaves = replace(captured.outputs, count=count)
         return replace(captured, forward_outputs=ordered, outputs=leaves)

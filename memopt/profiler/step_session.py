@@ -24,6 +24,7 @@ from memopt.profiler.session import (
     forward_only,
     measured_again_if_busy,
     part_of,
+    with_looks,
     with_resident,
 )
 from memopt.profiler.step_capture import capture_step, with_updates
@@ -67,9 +68,11 @@ def profile_step(
     with state_restored(model, call, *loss.parts):
         report = forward_only(progress)
         chosen = options or MeasureOptions()
-        return _profiled(
+        found = _profiled(
             model, call, loss, optimizer, chosen, report, offload_optimizer, kernels, rules
         )
+        assert found.parts is not None
+        return with_looks(found, found.parts.once, found.parts.call)
 
 
 def _profiled(

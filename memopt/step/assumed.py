@@ -59,6 +59,10 @@ class AssumptionError(ExecutionError):
     """A branch does not go as assumed: the call is to run without a plan."""
 
 
+class BranchError(AssumptionError):
+    """A branch goes on another way than assumed, or may have to."""
+
+
 def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
     """Return the assumptions of a trace. If it has some, its graph returns a pair: what the model
     returns, and the values that decide the branches."""
@@ -77,14 +81,14 @@ def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
     there a branch may avoid the operator, or raise an error of its own first.
 
     Raises:
-        AssumptionError: an operator fails, and there are assumptions.
+        BranchError: an operator fails, and there are assumptions.
     """
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         if not assumed or isinstance(error, (MemoptError, torch.OutOfMemoryError)):
             raise
-        raise AssumptionError(
+        raise BranchError(
             f"an operator fails ({type(error).__name__}: {error}), perhaps since a branch on a "
             f"value ({assumed[0].shown}) goes another way than planned"
         ) from error
@@ -110,7 +114,7 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
             continue
         if one.raises:
             raise AssumptionError(f"a check in the forward fails: {one.shown}")
-        raise AssumptionError(
+        raise BranchError(
             f"a branch of the forward depends on a value ({one.shown}) that is {not one.goes} in "
             f"this call, and planned as {one.goes}: if that happens often, write that part with "
             "tensor operators (torch.where)"

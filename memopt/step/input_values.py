@@ -22,6 +22,8 @@ READ = "read"
 LOOKED = "looked"
 """Key of all answers that its trace got, see `Call.looked`."""
 
+UNREADABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a value that the inputs do not have."""
 MOST_PLANS = 8
 """Most plans for calls that differ in what the forward reads of their inputs' values."""
 
@@ -66,7 +68,7 @@ def other_values(values: Sequence[InputValue], leaves: Sequence[Any]) -> Iterato
     for one in values:
         try:
             found = one.read(leaves)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             yield f"the forward reads its inputs' values ({one.shown}), and cannot: {error}"
             continue
         if found != one.planned:

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 import memopt
 from memopt.errors import GuardError
+from memopt.pricing.memory import metered
+from tests.users.metering import bytes_over
 
 WORDS = 20
 
@@ -300,3 +302,35 @@ def test_an_applied_plan_leaves_errors_to_the_model() -> None:
     with pytest.raises(RuntimeError) as found:
         planned(torch.ones(2, 3))
     assert (type(found.value), str(found.value)) == (type(eager.value), str(eager.value))
+
+
+class Pairs(nn.Module):
+    """A look that takes more than the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        above = x[:, None, 0] > x[None, :, 0]
+        return self.layer(x) * 2 if above.all() else self.layer(x)
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_what_a_look_takes_is_charged(whole_step: bool) -> None:
+    model, x = Pairs(), torch.randn(600, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    more = {"loss_fn": Tensor.sum, "optimizer": optimizer, "whole_step": True}
+    options: dict[str, Any] = {"strategy": "rotor", "progress": False}
+    plan = memopt.plan(model, x, budget="min", **options, **(more if whole_step else {}))
+    planned = None if whole_step else plan.apply(model)
+    step = plan.train_step(model, Tensor.sum, optimizer) if whole_step else None
+    for _ in range(2):
+        with metered(torch.device("cpu")) as used:
+            if step is not None:
+                step(x)
+            elif planned is not None:
+                planned(x).sum().backward()
+        model.zero_grad()
+    assert used.peak_bytes >= 600 * 600
+    assert bytes_over(plan, used) <= 0
