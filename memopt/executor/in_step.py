@@ -79,6 +79,7 @@ class InStep:
             program,
             forward=self._failing(program.forward, "the forward"),
             look=self._agreed(program.look),
+            failing=self._unplanned,
             backward=self._failing(program.backward, "the backward"),
             handover=None,
             partial=self._partial(program.partial),
@@ -114,6 +115,19 @@ class InStep:
 
         return looks
 
+    def _unplanned(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Make a function that all ranks run fail on all, also where only some wait in it."""
+
+        def together(*arguments: Any, **named: Any) -> Any:
+            found = run(*arguments, **named)
+            try:
+                self.ranks.exchanged("", "a forward runs unplanned")
+            except RankError as error:
+                raise error.__cause__ or error from None  # why is told as that of a step
+            return found
+
+        return self._failing(together, part)
+
     def _partial(self, find: Partial) -> Partial:
         def found(missing: frozenset[int]) -> PartialBackward | None:
             one = find(missing)
@@ -124,10 +138,10 @@ class InStep:
         return found
 
     def _failing(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def runs(*arguments: Any) -> Any:
+        def runs(*arguments: Any, **named: Any) -> Any:
             self._check()
             try:
-                return run(*arguments)
+                return run(*arguments, **named)
             except BaseException as error:
                 told = self._told(error, f"{part} of a planned step")
                 if told is error:

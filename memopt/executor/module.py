@@ -242,7 +242,7 @@ class PlannedModule(nn.Module):
         if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
             calls.fall_back(model, otherwise)  # what it looked at may have it fail
-            return model(*args, **kwargs)
+            return own.program.failing(model, "the unplanned forward")(*args, **kwargs)
         output = _refusing(own, run, call, again)
         if not captured.effects:
             return output

@@ -46,9 +46,9 @@ MOST_KINDS = 8
 """Kinds of a part's calls that are planned; a part with more gets sizes that depend on data."""
 
 
-_WHOLE = (
-    "This module is planned by itself, since fully_shard gathers it by itself: memopt.shard(model, "
-    "mesh) in place of fully_shard plans the whole model"
+_INSIDE = (
+    "This module is planned by itself, since fully_shard gathers it by itself: memopt.wrap(model, "
+    '..., parts="auto") plans what is inside it instead, where it can'
 )
 
 _OPENED = (
@@ -120,7 +120,7 @@ class PartPlanning(SelfPlanning):
         except CaptureError as error:
             self.parts.open(self.name, self.model, error)
             if not self.refused and has_engine(self.model):
-                raise CaptureError(f"{error}. {_WHOLE}") from error
+                raise CaptureError(f"{error}. {_INSIDE}") from error
             if not self.refused:
                 raise  # named by the user
         gc.collect()  # cycles of the trace that failed hold the call

@@ -39,7 +39,7 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
 from memopt.executor.values import Origin
-from memopt.step.assumed import failing_as_assumed, nothing_assumed
+from memopt.step.assumed import alone, failing_as_assumed, nothing_assumed
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
@@ -62,6 +62,7 @@ class Installed:
         forward: `forward(primals) -> (outputs, saved)`.
         backward: `backward(primals, arguments, saved) -> gradients`.
         look: `look(outputs)` raises an error where a branch of the forward does not go as assumed.
+        failing: makes a function, named so, fail on all ranks that run the program together.
         watched: positions of the primals whose change between forward and backward would
             give wrong gradients.
         watched_outputs: positions of the forward outputs whose change would, too.
@@ -93,6 +94,7 @@ class Installed:
     segments: Segments | None = None
     origin: Origin | None = None
     look: Callable[[list[Any]], None] = nothing_assumed
+    failing: Callable[[Callable[..., Any], str], Callable[..., Any]] = alone
 
 
 @dataclass

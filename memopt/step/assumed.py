@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -119,3 +120,8 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
             f"this call, and planned as {one.goes}: if that happens often, write that part with "
             "tensor operators (torch.where)"
         )
+
+
+def alone(run: Callable[..., Any], _part: str) -> Callable[..., Any]:
+    """Return a function as it is: no other rank runs it, too."""
+    return run

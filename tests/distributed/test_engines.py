@@ -167,13 +167,25 @@ def test_a_block_that_cannot_be_captured_says_why(alone: DeviceMesh) -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * input.max().item()
 
-    model = nn.Sequential(nn.Linear(4, 4), Reads(4, 4))
-    for block in (*model, model):
-        fully_shard(block, mesh=alone)
-    memopt.wrap(model, "min", progress=False)
-    remedy = r"item\(\).*memopt.shard\(model, mesh\) in place of fully_shard plans the whole"
-    with pytest.raises(CaptureError, match=remedy):
-        model(torch.randn(2, 4))
+    found, x = [], torch.randn(2, 4)
+    for way in ("", "whole", "auto"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Reads(4, 4))
+        for block in (*model, model):
+            fully_shard(block, mesh=alone)
+        if way:
+            parts = way if way == "auto" else None
+            memopt.wrap(model, "min", parts=parts, progress=False)
+        if way == "whole":
+            with pytest.raises(
+                CaptureError, match=r"item\(\).*parts=\"auto\"\) plans what is inside"
+            ):
+                model(x)
+            continue
+        for _ in range(2):
+            model(x).square().mean().backward()
+        found.append([cases.local(one.grad).clone() for one in model.parameters()])
+    assert cases.same(*found)
 
 
 def test_buckets_beside_gradients_that_are_no_views_of_them(alone: DeviceMesh) -> None:

@@ -84,6 +84,41 @@ def test_ranks_agree_on_how_a_forward_goes(tmp_path: Path) -> None:
         assert found == {"shard": (True, STEPS - 1), "tensor": (True, STEPS - 1)}
 
 
+class Checked(nn.Module):
+    """Asserts something of its input, before or after its last layer is gathered."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.late = nn.Linear(8, 8), nn.Linear(8, 8), late
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.late:
+            h = self.last(h)
+        assert x.max() < 50, "too large"
+        return h if self.late else self.last(h)
+
+
+def asserting(rank: int, ranks: int, late: bool) -> str:
+    """What a rank says where the assertion of the last one fails."""
+    model = memopt.shard(Checked(late), init_device_mesh("cpu", (ranks,)))
+    memopt.wrap(model, "min", "rotor", progress=False)
+    for step in range(3):
+        x = torch.full((4, 8), 100.0 if step == 2 and rank == ranks - 1 else 1.0)
+        try:
+            model(x).square().mean().backward()
+        except (AssertionError, memopt.RankError) as error:
+            return " ".join([str(error), *getattr(error, "__notes__", ())])
+    return ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_assertion_that_fails_on_one_rank_is_told_on_all(late: bool, tmp_path: Path) -> None:
+    found = processes.results(processes.run(asserting, 2, tmp_path, late, timeout_s=5))
+    said = "rank 1 failed in the unplanned forward of a planned step: AssertionError: too large"
+    assert all(said in one for one in found), found
+
+
 def test_a_forward_that_looks_at_nothing_exchanges_nothing() -> None:
     def nothing(_: Any) -> Any:
         raise AssertionError
