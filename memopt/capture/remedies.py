@@ -140,7 +140,8 @@ _SAID: tuple[tuple[str, str], ...] = (
         "buffers (register_buffer), and compute with tensors",
     ),
     (
-        r"Pending unbacked symbols|NumpyNdarrayVariable|target: <Wrapped method <original item>>",
+        r"Pending unbacked symbols|NumpyNdarrayVariable|NumpyTensorSource"
+        r"|target: <Wrapped method <original item>>",
         "it reads a number out of a numpy array or a tensor, which no graph can hold: keep "
         "constants as Python numbers (made in __init__) or as buffers (register_buffer), and "
         "compute with tensors",

@@ -19,10 +19,7 @@ import torch
 from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
 
-from memopt.torch_private.access import (
-    patched,
-    private,
-)
+from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, taken_whole
 from memopt.torch_private.instructions import (
     JUMPS,
@@ -54,6 +51,8 @@ _SIZED = {
 _FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CALL = f"{_TENSOR}.call_method"
+_SET = f"{_TENSOR}.mp_ass_subscript_impl"
+"""What sets elements of tensors without a call of a method, since torch 2.14."""
 _BUILD = "torch._dynamo.variables.base.VariableTracker.build"
 _BUILTIN = "torch._dynamo.variables.BuiltinVariable.call_function"
 _WRAPPED = "torch._C._functorch.is_functorch_wrapped_tensor"
@@ -220,6 +219,16 @@ class _Branches:
         answer = self.read(translator, variable.call_method(translator, how, [], {}), True)
         return None if answer is None else int(answer.value)
 
+    def setting(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what sets elements of a tensor, at positions in place of masks."""
+
+        def set_elements(variable: Any, translator: Any, key: Any, value: Any) -> Any:
+            given = [] if value is None else [key, value]
+            found = given and self.selections.method(translator, variable, "__setitem__", given, {})
+            return found or usual(variable, translator, key, value)
+
+        return set_elements
+
     def builtin(self, usual: Any, function: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         """Answer what `int(x)` and `float(x)` are, if it is known, format the numbers of tensors
         that hold one, and index by positions."""
@@ -315,13 +324,13 @@ def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
     """
     branches, several = _Branches(answers), private(_TUPLE)
     functions = {private(name): position for name, position in _CHECKS.items()}
-    known = handlers()
+    usual = handlers()
     replaced: dict[Any, Any] = {
-        one: partial(branches.check, known.get(one), position)
+        one: partial(branches.check, usual.get(one), position)
         for one, position in functions.items()
     }
     for one, method in _OF_NUMBERS.items():
-        replaced[one] = partial(branches.of_number, known.get(one), method)
+        replaced[one] = partial(branches.of_number, usual.get(one), method)
     replaced |= branches.selections.functions()
     dependent: Any = is_dependent  # whether the parameter of a distribution has no check
     replaced[dependent] = lambda _self, _tx, one: constant(dependent(one.realize().value))
@@ -333,6 +342,8 @@ def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
         call, builtin = (partial(branches.call, private(_CALL)), private(_BUILTIN))
         asked = partial(branches.builtin, builtin)
         entered.enter_context(patched(_CALL, lambda *args, **more: call(*args, **more)))
+        if known(_SET):
+            entered.enter_context(patched(_SET, branches.setting(private(_SET))))
         entered.enter_context(patched(_BUILTIN, lambda *args, **more: asked(*args, **more)))
         for table in tables():
             changed = {

@@ -156,8 +156,9 @@ DYNAMO = (
     ),
     *rows(
         "answer what a trace knows of tensors and their classes",
-        "torch._dynamo.symbolic_convert",
-        "generic_getattr",
+        "torch._dynamo",
+        "symbolic_convert.generic_getattr",
+        "variables.TensorVariable.mp_ass_subscript_impl",
         versions=("2.14",),
     ),
     *rows(

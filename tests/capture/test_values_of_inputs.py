@@ -320,11 +320,15 @@ class Pairs(nn.Module):
 def test_what_a_look_takes_is_charged(whole_step: bool) -> None:
     model, x = Pairs(), torch.randn(600, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    more = {"loss_fn": Tensor.sum, "optimizer": optimizer, "whole_step": True}
+
+    def loss_fn(y: Tensor) -> Tensor:
+        return y.sum()
+
+    more = {"loss_fn": loss_fn, "optimizer": optimizer, "whole_step": True}
     options: dict[str, Any] = {"strategy": "rotor", "progress": False}
     plan = memopt.plan(model, x, budget="min", **options, **(more if whole_step else {}))
     planned = None if whole_step else plan.apply(model)
-    step = plan.train_step(model, Tensor.sum, optimizer) if whole_step else None
+    step = plan.train_step(model, loss_fn, optimizer) if whole_step else None
     for _ in range(2):
         with metered(torch.device("cpu")) as used:
             if step is not None:
