@@ -252,7 +252,7 @@ def _count_of_the_backward() -> int:
             return func(*args, **(kwargs or {}))
 
     def count() -> None:
-        leaf = torch.ones(1, requires_grad=True)
+        leaf = torch.ones(1, requires_grad=True, device="cpu")
         total = leaf.sin() + leaf.cos()
         with Counting():  # type: ignore[no-untyped-call]
             torch.autograd.grad(total, leaf)
