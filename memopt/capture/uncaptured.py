@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -251,13 +252,14 @@ def check_numpy(traced: GraphModule) -> None:
     Raises:
         CaptureError: there are some; the message names the line.
     """
-    for node in taken_for_tensors(traced.graph):
+    graphs = [one.graph for one in traced.modules() if isinstance(one, GraphModule)]
+    for node in chain.from_iterable(map(taken_for_tensors, graphs)):
         raise CaptureError(
             f"the model computes with a number of numpy's{line_of(node)}, which a trace takes for "
             "a tensor, so that the result would have another dtype: compute it with Python's math, "
             "or in __init__, as a Python number (self.scale = float(...))"
         )
-    for node in traced.graph.nodes:
+    for node in chain.from_iterable(one.nodes for one in graphs):
         function = getattr(node.target, "f", None)
         if draws_in_numpy(function):
             raise CaptureError(

@@ -21,9 +21,8 @@ def _mask(x: Tensor) -> Tensor:
     return torch.from_numpy(np.random.rand(*x.shape) > 0.5).to(x.dtype)
 
 
-@memopt.opaque
 class _Drops(torch.autograd.Function):
-    """Draws in NumPy, which no planned step can undo."""
+    """Draws in NumPy, by a helper, which no planned step can undo."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
