@@ -21,8 +21,9 @@ def opaque(function: F) -> F:
     Args:
         function: a `torch.autograd.Function`, or a function of tensors and constants whose results
             are tensors with the same shapes in every step. Its backward runs it once more,
-            recorded by autograd, so that what is inside it is not kept in between. What it
-            differentiates must be among its arguments, tensors by themselves.
+            recorded by autograd, so that what is inside it is not kept in between, and so does a
+            call that goes otherwise than planned: let it draw nothing, and change nothing outside.
+            What it differentiates must be among its arguments, tensors by themselves.
 
     Returns:
         The same class; of a function one that is to be called in its place. Also a decorator.

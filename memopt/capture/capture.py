@@ -27,7 +27,7 @@ from memopt.capture.block_copies import with_all_blocks
 from memopt.capture.equal_blocks import equal_blocks, without_most
 from memopt.capture.taken import check_dense, check_objects_kept, check_taken
 from memopt.capture.trace import effects_of, lean_trace, trace_of
-from memopt.capture.uncaptured import check_effects, check_initialised
+from memopt.capture.uncaptured import check_effects, check_initialised, check_runs_once
 from memopt.capture.underived import not_derived
 from memopt.errors import CaptureError, NothingToTrainError
 from memopt.models.record import OutputGradients
@@ -121,6 +121,7 @@ def _captured(
             captured, device=device, dependencies=dependencies, trace=trace, effects=effects
         )
         check_not_set_before_read(captured)
+        check_runs_once(captured)
         return captured
 
 

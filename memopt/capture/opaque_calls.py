@@ -87,16 +87,24 @@ def _in_numpy(functions: Iterable[Function]) -> bool:
 
 
 def _names_numpy(function: Function) -> bool:
-    for name in ("forward", "backward", "setup_context"):
-        method = inspect.unwrap(getattr(function, name))
+    """Return whether a custom function's code names NumPy, or that of functions of its modules that
+    it names."""
+    names = ("forward", "backward", "setup_context")
+    waiting = [inspect.unwrap(getattr(function, name)) for name in names]
+    seen: set[Any] = set()
+    while waiting:
+        method = waiting.pop()
         code = getattr(method, "__code__", None)
-        names = () if code is None else code.co_names
-        held = (getattr(method, "__globals__", {}).get(one) for one in names)
-        if not _NUMPY.isdisjoint(names) or any(
+        if code is None or code in seen or str(method.__module__).partition(".")[0] == "torch":
+            continue
+        seen.add(code)
+        held = [method.__globals__.get(one) for one in code.co_names]
+        if not _NUMPY.isdisjoint(code.co_names) or any(
             isinstance(one, types.ModuleType) and one.__name__.partition(".")[0] == "numpy"
             for one in held
         ):
             return True
+        waiting += [one for one in held if isinstance(one, types.FunctionType)]
     return False
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from memopt.capture.remedies import known_remedy, said_remedy, without_labels
 from memopt.errors import CaptureError
+from memopt.step.captured import Captured
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.input_values import READ
@@ -35,6 +37,7 @@ from memopt.torch_private.modules import (
     hooks_on_all_backwards,
 )
 from memopt.torch_private.numpy_numbers import taken_for_tensors
+from memopt.user_code.opaque_operators import may_have_effects, name_of
 from memopt.user_code.restored_state import forward_restored, state_restored
 
 # Files of torch, memopt and Python, whose lines a user cannot change.
@@ -218,6 +221,30 @@ def check_effects(module: GraphModule) -> None:
             )
 
 
+def check_runs_once(captured: Captured) -> None:
+    """Refuse user code that runs as one operator beside a branch that goes on another way in some
+    calls, which then run again without their plan.
+
+    Raises:
+        CaptureError: there are both; the message names both lines.
+    """
+    other = next((one for one in captured.assumed if not one.raises), None)
+    nodes = captured.module.graph.nodes
+    forward = (one for one in nodes if one.meta.get("partitioner_tag") != "is_backward")
+    run = [one for one in forward if may_have_effects(one.target)]
+    if other is None or not run:
+        return
+    raise CaptureError(
+        f"the forward runs {name_of(run[0].target)}{line_of(run[0])} as it is, since it cannot be "
+        f"traced, and has a branch that depends on a value ({other.shown}): where that goes "
+        "another way than planned, the call would run again without its plan, and what this code "
+        "draws or changes by itself would come twice. Write the branch with tensor operators "
+        "(torch.where), or make the code an operator with a fake kernel "
+        "(torch.library.custom_op, register_fake), which says that it has no effects, or plan the "
+        'sub-modules (parts="auto" of memopt.wrap)'
+    )
+
+
 def check_numpy(traced: GraphModule) -> None:
     """Refuse numpy's random numbers, which dynamo draws and seeds in torch instead, and those of
     its numbers that dynamo takes for tensors where that gives another dtype.
@@ -225,13 +252,14 @@ def check_numpy(traced: GraphModule) -> None:
     Raises:
         CaptureError: there are some; the message names the line.
     """
-    for node in taken_for_tensors(traced.graph):
+    graphs = [one.graph for one in traced.modules() if isinstance(one, GraphModule)]
+    for node in chain.from_iterable(map(taken_for_tensors, graphs)):
         raise CaptureError(
             f"the model computes with a number of numpy's{line_of(node)}, which a trace takes for "
             "a tensor, so that the result would have another dtype: compute it with Python's math, "
             "or in __init__, as a Python number (self.scale = float(...))"
         )
-    for node in traced.graph.nodes:
+    for node in chain.from_iterable(one.nodes for one in graphs):
         function = getattr(node.target, "f", None)
         if draws_in_numpy(function):
             raise CaptureError(

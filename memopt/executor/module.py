@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 from torch import nn
 
 from memopt.capture.training_call import as_planned
-from memopt.errors import ExecutionError, GuardError
+from memopt.errors import ExecutionError, GuardError, ProfilerBusyError
 from memopt.executor.calls import PARTLY_TRAINING, Calls, has_own, warned_of_gradients
 from memopt.executor.differentiated import (
     DIFFERENTIATED,
@@ -196,8 +196,7 @@ class PlannedModule(nn.Module):
         model, captured, guard, calls = own.model, own.captured, own.guard, own.calls
         if guard.evaluating(model):
             return calls.fall_back(model, PARTLY_TRAINING, model(*args, **kwargs))
-        looked_at = why_not_inside()
-        if looked_at is not None:
+        if (looked_at := why_not_inside()) is not None:
             calls.fall_back(model, looked_at)
             return model(*args, **kwargs)
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
@@ -209,7 +208,10 @@ class PlannedModule(nn.Module):
                 return model(*args, **kwargs)
             if own.on_mismatch is None:
                 raise
-            instead = own.on_mismatch(model, call, error)
+            try:
+                instead = own.on_mismatch(model, call, error)
+            except ProfilerBusyError as busy:
+                return calls.fall_back(model, str(busy), model(*args, **kwargs))
             if instead is model:
                 return calls.fall_back(model, str(error), model(*args, **kwargs))
             calls.replanned += 1

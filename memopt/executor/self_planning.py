@@ -393,7 +393,7 @@ class SelfPlanning:
         self._in_call.plans += 1
         try:
             made = self._made(kind, call)
-        except (InputsError, NothingToTrainError, ProfilerBusyError):
+        except (InputsError, NothingToTrainError):
             return model
         self._count(str(error).partition(";")[0])
         return made.module

@@ -27,6 +27,7 @@ TENSORS = (
     *rows("make views fast", "torch._C._dynamo.guards", "_reinterpret_tensor"),
     *rows("compare tensors' layouts fast", "torch._C._dynamo.guards", "TensorGuards"),
     *rows("make tensors that are stored conjugated or negated", "torch", "_conj", "_neg_view"),
+    *rows("tell operators that Python runs", "torch.library", "_impls"),
     *rows(
         "tell classes of tensors that take part in every operation",
         "torch._C",

@@ -136,6 +136,11 @@ class _Results:
         return self.own(value)
 
 
+def is_run_again(function: Function) -> bool:
+    """Return whether a custom function is made of a plain one, which its backward runs again."""
+    return getattr(function, "is_run_again", False)
+
+
 def id_of_storage(tensor: Tensor) -> int:
     """Return a number that tensors have in common if they share memory; else another."""
     return int(storage_key(tensor.untyped_storage()))

@@ -28,6 +28,7 @@ from memopt.user_code.opaque import (
     StridedLayout,
     as_when_traced,
     id_of_storage,
+    is_run_again,
     returned,
     why_not_same,
     with_layouts,
@@ -157,6 +158,8 @@ class CallForm:
 
         made = _operator(self, "", len(self.given), self.planned.made, kernel)
         SHOWN[made] = self.shown
+        if not is_run_again(self.function):
+            WITH_EFFECTS.add(made)
         return made
 
     def restored(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> Context:
@@ -264,6 +267,8 @@ class BackwardForm:
 _names: set[str] = set()
 SHOWN: dict[Any, str] = {}
 """The forward's operators → the custom functions' names."""
+WITH_EFFECTS: set[Any] = set()
+"""Those of them whose code may draw or change something."""
 LOCK = threading.RLock()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,15 +27,18 @@ def as_autograd_function(function: Callable[..., Any]) -> Function:
         return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     class Recomputing(torch.autograd.Function):
+        is_run_again = True
+
         @staticmethod
         def forward(ctx: Any, names: tuple[str, ...], *values: Any) -> Any:
             ctx.names = names
             ctx.are_tensors = tuple(isinstance(one, Tensor) for one in values)
             ctx.others = tuple(one for one in values if not isinstance(one, Tensor))
             ctx.save_for_backward(*(one for one in values if isinstance(one, Tensor)))
-            states = _random_states(values)
+            states, others = _random_states(values), _other_states()
             found = run(names, values)
-            if not all(map(torch.equal, states, _random_states(values))):
+            same = all(map(torch.equal, states, _random_states(values)))
+            if not same or others != _other_states():
                 raise ExecutionError(
                     f"{name}, which is opaque, draws random numbers, and its backward would draw "
                     "others: make it a torch.autograd.Function, which saves what it has drawn"
@@ -74,6 +80,13 @@ def _random_states(values: Sequence[Any]) -> list[Tensor]:
     devices = {one.device for one in tensors if one.device.type not in ("cpu", "meta")}
     modules = [(torch.get_device_module(one), one) for one in sorted(devices, key=str)]
     return [torch.get_rng_state(), *(module.get_rng_state(one) for module, one in modules)]
+
+
+def _other_states() -> tuple[Any, bytes]:
+    """Return the states of Python's and NumPy's default generators."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    return random.getstate(), pickle.dumps(of_numpy)
 
 
 def _check_reached(name: str, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:

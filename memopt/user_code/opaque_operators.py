@@ -20,11 +20,13 @@ from memopt.user_code.opaque import (
 from memopt.user_code.opaque_forms import (
     LOCK,
     SHOWN,
+    WITH_EFFECTS,
     BackwardForm,
     CallForm,
     Marker,
     sets_up_apart,
 )
+from memopt.user_code.told_layouts import is_python
 
 
 @dataclass
@@ -75,12 +77,22 @@ def call_of(function: Function) -> Substitute:
 def opaque_notes(module: GraphModule) -> tuple[str, ...]:
     """Return a note that names the custom functions that a graph calls as they are."""
     targets = {n.target for n in module.graph.nodes if n.op == "call_function"}
-    found = {SHOWN[one] for one in targets if one in SHOWN}
-    found |= {str(one.name()).partition(".")[0] for one in targets & RUN_ONCE}
+    found = {name_of(one) for one in targets if one in SHOWN or one in RUN_ONCE}
     if not found:
         return ()
     names = ", ".join(sorted(found))
     return (f"Run as they are, once in a step, since they cannot be traced: {names}.",)
+
+
+def may_have_effects(target: Any) -> bool:
+    """Return whether a call runs a user's Python code that may draw or change something by itself:
+    the forward of a custom function, or an operator that has no fake kernel."""
+    return target in WITH_EFFECTS or (target in RUN_ONCE and is_python(target))
+
+
+def name_of(target: Any) -> str:
+    """Return the name of code that runs as one operator."""
+    return SHOWN.get(target) or str(target.name()).partition(".")[0]
 
 
 def _differentiable(form: CallForm) -> Any:

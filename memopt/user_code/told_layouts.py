@@ -54,6 +54,14 @@ def tell_layouts(name: str) -> bool:
     return True
 
 
+def is_python(overload: Any) -> bool:
+    """Return whether a kernel of an operator, beside its fake and autograd's, is Python's code."""
+    begin = str(overload.name()).removesuffix(".default").replace("::", "/") + "/"
+    known = private("torch.library._impls")
+    keys = (one.removeprefix(begin) for one in known if one.startswith(begin))
+    return any(not key.startswith(("Autograd", "ADInplace", "Meta")) for key in keys)
+
+
 def _described(name: str, overload: Any) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 

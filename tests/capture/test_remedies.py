@@ -83,6 +83,9 @@ ROWS: dict[str, Row] = {
         NUMPY,
         (lambda m, x: x + torch.rand(3),),
     ),
+    "numpy in a checkpoint": Row(
+        lambda m, x: checkpoint(lambda y: y * np.random.uniform(), x, use_reentrant=False), NUMPY
+    ),
     "numpy's seed": Row(lambda m, x: (np.random.seed(1), x)[1], NUMPY),
     "own numpy": Row(lambda m, x: x * m.drawn.random(), NUMPY),
     "table": Row(

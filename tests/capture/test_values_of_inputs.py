@@ -338,3 +338,34 @@ def test_what_a_look_takes_is_charged(whole_step: bool) -> None:
         model.zero_grad()
     assert used.peak_bytes >= 600 * 600
     assert bytes_over(plan, used) <= 0
+
+
+class _KeptEdges(nn.Module):
+    """Drops self-loops, as layers on graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges[:, edges[0] != edges[1]]
+        h = self.linear(x)
+        return torch.zeros_like(h).index_add(0, target, h[source])
+
+
+def test_a_value_met_first_under_a_profile_runs_unplanned_and_says_so() -> None:
+    """Others of the same shape have plans."""
+    model: Any = memopt.wrap(_KeptEdges(), "min", progress=False)
+
+    def step(loops: int) -> None:
+        edges = torch.stack([torch.arange(6), (torch.arange(6) >= loops) + torch.arange(6)]) % 6
+        model(torch.ones(6, 4), edges).sum().backward()
+
+    for loops in (0, 1, 2):
+        step(loops)
+    said = r"torch's profiler runs.*profile later steps"
+    with metered(torch.device("cpu")), pytest.warns(UserWarning, match=said):
+        step(3)
+    for loops in (3, 4, 1, 0):
+        step(loops)
+    assert (model.calls.planned, model.calls.original) == (7, 1)
