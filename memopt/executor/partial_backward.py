@@ -60,10 +60,12 @@ class PartialBackward:
     Attributes:
         numbers: for each tangent the number that fills it if it is missing.
         run: the backward; None: the program's own, given filled tangents.
+        in_halves: the same in two halves; None: it runs whole, or `run` is None.
     """
 
     numbers: tuple[float, ...]
-    run: Backward | None
+    run: Backward | None = None
+    in_halves: InHalves | None = None
 
     def complete(self, args: list[Any], tangents: Sequence[Node]) -> None:
         """Fill the places of missing tangents, behind the first argument, with its numbers."""
@@ -87,7 +89,7 @@ def partial_backward(
     lowering: Lowering,
     program: Program,
     missing: frozenset[int],
-    make: Callable[[Uncomputed], Backward],
+    make: Callable[[Uncomputed], tuple[Backward, InHalves | None]],
 ) -> PartialBackward | None:
     """Return a program's backward without some tangents; None: autograd's result is not known."""
     absence = absence_of(captured, lowering, missing)
@@ -99,7 +101,7 @@ def partial_backward(
     idle = idle or any(node in absence.nodes for node in lowering.nodes)
     if idle and captured.outputs.makes_zeros:
         return None
-    return PartialBackward(numbers, make(absence) if idle else None)
+    return PartialBackward(numbers, *make(absence)) if idle else PartialBackward(numbers)
 
 
 def absence_of(

@@ -307,14 +307,15 @@ class Runtime:
             and (found := self._in_other_order(state, args[1:]))
         ):
             return found
-        run = program.backward
+        run, in_halves = program.backward, program.in_halves
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
             partial = program.partial(missing)
             whole = self._sharded or state.handover is not None
             if partial is None or (partial.run is not None and whole):
                 return self._as_original(state, args[1:], PARTIAL)
-            run = partial.run or run
+            if partial.run is not None:
+                run, in_halves = partial.run, partial.in_halves
             partial.complete(args, self._captured.tangents)
         self._layouts.put_back(state.layouts, args, program.by_kernels)
         for i, value in enumerate(args):
@@ -326,7 +327,7 @@ class Runtime:
         if half is not None:
             self.note_halved()
             state.saved, state.first_half = [], half
-            run = half.first(run, None if missing else program.in_halves)
+            run = half.first(run, in_halves)
         elif keeps_graph():
             saved = program.fork(saved)
         else:

@@ -150,7 +150,7 @@ class Halves:
         end = first_half_end(self.lowering.graph, self.program)
         primals = enumerate(self.captured.primals)
         own = tuple(i for i, primal in primals if not primal.held and self.gradients[i] is not None)
-        return {end - 1: own} if own and end < len(self.program) else {}
+        return {end - 1: own} if end < len(self.program) else {}
 
     @cached_property
     def outputs_read_later(self) -> tuple[int, ...]:
