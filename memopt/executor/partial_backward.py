@@ -23,6 +23,7 @@ from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.executor.arriving_layouts import rounds_otherwise
 from memopt.executor.handover import Handed, Handover
 from memopt.executor.pipeline_stages import PIPELINES
+from memopt.executor.values import copied
 from memopt.programs.instructions import Program
 from memopt.step.backend import autocast_off
 from memopt.step.build import Lowering
@@ -263,7 +264,9 @@ class FirstHalf:
             return None
         with autocast_off():
             found = [one for handed in self.rest for one in handed]
-        self.rest = iter((tuple(found),) if keeps_graph() else ())
+        # Whoever gets gradients may update them: those of the next time are others.
+        again = [tuple((i, copied(one)) for i, one in found)] if keeps_graph() else ()
+        self.rest = iter(again)
         return self._by_position(dict(found))
 
     def _at_once(self, whole: Backward) -> InHalves:

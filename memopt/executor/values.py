@@ -116,7 +116,7 @@ class Halves:
         taken, forked = taken_over(self.backward), list(placed)
         for position, tensor in enumerate(self.saved):
             if tensor in taken and placed[position] is saved[position]:
-                forked[position] = _copied(saved[position])
+                forked[position] = copied(saved[position])
         return forked
 
     @cached_property
@@ -215,7 +215,7 @@ class Origin:
     random: RandomStates
 
 
-def _copied(value: Tensor) -> Tensor:
+def copied(value: Tensor) -> Tensor:
     """Copy all the memory of a tensor, and return the same view of it."""
     memory = value.untyped_storage().clone()  # type: ignore[no-untyped-call]
     empty = torch.empty(0, dtype=value.dtype, device=value.device)

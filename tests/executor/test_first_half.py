@@ -129,6 +129,21 @@ def test_a_second_backward_with_other_gradients_is_the_unplanned_one() -> None:
     assert (calls.planned, calls.original) == (0, 1)
 
 
+def test_a_second_half_that_runs_twice_gives_gradients_of_its_own() -> None:
+    """They were the same tensors, which their first receiver may have updated."""
+    found = []
+    model, planned, input = stage()
+    for one in (model, planned):
+        output, parameters = one(input), list(one.parameters())
+        given = torch.ones_like(output)
+        torch.autograd.grad(output, input, given, retain_graph=True)
+        first = torch.autograd.grad(output, parameters, given, retain_graph=True)
+        first[0].mul_(2)
+        found.append([*first, *torch.autograd.grad(output, parameters, given)])
+    assert all(map(torch.equal, *found))
+    assert memopt.running(planned).calls.planned == 1
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_gradients_that_await_their_half_are_charged() -> None:
     model, _, input = stage()
