@@ -84,7 +84,8 @@ def _backward(
     complete = in_parts or {}
     for position, instruction in enumerate(halves.backward, halves.boundary + 1):
         writer.recorded(position, instruction)
-        _hand_over(writer, complete.get(position, ()))
+        if position in complete:
+            _hand_over(writer, complete[position])
     if in_parts is not None:
         given = {i for positions in complete.values() for i in positions}
         _hand_over(writer, [i for i in range(len(halves.captured.gradients)) if i not in given])
@@ -97,12 +98,10 @@ def _backward(
 
 def _hand_over(writer: Writer, positions: Iterable[int]) -> None:
     """Yield gradients to autograd, and drop all variables that hold them."""
-    gradients = writer.halves.captured.gradients
+    gradients = writer.halves.gradients
     pairs = [(i, gradients[i]) for i in positions if gradients[i] is not None]
-    if not pairs:
-        return
-    given = ", ".join(f"({i}, {writer.argument(gradient)})" for i, gradient in pairs)
-    writer.emit(f"yield ({given},)", above=True)
+    given = "".join(f"({i}, {writer.argument(gradient)}), " for i, gradient in pairs)
+    writer.emit(f"yield ({given})", above=True)
     for tensor in held_by((gradient for _, gradient in pairs), writer.lowering.storages):
         nodes = [n for n in writer.variables.pop(tensor, []) if n in writer.bound]
         writer.bound.difference_update(nodes)

@@ -31,6 +31,8 @@ from memopt.torch_private.modules import data_parallel_around
 
 Handed: TypeAlias = tuple[tuple[int, Any], ...]
 """Complete gradients: (position among the joint graph's inputs, gradient)."""
+Yielding: TypeAlias = Callable[..., Iterator[Handed]]
+"""A backward that yields gradients as they are complete."""
 
 _PER_BUCKET = 8
 """The most parts of the chain that a bucket's gradients come in: autograd takes a moment for
@@ -214,25 +216,42 @@ class HandoverOrder:
         return size_bytes
 
 
-def in_order(
-    halves: Halves, swap: Any, random: RandomStates, recorder: Recorder | None, arenas: Any
-) -> tuple[HandoverOrder, Callable[..., Iterator[Handed]] | None]:
-    """Return the order in which a program's gradients are complete, and its backward in two halves,
-    if it has two; the arguments are those of `generate`."""
+def in_order(halves: Halves, *made_with: Any) -> HandoverOrder:
+    """Return the order in which a program's gradients are complete; the arguments are those of
+    `generate`."""
+    complete = halves.complete_gradients
+    running = _yielding(complete, halves, *made_with)
+    return HandoverOrder(halves.captured, tuple(complete.values()), running)
 
-    def yielding(parts: Parts) -> Callable[..., Iterator[Handed]]:
-        @functools.cache
-        def backward() -> Callable[..., Iterator[Handed]]:
-            made: Callable[..., Iterator[Handed]]
-            _, made, _ = generate(halves, swap, random, recorder, arenas, in_parts=parts)
-            return made
 
-        def running(*arguments: Any) -> Iterator[Handed]:
-            handed = backward()(*arguments)
-            return iter(random.settling(lambda: next(handed, None)), None)
+def in_halves(halves: Halves, *made_with: Any) -> Yielding | None:
+    """Return a program's backward in two halves, if it has two."""
+    two = halves.first_half
+    return _yielding(two, halves, *made_with) if two else None
 
-        return running
 
-    complete, two = halves.complete_gradients, halves.first_half
-    order = HandoverOrder(halves.captured, tuple(complete.values()), yielding(complete))
-    return order, yielding(two) if two else None
+def _yielding(
+    parts: Parts,
+    halves: Halves,
+    swap: Any,
+    random: RandomStates,
+    recorder: Recorder | None,
+    arenas: Any,
+) -> Yielding:
+    def backward() -> Yielding:
+        made: Yielding
+        _, made, _ = generate(halves, swap, random, recorder, arenas, in_parts=parts)
+        return made
+
+    return made_later(backward, random)
+
+
+def made_later(make: Callable[[], Yielding], random: RandomStates) -> Yielding:
+    """Return a backward that is made when it runs first."""
+    backward = functools.cache(make)
+
+    def running(*arguments: Any) -> Iterator[Handed]:
+        handed = backward()(*arguments)
+        return iter(random.settling(lambda: next(handed, None)), None)
+
+    return running

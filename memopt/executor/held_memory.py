@@ -105,8 +105,11 @@ class Waiting:
         self._inputs = others | own
         self._most = self._most.largest(Charges(kept_bytes=others_bytes, waiting_calls=calls))
 
-    def charge(self, halved: int, told: bool) -> None:
-        """Charge the most waiting calls that were counted, and `halved` calls whose backward was
-        half done; leave out their inputs if a schedule tells the calls."""
-        kept_bytes = 0 if told else self._most.kept_bytes
-        self.charges = replace(self._most, kept_bytes=kept_bytes, halved_calls=halved)
+    def halve(self, halved: int) -> None:
+        """Count the calls whose backward is half done when a call or a backward begins."""
+        self._most = self._most.largest(Charges(halved_calls=halved))
+
+    def charge(self, told: bool) -> None:
+        """Charge the most waiting calls that were counted; leave out their inputs if a schedule
+        tells the calls."""
+        self.charges = replace(self._most, kept_bytes=0 if told else self._most.kept_bytes)

@@ -133,7 +133,8 @@ class InStep:
             one = find(missing)
             if one is None or one.run is None:
                 return one
-            return replace(one, run=self._failing(one.run, "the backward"))
+            halves = one.in_halves and self._in_halves(one.in_halves)
+            return replace(one, run=self._failing(one.run, "the backward"), in_halves=halves)
 
         return found
 

@@ -14,10 +14,15 @@ from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.graph_segments import Segments
-from memopt.executor.handover import in_order
+from memopt.executor.handover import in_halves, in_order
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
-from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
+from memopt.executor.partial_backward import (
+    Backward,
+    InHalves,
+    PartialBackward,
+    partial_backward,
+)
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed
@@ -77,15 +82,14 @@ def install(
     else:
         forward, backward, source = generate(halves, mover, random, recorder, arenas, homes)
 
-    order, both = (None, None) if interpreted else in_order(halves, mover, random, recorder, arenas)
+    made_with = (mover, random, recorder, arenas)
 
-    def without(absence: Uncomputed) -> Backward:
+    def without(absence: Uncomputed) -> tuple[Backward, InHalves | None]:
         part = replace(halves, absence=absence)
         if interpreted:
-            _, made = interpret(part, mover, random, homes)
-        else:
-            _, made, _ = generate(part, mover, random, recorder, arenas, homes)
-        return random.settling(made)
+            return random.settling(interpret(part, mover, random, homes)[1]), None
+        _, made, _ = generate(part, *made_with, homes)
+        return random.settling(made), in_halves(part, *made_with)
 
     @functools.cache
     def partial(missing: frozenset[int]) -> PartialBackward | None:
@@ -100,9 +104,9 @@ def install(
         source=source,
         watched_outputs=halves.outputs_read_later,
         fork=functools.partial(_forked, halves, mover, arenas),
-        handover=order,
+        handover=None if interpreted else in_order(halves, *made_with),
         partial=partial,
-        in_halves=both,
+        in_halves=None if interpreted else in_halves(halves, *made_with),
         recomputes=len({run.op for _, run in program.computes}) < len(program.computes),
         by_kernels=frozenset() if segments else _read_by_kernels(captured, lowering, program),
         segments=segments,

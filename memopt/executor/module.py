@@ -326,9 +326,9 @@ def waiting_calls(*planned: nn.Module) -> int:
     return sum(map(len, {_inside(one).runtime for one in planned}))
 
 
-def most_halved(*planned: nn.Module) -> int:
-    """Return how many calls of planned modules awaited the second half of a backward, at most."""
-    return sum(one.most_halved for one in {_inside(one).runtime for one in planned})
+def halved_calls(*planned: nn.Module) -> int:
+    """Return how many of them await the second half of a backward."""
+    return sum(one.halved for one in {_inside(one).runtime for one in planned})
 
 
 def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:

@@ -23,6 +23,7 @@ from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.executor.arriving_layouts import rounds_otherwise
 from memopt.executor.handover import Handed, Handover
 from memopt.executor.pipeline_stages import PIPELINES
+from memopt.executor.values import copied
 from memopt.programs.instructions import Program
 from memopt.step.backend import autocast_off
 from memopt.step.build import Lowering
@@ -60,10 +61,12 @@ class PartialBackward:
     Attributes:
         numbers: for each tangent the number that fills it if it is missing.
         run: the backward; None: the program's own, given filled tangents.
+        in_halves: the same in two halves; None: it runs whole, or `run` is None.
     """
 
     numbers: tuple[float, ...]
-    run: Backward | None
+    run: Backward | None = None
+    in_halves: InHalves | None = None
 
     def complete(self, args: list[Any], tangents: Sequence[Node]) -> None:
         """Fill the places of missing tangents, behind the first argument, with its numbers."""
@@ -87,7 +90,7 @@ def partial_backward(
     lowering: Lowering,
     program: Program,
     missing: frozenset[int],
-    make: Callable[[Uncomputed], Backward],
+    make: Callable[[Uncomputed], tuple[Backward, InHalves | None]],
 ) -> PartialBackward | None:
     """Return a program's backward without some tangents; None: autograd's result is not known."""
     absence = absence_of(captured, lowering, missing)
@@ -99,7 +102,7 @@ def partial_backward(
     idle = idle or any(node in absence.nodes for node in lowering.nodes)
     if idle and captured.outputs.makes_zeros:
         return None
-    return PartialBackward(numbers, make(absence) if idle else None)
+    return PartialBackward(numbers, *make(absence)) if idle else PartialBackward(numbers)
 
 
 def absence_of(
@@ -261,7 +264,9 @@ class FirstHalf:
             return None
         with autocast_off():
             found = [one for handed in self.rest for one in handed]
-        self.rest = iter((tuple(found),) if keeps_graph() else ())
+        # Whoever gets gradients may update them: those of the next time are others.
+        again = [tuple((i, copied(one)) for i, one in found)] if keeps_graph() else ()
+        self.rest = iter(again)
         return self._by_position(dict(found))
 
     def _at_once(self, whole: Backward) -> InHalves:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from memopt.errors import GuardError
-from memopt.executor.module import most_halved, waiting_calls
+from memopt.executor.module import halved_calls, waiting_calls
 from memopt.executor.plan_maker import Made
 from memopt.models.budget import format_bytes
 from memopt.models.warned import warn
@@ -66,10 +66,10 @@ class ReadyPlans(Sequence["PlanRecord"]):
             yield from found
 
     def waiting(self) -> tuple[int, int]:
-        """Return how many calls under them await their backward, and how many awaited the second
-        half of one, at most."""
+        """Return how many calls under them await their backward, and how many of these the second
+        half of one."""
         made = [one.module for one in self.made()]
-        return waiting_calls(*made), most_halved(*made)
+        return waiting_calls(*made), halved_calls(*made)
 
     def of(self, kind: Any) -> list[Made]:
         """Return the plans for a kind of call, the last used one at the end."""

@@ -154,7 +154,6 @@ class Runtime:
         self.random = RandomStates(device) if draws(captured) else None
         self._local = _ThreadCall()
         self._states: set[TiedValue[_State]] = set()
-        self.most_halved = 0
         captured.hooks.forward = self._forward
         captured.hooks.backward = self._backward
         captured.hooks.owner = self
@@ -163,10 +162,10 @@ class Runtime:
         """Number of steps whose backward has not run yet."""
         return len(self._states)
 
-    def note_halved(self) -> None:
-        """Note how many calls await the second half of their backward: the most are charged."""
-        halved = sum(one.value.first_half is not None for one in list(self._states))
-        self.most_halved = max(self.most_halved, halved)
+    @property
+    def halved(self) -> int:
+        """Number of steps of which the second half of the backward has not run yet."""
+        return sum(one.value.first_half is not None for one in list(self._states))
 
     def drop(self, again: AsOriginal) -> None:
         """Free what a call has saved for its backward, which is not to run, unless it keeps its
@@ -237,7 +236,6 @@ class Runtime:
         program = call.program
         primals = list(args)
         args.clear()
-        self.note_halved()
         with failing_as_assumed(self._captured.assumed):
             outputs, saved = program.forward(primals)
         program.look(outputs)
@@ -307,14 +305,15 @@ class Runtime:
             and (found := self._in_other_order(state, args[1:]))
         ):
             return found
-        run = program.backward
+        run, in_halves = program.backward, program.in_halves
         missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
             partial = program.partial(missing)
             whole = self._sharded or state.handover is not None
             if partial is None or (partial.run is not None and whole):
                 return self._as_original(state, args[1:], PARTIAL)
-            run = partial.run or run
+            if partial.run is not None:
+                run, in_halves = partial.run, partial.in_halves
             partial.complete(args, self._captured.tangents)
         self._layouts.put_back(state.layouts, args, program.by_kernels)
         for i, value in enumerate(args):
@@ -324,9 +323,8 @@ class Runtime:
             state.arrived(args[1:], missing, keeps_graph() and half is None)
         saved = state.saved
         if half is not None:
-            self.note_halved()
             state.saved, state.first_half = [], half
-            run = half.first(run, None if missing else program.in_halves)
+            run = half.first(run, in_halves)
         elif keeps_graph():
             saved = program.fork(saved)
         else:

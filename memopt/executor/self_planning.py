@@ -126,6 +126,7 @@ class SelfPlanning:
         # Kinds whose outputs had no gradient so far.
         self._untrained: set[Any] = set()
         self.around = Surroundings(model, with_state)
+        self.around.waiting = self.plans.waiting
         self._planner = planner
         self._maker = self._makes_plans(alone=ranks_of(model) is None)
         self._lengths = Lengths(model, self._kind, self._ready, self._made, self._prepare)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from memopt.executor.codegen import compiled, either, written
+from memopt.executor.handover import Yielding, made_later
 from memopt.executor.partial_backward import unknown
 from memopt.executor.runtime import Installed
 from memopt.executor.values import Halves
@@ -85,11 +86,12 @@ class SizedCode:
         sizes = {at: _storage_bytes(one.lowering) for at, one in self._halves.items()}
         rows = zip(*sizes.values(), strict=True)
         self._bytes = np.array([self._through(tuple(sizes), row) for row in rows], dtype=np.int64)
-        self._code = {True: self._written(True)}
+        halved = (False, True) if installed.in_halves else (False,)
+        self._code = {(one, True): self._written(one, True) for one in halved}
 
-    def _written(self, direct: bool) -> tuple[dict[str, Any], dict[str, Polynomial]]:
+    def _written(self, halved: bool, direct: bool) -> tuple[dict[str, Any], dict[str, Polynomial]]:
         """Return the scope of the functions, themselves included, and the size that each name in it
-        stands for.
+        stands for; `halved`: with the backward in two halves.
 
         At a length with a coincidence (a slice that is the whole tensor) the text may differ: the
         text that most lengths share is taken.
@@ -97,7 +99,8 @@ class SizedCode:
         origin = self._origin
         alike: dict[tuple[str, ...], dict[int, tuple[list[str], dict[str, Any]]]] = {}
         for at, one in self._halves.items():
-            source, scope = written(one, origin.swap, origin.random, direct=direct)
+            parts = one.first_half if halved else None
+            source, scope = written(one, origin.swap, origin.random, in_parts=parts, direct=direct)
             texts = tuple(_NUMBER.split(source))
             alike.setdefault(texts, {})[at] = _NUMBER.findall(source), scope
         texts, made = max(alike.items(), key=lambda pair: len(pair[1]))
@@ -144,10 +147,10 @@ class SizedCode:
     def at(self, length: int) -> Installed:
         """Return the program for a length."""
 
-        def functions(direct: bool) -> tuple[Any, Any]:
-            if direct not in self._code:
-                self._code[direct] = self._written(direct)
-            scope, sizes = self._code[direct]
+        def functions(halved: bool, direct: bool) -> tuple[Any, Any]:
+            if (halved, direct) not in self._code:
+                self._code[halved, direct] = self._written(halved, direct)
+            scope, sizes = self._code[halved, direct]
             own = dict(scope)
             for name, polynomial in sizes.items():
                 own[name] = sum(a * length**power for power, a in enumerate(polynomial))
@@ -155,16 +158,23 @@ class SizedCode:
             forward, backward = made
             return forward, backward
 
-        otherwise = functools.cache(functools.partial(functions, False))
-        forward, backward = either(functions(True), otherwise)
-        random = self._origin.random
+        def both(halved: bool) -> tuple[Any, Any]:
+            otherwise = functools.cache(functools.partial(functions, halved, False))
+            return either(functions(halved, True), otherwise)
+
+        def yielding() -> Yielding:
+            made: Yielding = both(True)[1]
+            return made
+
+        (forward, backward), random = both(False), self._origin.random
+        in_halves = self._installed.in_halves and made_later(yielding, random)
         return replace(
             self._installed,
             forward=random.settling(forward),
             backward=random.settling(backward),
             handover=None,
             partial=unknown,
-            in_halves=None,
+            in_halves=in_halves,
             origin=None,
         )
 

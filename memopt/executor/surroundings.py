@@ -120,7 +120,10 @@ class Surroundings:
     Attributes:
         settled: whether the model was called with gradients enabled, or has warned that it was not.
         has_stepped: whether an optimizer has stepped since the last call.
+        waiting: tells how many calls await their backward, and how many the second half of one.
     """
+
+    waiting: Callable[[], tuple[int, int]] = staticmethod(lambda: (0, 0))
 
     def __init__(self, model: nn.Module, with_state: bool) -> None:
         self._of = weakref.ref(model)
@@ -191,9 +194,10 @@ class Surroundings:
                 self._metered_until_now(metered, again_bytes)
         _BEGUN.calls += 1
         self._waiting.count(call.tensors(), waiting)
+        self._waiting.halve(halved)
         if self.has_stepped or not waiting:
             self._scheduled = scheduled(call)
-            self._waiting.charge(halved, told=bool(self._scheduled.charges))
+            self._waiting.charge(told=bool(self._scheduled.charges))
         self.has_stepped = False
         flat = 0 if (model := self.model()) is None else flat_bytes(model)
         around = self._gathering.plus(self._zero)
@@ -266,6 +270,7 @@ class Surroundings:
         `met` if more memory is held beside it than was measured before, or if the loop turns out to
         hold these gradients; the buffers of a pipeline's stage are charged already."""
         self._meter_until(tangents)
+        self._waiting.halve(self.waiting()[1])
         one, model = self._met.setdefault(kind, _Met()), self.model()
         if not (one.charges.given_gradients or self._scheduled.charges):
             when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))

@@ -116,7 +116,7 @@ class Halves:
         taken, forked = taken_over(self.backward), list(placed)
         for position, tensor in enumerate(self.saved):
             if tensor in taken and placed[position] is saved[position]:
-                forked[position] = _copied(saved[position])
+                forked[position] = copied(saved[position])
         return forked
 
     @cached_property
@@ -150,7 +150,7 @@ class Halves:
         end = first_half_end(self.lowering.graph, self.program)
         primals = enumerate(self.captured.primals)
         own = tuple(i for i, primal in primals if not primal.held and self.gradients[i] is not None)
-        return {end - 1: own} if own and end < len(self.program) else {}
+        return {end - 1: own} if end < len(self.program) else {}
 
     @cached_property
     def outputs_read_later(self) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class Origin:
     random: RandomStates
 
 
-def _copied(value: Tensor) -> Tensor:
+def copied(value: Tensor) -> Tensor:
     """Copy all the memory of a tensor, and return the same view of it."""
     memory = value.untyped_storage().clone()  # type: ignore[no-untyped-call]
     empty = torch.empty(0, dtype=value.dtype, device=value.device)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memopt
 from memopt.models.budget import Budget
 from memopt.models.charges import Charges
+from memopt.pricing.memory import metered
 from memopt.programs.charged import waiting_bytes
 from memopt.programs.first_half import can_wait, first_half_end, halved_bytes, with_waiting
 from memopt.programs.liveness import store_all
@@ -29,13 +30,26 @@ def stage() -> tuple[nn.Module, nn.Module, Tensor]:
     return mlp(), planned.apply(mlp()), torch.randn(64, 16, requires_grad=True)
 
 
+class TwoOutputs(nn.Module):
+    """A stage whose second output no parameter reaches alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = mlp(), nn.Linear(4, 4)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(input)
+        return self.last(hidden), hidden.sin()
+
+
 def halves(model: Any, input: Tensor, calls: int = 1) -> tuple[list[Any], list[int]]:
     """Run so many calls' first halves, then the second ones, with a mode around that counts: all
-    gradients, and the work of each half."""
+    gradients of the first output, and the work of each half."""
     found: list[Any] = []
     work, waiting = [], []
     inputs = [(input.detach() * number).requires_grad_() for number in range(1, 1 + calls)]
-    for one, output in [(one, model(one)) for one in inputs]:
+    for one, made in [(one, model(one)) for one in inputs]:
+        output = made[0] if isinstance(made, tuple) else made
         with FlopCounterMode(display=False) as counted:
             given, groups = stage_backward_input(
                 [output], [output.detach().clone()], [one], model.parameters()
@@ -115,6 +129,21 @@ def test_a_second_backward_with_other_gradients_is_the_unplanned_one() -> None:
     assert (calls.planned, calls.original) == (0, 1)
 
 
+def test_a_second_half_that_runs_twice_gives_gradients_of_its_own() -> None:
+    """They were the same tensors, which their first receiver may have updated."""
+    found = []
+    model, planned, input = stage()
+    for one in (model, planned):
+        output, parameters = one(input), list(one.parameters())
+        given = torch.ones_like(output)
+        torch.autograd.grad(output, input, given, retain_graph=True)
+        first = torch.autograd.grad(output, parameters, given, retain_graph=True)
+        first[0].mul_(2)
+        found.append([*first, *torch.autograd.grad(output, parameters, given)])
+    assert all(map(torch.equal, *found))
+    assert memopt.running(planned).calls.planned == 1
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_gradients_that_await_their_half_are_charged() -> None:
     model, _, input = stage()
@@ -129,3 +158,42 @@ def test_gradients_that_await_their_half_are_charged() -> None:
     assert waiting_bytes(plan.graph, nothing_waits, charges) > gradients_bytes
     assert waiting_bytes(plan.graph, plan.program, charges) < gradients_bytes
     assert wrapped.memopt.around.charges(None).halved_calls == 2
+
+
+def test_a_first_half_from_some_of_the_outputs_keeps_what_is_charged() -> None:
+    """It ran the whole backward, whose gradients wait, and was charged as a cut one."""
+    torch.manual_seed(0)
+    model, input = TwoOutputs(), torch.randn(16, 16)
+    wrapped: Any = memopt.wrap(TwoOutputs(), "min", "rotor", progress=False)
+    wrapped.load_state_dict(model.state_dict())
+    for _ in range(2):
+        for one in (model, wrapped):
+            one.zero_grad()
+        expected, _ = halves(model, input, calls=3)
+        found, own = halves(wrapped, input, calls=3)
+        assert all(map(torch.equal, found, expected))
+    assert all(own)
+    del found
+    wrapped.zero_grad()
+    there = sum(one.nbytes for one in wrapped.parameters())
+    with metered(torch.device("cpu")) as used:
+        halves(wrapped, input, calls=3)
+    assert there + used.peak_bytes <= wrapped.memopt.plans[-1].budget
+    assert wrapped.memopt.calls.planned == 9
+
+
+def test_a_plan_of_several_lengths_has_halves() -> None:
+    model, _, _ = stage()
+    wrapped: Any = memopt.wrap(mlp(), None, "rotor", progress=False)
+    wrapped.load_state_dict(model.state_dict())
+    for rows in (32, 24, 20, 28, 30):
+        for one in (model, wrapped):
+            one.zero_grad()
+        input = torch.randn(rows, 16)
+        expected, _ = halves(model, input, calls=2)
+        found, own = halves(wrapped, input, calls=2)
+        assert all(map(torch.equal, found, expected))
+        assert all(own)
+    assert len(wrapped.memopt.plans) < 5
+    # The calls of all lengths were added up.
+    assert wrapped.memopt.around.charges(None).halved_calls == 1
