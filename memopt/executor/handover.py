@@ -171,7 +171,7 @@ class HandoverOrder:
 
     captured: Captured
     complete: tuple[tuple[int, ...], ...]
-    running: Callable[..., Iterator[Handed]]
+    running: Yielding
 
     def handover(self) -> tuple[Handover, int] | None:
         """Return the chain for a call made now, and the position of its anchor; None: gradients

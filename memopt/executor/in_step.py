@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from memopt.errors import ExecutionError, RankError
-from memopt.executor.handover import Handed
-from memopt.executor.partial_backward import InHalves, Partial, PartialBackward
+from memopt.executor.handover import Handed, Yielding
+from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
 from memopt.executor.undo import Changes
 from memopt.models.graph import Graph
@@ -86,7 +86,7 @@ class InStep:
             in_halves=program.in_halves and self._in_halves(program.in_halves),
         )
 
-    def _in_halves(self, run: InHalves) -> InHalves:
+    def _in_halves(self, run: Yielding) -> Yielding:
         def running(*arguments: Any) -> Iterator[Handed]:
             half = partial(next, run(*arguments), None)
             return iter(self._failing(half, "the backward"), None)

@@ -14,12 +14,11 @@ from memopt.executor.arena import ArenaFamily, Arenas, arena_layout
 from memopt.executor.arena_check import CheckedArenas
 from memopt.executor.codegen import generate
 from memopt.executor.graph_segments import Segments
-from memopt.executor.handover import in_halves, in_order
+from memopt.executor.handover import Yielding, in_halves, in_order
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
 from memopt.executor.partial_backward import (
     Backward,
-    InHalves,
     PartialBackward,
     partial_backward,
 )
@@ -84,7 +83,7 @@ def install(
 
     made_with = (mover, random, recorder, arenas)
 
-    def without(absence: Uncomputed) -> tuple[Backward, InHalves | None]:
+    def without(absence: Uncomputed) -> tuple[Backward, Yielding | None]:
         part = replace(halves, absence=absence)
         if interpreted:
             return random.settling(interpret(part, mover, random, homes)[1]), None

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from memopt.executor.absence import NEUTRAL, Like, Uncomputed
 from memopt.executor.arriving_layouts import rounds_otherwise
-from memopt.executor.handover import Handed, Handover
+from memopt.executor.handover import Handed, Handover, Yielding
 from memopt.executor.pipeline_stages import PIPELINES
 from memopt.executor.values import copied
 from memopt.programs.instructions import Program
@@ -36,8 +36,6 @@ from memopt.torch_private.operators import aten
 
 Backward: TypeAlias = Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
 """See `memopt.executor.runtime.Installed.backward`."""
-InHalves: TypeAlias = Callable[[list[Any], list[Any], list[Any]], Iterator[Handed]]
-"""A backward with the same arguments that yields the gradients of inputs, then all others."""
 
 _ADD = torch.ops.aten.add.Tensor
 _GIVEN_ZEROS = frozenset(
@@ -61,12 +59,13 @@ class PartialBackward:
     Attributes:
         numbers: for each tangent the number that fills it if it is missing.
         run: the backward; None: the program's own, given filled tangents.
-        in_halves: the same in two halves; None: it runs whole, or `run` is None.
+        in_halves: the same in two halves: it yields the gradients of inputs, then all others. None:
+            it runs whole, or `run` is None.
     """
 
     numbers: tuple[float, ...]
     run: Backward | None = None
-    in_halves: InHalves | None = None
+    in_halves: Yielding | None = None
 
     def complete(self, args: list[Any], tangents: Sequence[Node]) -> None:
         """Fill the places of missing tangents, behind the first argument, with its numbers."""
@@ -90,7 +89,7 @@ def partial_backward(
     lowering: Lowering,
     program: Program,
     missing: frozenset[int],
-    make: Callable[[Uncomputed], tuple[Backward, InHalves | None]],
+    make: Callable[[Uncomputed], tuple[Backward, Yielding | None]],
 ) -> PartialBackward | None:
     """Return a program's backward without some tangents; None: autograd's result is not known."""
     absence = absence_of(captured, lowering, missing)
@@ -244,7 +243,7 @@ class FirstHalf:
             return None
         return FirstHalf(primals, tangents)
 
-    def first(self, whole: Backward, in_halves: InHalves | None) -> Backward:
+    def first(self, whole: Backward, in_halves: Yielding | None) -> Backward:
         """Return a function that runs the first half of a backward, and returns the gradients of
         inputs, by position. If there is none in halves, it runs the whole one."""
 
@@ -269,7 +268,7 @@ class FirstHalf:
         self.rest = iter(again)
         return self._by_position(dict(found))
 
-    def _at_once(self, whole: Backward) -> InHalves:
+    def _at_once(self, whole: Backward) -> Yielding:
         def running(*arguments: list[Any]) -> Iterator[Handed]:
             found = dict(enumerate(whole(*arguments)[: len(self.primals)]))
             first = [i for i, primal in enumerate(self.primals) if not primal.held]

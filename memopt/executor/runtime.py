@@ -32,8 +32,8 @@ from memopt.executor.differentiated import (
     why_not_planned,
 )
 from memopt.executor.graph_segments import Segments
-from memopt.executor.handover import Handover, HandoverOrder
-from memopt.executor.partial_backward import FirstHalf, InHalves, Partial, unknown
+from memopt.executor.handover import Handover, HandoverOrder, Yielding
+from memopt.executor.partial_backward import FirstHalf, Partial, unknown
 from memopt.executor.prepared_backward import prepare_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
@@ -71,7 +71,8 @@ class Installed:
         fork: copies what the forward has saved, for a backward that may run again.
         handover: how the backward hands gradients over as they are complete; None: it cannot.
         partial: the backward where some outputs get no gradient.
-        in_halves: the backward in two halves; None: it runs whole.
+        in_halves: the backward in two halves: it yields the gradients of inputs, then all others.
+            None: it runs whole.
         recomputes: whether it computes anything twice.
         by_kernels: numbers of the tangents that the backward's operators read as eager's do.
         segments: where it is captured, and what runs between; None: it is not to be captured.
@@ -88,7 +89,7 @@ class Installed:
     fork: Callable[[list[Any]], list[Any]] = list
     handover: HandoverOrder | None = None
     partial: Partial = unknown
-    in_halves: InHalves | None = None
+    in_halves: Yielding | None = None
     recomputes: bool = False
     by_kernels: frozenset[int] = frozenset()
     segments: Segments | None = None

@@ -25,7 +25,7 @@ def first_half_end(graph: Graph, program: Program) -> int:
         return len(program)
     last = boundary = program.boundary or 0
     for position, run in program.computes:
-        if position > boundary and _is_first(graph, run, frozenset(graph.input_gradients)):
+        if position > boundary and _is_first(graph, run, graph.input_gradients):
             last = position
     rest = program.steps[program.steps_before[last + 1] :]
     return next(iter(rest), len(program))
@@ -98,10 +98,8 @@ def _is_first(graph: Graph, run: Compute, needed: Collection[int]) -> bool:
     or reads a gradient that is handed over then."""
     operator = graph.operators[run.op]
     chosen = variant(operator, run.implementation)
-    given = frozenset(graph.input_gradients)
-    return operator.has_effects or not (
-        given.isdisjoint(chosen.reads) and frozenset(needed).isdisjoint(chosen.writes)
-    )
+    hands_over = any(one in graph.input_gradients for one in chosen.reads)
+    return operator.has_effects or hands_over or any(one in needed for one in chosen.writes)
 
 
 def _more_bytes(graph: Graph, group: Collection[int]) -> int:
