@@ -80,7 +80,7 @@ def with_numbers(trace: Callable[[], tuple[Any, T]]) -> tuple[Any, T]:
     with handlers_replaced(of_data), patched(_CALL, computed), patched(_WRAP, read):
         found = trace()
     if made:
-        values = [_value(one) for one in found[0].graph.nodes if _is_numpy(one)]
+        values = _made_in_numpy(found[0].graph).values()
         differing += [one for one in values if one is not None and one.dtype not in _WIDE]
     return trace() if differing else found
 
@@ -149,9 +149,12 @@ def _variable() -> Any:
     return NumPyNumber
 
 
-def _is_numpy(node: Node) -> bool:
+def _made_in_numpy(graph: Graph) -> dict[Node, torch.Tensor | None]:
+    """Return the nodes that compute in NumPy, with their values."""
     kinds = [private(f"torch._dynamo.utils.{name}") for name in _COMPUTING]
-    return node.target in kinds or type(node.target) in kinds
+    calls = [one for one in graph.nodes if one.op == "call_function"]
+    made = [one for one in calls if one.target in kinds or type(one.target) in kinds]
+    return {one: _value(one) for one in made}
 
 
 def _value(node: Node) -> torch.Tensor | None:
@@ -162,11 +165,12 @@ def _value(node: Node) -> torch.Tensor | None:
 def taken_for_tensors(graph: Graph) -> Iterator[Node]:
     """Yield the nodes of Dynamo's graph that compute with a number of NumPy's, taken for a tensor,
     in another dtype than eager's."""
-    for node in graph.nodes:
+    made = _made_in_numpy(graph)
+    for node in graph.nodes if made else ():
         given = [one for one in tree_leaves(node.args) if isinstance(one, Node)]
-        numbers = [_value(one) for one in given if _is_numpy(one)]
-        others = [v for one in given if not _is_numpy(one) and (v := _value(one)) is not None]
-        if node.op != "call_function" or _is_numpy(node) or not others:
+        numbers = [made[one] for one in given if one in made]
+        others = [v for one in given if one not in made and (v := _value(one)) is not None]
+        if node.op != "call_function" or node in made or not others:
             continue
         if any(v is not None and v.dim() == 0 and _changes(others, v.dtype) for v in numbers):
             yield node
