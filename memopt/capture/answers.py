@@ -99,9 +99,9 @@ class Answering(KnownValues):
         usual = usual_outcome(node)
         if usual is not None or not self._knows:
             return None if usual is None else KnownValue(usual)
-        compute = computed_from_inputs(node, len(self._call.leaves))
+        compute, value = self._of_inputs(node, truth=True)
         if compute is not None:
-            value = self._value(compute, truth=True)
+            value = self._answer(value)
         elif is_drawn(node):
             value = None
         elif items:
@@ -124,7 +124,7 @@ class Answering(KnownValues):
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:
             return None
-        compute = computed_from_inputs(node, len(self._call.leaves), item=not nested)
+        compute, found = self._of_inputs(node, truth=False, item=not nested)
         looks = not nested and example.dtype is torch.bool and not is_drawn(node)
         if compute is None and not looks:
             return None
@@ -133,7 +133,7 @@ class Answering(KnownValues):
             self._looking.pending = set(self._open.values())
             return None
         if compute is not None:
-            value = self._value(compute, truth=False)
+            value = self._answer(found)
         else:
             usual = usual_outcome(node)
             value = self._answer(self._values[node]) if usual is None else usual
@@ -144,10 +144,16 @@ class Answering(KnownValues):
         """Return whether a graph reads numbers of the inputs that can be known in another trace."""
         return has_numbers(traced) and self._looking.asks_more()
 
-    def _value(self, compute: GraphModule, truth: bool) -> Any:
-        if self._again:
-            return self._answer(None)
-        return self._answer(value_now(compute, truth, self._call.leaves))
+    def _of_inputs(
+        self, node: Node, truth: bool, item: bool = False
+    ) -> tuple[GraphModule | None, Any]:
+        """Return what computes a value from the inputs alone, and the value now. None: it depends
+        on more, or random numbers take part; or the value is not known."""
+        compute = computed_from_inputs(node, len(self._call.leaves), item)
+        if compute is None:
+            return None, None
+        value, drawn = value_now(compute, truth, self._call.leaves)
+        return (None, None) if drawn else (compute, None if self._again else value)
 
     def _of_numbers(self, node: Node, items: tuple[Node, ...]) -> Any:
         if self._again:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from memopt.step.input_values import InputValue
+from memopt.step.input_values import UNREADABLE, InputValue
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.numbers_of_tensors import updated_by
@@ -66,33 +66,40 @@ def is_drawn(node: Node) -> bool:
     return all(one.op in ("call_function", "call_method") for one in _ancestors(node))
 
 
-def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> Any:
-    """Return a value for the flat arguments; None: these have no values, or it is drawn."""
+def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> tuple[Any, bool]:
+    """Compute a value from the flat arguments.
+
+    Returns:
+        The value (None: the arguments have none), and whether random operators take part.
+    """
     read = [
         leaf
         for place, leaf in zip(compute.graph.find_nodes(op="placeholder"), leaves, strict=True)
         if place.users
     ]
-    if any(isinstance(leaf, FakeTensor) or getattr(leaf, "is_meta", False) for leaf in read):
-        return None
-    draws = _Draws()  # type: ignore[no-untyped-call]
+    fake = any(isinstance(leaf, FakeTensor) or getattr(leaf, "is_meta", False) for leaf in read)
     try:
-        with draws:
+        with _Draws():  # type: ignore[no-untyped-call]
             found = InputValue(compute, truth, None, "").read(leaves)
-    except (LookupError, RuntimeError, TypeError, ValueError):  # the forward raises one, too
-        return None
-    return None if draws.drawn else found
+    except _DrawnError:
+        return None, True
+    except UNREADABLE:  # the forward raises one, too
+        return None, False
+    return None if fake else found, False
+
+
+class _DrawnError(Exception):
+    """A random operator is called."""
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices random operators."""
-
-    drawn = False
+    """Refuses random operators."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.drawn |= torch.Tag.nondeterministic_seeded in function.tags
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise _DrawnError
         return function(*args, **kwargs or {})
 
 

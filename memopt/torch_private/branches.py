@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, taken_whole
@@ -284,13 +285,14 @@ class _Branches:
 
 
 class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers a forward's reads of fake tensors' values with the given answers, in order."""
+    """Answers a forward's reads of fake tensors' values with the given answers, in order; a tuple
+    (`tolist()`) is read number by number."""
 
     supports_higher_order_operators = True
 
     def __init__(self, answers: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answers = iter(answers)
+        self._answers = iter(tree_leaves(list(answers), is_leaf=lambda one: one is None))
         self._checks = set(map(private, _ASSERTS))
         self._looks = {private(_READ), *self._checks}
 

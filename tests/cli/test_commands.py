@@ -141,7 +141,7 @@ def test_budget_too_small() -> None:
         (("mymodels:fails",), ["mymodels:fails() fails", "KeyError", "mymodels.py, line 15"]),
         (("mymodels:alone",), ["returned Linear", "(model, inputs)"]),
         (("mymodels:misfit",), ["inputs do not fit the model", "cannot be multiplied"]),
-        (("mymodels:control",), ["cannot be captured", "mymodels.py:29"]),
+        (("mymodels:selecting",), ["a shape depends on the values", "mymodels.py:29"]),
         (("hf:none.json",), ["cannot read none.json"]),
         (("hf:mymodels.py",), ["is no JSON"]),
     ],

@@ -10,7 +10,7 @@ import linecache
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -54,10 +54,17 @@ class RandomModule:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
 
-def random_module(seed: int, lines: tuple[int, int] = (4, 16)) -> RandomModule:
-    """The module of a seed: between `lines` statements."""
+def random_module(
+    seed: int,
+    lines: tuple[int, int] = (4, 16),
+    statements: Sequence[Line] = LINES,
+    ids_share: float = 0.25,
+) -> RandomModule:
+    """The module of a seed: between `lines` of the statements; `ids_share` of them are given
+    indices, too."""
     for attempt in range(200):
-        writer = _Writer(random.Random(seed * 1000 + attempt), seed * 1000 + attempt)
+        number = seed * 1000 + attempt
+        writer = _Writer(random.Random(number), number, statements, ids_share)
         found = writer.module(seed, lines)
         if found is not None and _trains(found):
             return found
@@ -100,9 +107,13 @@ def loss_of(output: Any, unused: frozenset[int] = frozenset()) -> Tensor:
 class _Writer:
     """Writes one module: what `__init__` and `forward` say, and the values at hand."""
 
-    def __init__(self, dice: random.Random, seed: int) -> None:
+    def __init__(
+        self, dice: random.Random, seed: int, statements: Sequence[Line], ids_share: float
+    ) -> None:
         self.dice = dice
         self.seed = seed
+        self.statements = statements
+        self.ids_share = ids_share
         self.setup: list[str] = []
         self.body: list[str] = []
         self.values: dict[str, Any] = {}
@@ -120,7 +131,7 @@ class _Writer:
         for _ in range(wanted * 8):
             if len(self.body) >= wanted:
                 break
-            self._line(self.dice.choice(LINES))
+            self._line(self.dice.choice(self.statements))
         returned = self._returned()
         if returned is None:
             return None
@@ -145,7 +156,7 @@ class _Writer:
             if self.dice.random() < 0.15:
                 value.requires_grad_()
             values[f"x{i}"] = value
-        if self.dice.random() < 0.25:
+        if self.dice.random() < self.ids_share:
             values["ids"] = torch.randint(0, 5, (batch, 3))
         return list(values), values
 
@@ -200,7 +211,7 @@ class _Writer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                for text in (*setup, *body):
+                for text in (*setup, "\n".join(body)):
                     exec(text, self.space)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError):
             return False

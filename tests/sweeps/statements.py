@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PRELUDE = """
+import math
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
