@@ -186,9 +186,11 @@ class Captured:
         Raises:
             AssumptionError: a branch does not go as assumed.
         """
-        if self.assumed:
-            end = len(self.mutated) + self.outputs.count
-            check_assumed(self.assumed, outputs[end - values_of(self.assumed) : end])
+        if not self.assumed:
+            return
+        earlier, count = dict(self.outputs.repeated), self.outputs.count
+        places = (earlier.get(i, i) for i in range(count - values_of(self.assumed), count))
+        check_assumed(self.assumed, [outputs[len(self.mutated) + place] for place in places])
 
     def example(self, given: Call | None = None) -> Call:
         """Return the example call, with zeros, or a given call's tensors, in place of those that it

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import memopt
 
@@ -82,11 +83,34 @@ class CountsSteps(Looking):
         return self.last(h) * self.steps
 
 
+class ComparesTwice(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        level = h.mean().item()
+        return self.last(h) if 0 <= level < 9 and level < 8 else -self.last(h)
+
+
+class LooksAtDrawn(Looking):
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        kept = F.dropout(x, 0.2)
+        return self.last(kept) if kept.abs().sum() < 1e9 else -self.last(kept)
+
+
+class CountsWords(Looking):
+    def look(self, h: Tensor, *more: Tensor) -> Any:
+        self.steps += 1
+        if len(set(more[0].tolist())) != 1:
+            raise ValueError("several words")
+        if (more[0] >= 10).any():
+            raise ValueError("no such word")
+        return self.last(h + self.words(more[0]))
+
+
 def trained(model: Looking, calls: list[tuple[Tensor, ...]]) -> list[Any]:
     """What each call returns or raises, and the gradients and buffers after its step. The third
     finds a model that is not ready."""
     found: list[Any] = []
     for number, call in enumerate(calls):
+        torch.manual_seed(number)
         model.ready.fill_(number != 2)
         try:
             out = model(*call)
@@ -97,17 +121,28 @@ def trained(model: Looking, calls: list[tuple[Tensor, ...]]) -> list[Any]:
             found.append(str(error))
         found += [None if one.grad is None else one.grad.clone() for one in model.parameters()]
         found += [one.clone() for one in model.buffers()]
+        found.append(torch.get_rng_state())
         model.zero_grad()
     return found
 
 
 @pytest.mark.parametrize(
     "kind",
-    [ChangesBuffer, ChangesValue, ChangesAfterNumber, ReturnsValue, ChecksNumbers, CountsSteps],
+    [
+        ChangesBuffer,
+        ChangesValue,
+        ChangesAfterNumber,
+        ReturnsValue,
+        ChecksNumbers,
+        CountsSteps,
+        ComparesTwice,
+        LooksAtDrawn,
+        CountsWords,
+    ],
 )
 def test_values_are_looked_at_as_they_are_there(kind: type[Looking]) -> None:
     calls: list[tuple[Tensor, ...]] = [(torch.randn(8, 16),) for _ in range(4)]
-    if kind is ChecksNumbers:
+    if kind in (ChecksNumbers, CountsWords):
         calls = [(x, torch.full((8,), 11 if i == 2 else i)) for i, (x,) in enumerate(calls)]
     calls[2][0][0, 0] = float("nan")
     models = []
