@@ -99,6 +99,7 @@ fuzz: $(STAMP)
 	mkdir -p $(FUZZ_DIR)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz plans --count 6000 --out $(FUZZ_DIR)/plans.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz modules --count 2000 --out $(FUZZ_DIR)/modules.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz values --count 2000 --out $(FUZZ_DIR)/values.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz compiled --count 500 --out $(FUZZ_DIR)/compiled.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz loops --count 500 --out $(FUZZ_DIR)/loops.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz budgets --count 300 --out $(FUZZ_DIR)/budgets.jsonl

@@ -18,9 +18,10 @@ from torch.fx import Node
 
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
+from memopt.executor.inner_gradients import INNER, REMEDY, InnerOutputs, gradients_of
 from memopt.executor.random_state import RandomStates
 from memopt.executor.unplanned import unplanned
-from memopt.step.backend import autocast_as, autocast_off, autocast_state
+from memopt.step.backend import autocast_as, autocast_state
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call, Orders
 from memopt.step.nodes import is_random
@@ -28,7 +29,7 @@ from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import engine_off
 from memopt.torch_private.modes import is_batch
 from memopt.torch_private.operators import OpOverload, schema_of
-from memopt.user_code.own_backward import gradient_hooks_off, reaches
+from memopt.user_code.own_backward import reaches
 from memopt.user_code.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
@@ -57,6 +58,7 @@ BATCHED = (
     "(is_grads_batched=True), and its backward is planned for one"
 )
 REMEDIES = {
+    INNER: REMEDY,
     IN_OTHER_ORDER: "return the output contiguous (output.contiguous()), or name the loss that you "
     "train with (loss_fn= of memopt.wrap)",
     OTHER_LOSS: "name the loss that you train with (loss_fn= of memopt.wrap)",
@@ -80,13 +82,6 @@ OtherOrder: TypeAlias = Callable[[Orders, int], Again | None]
 that; None: they are to be copied."""
 
 
-def why_not_planned(tangents: Sequence[Any]) -> str | None:
-    """Return why a backward that begins with these gradients has no plan; None: it has one."""
-    if torch.is_grad_enabled():
-        return DIFFERENTIATED
-    return BATCHED if any(map(is_batch, tangents)) else None
-
-
 class AsOriginal:
     """One planned call, which can run again without a plan.
 
@@ -101,7 +96,12 @@ class AsOriginal:
             layouts (`OtherOrder`).
         fewer_outputs: returns the module that runs the call under a plan for a loss of fewer
             outputs (`OtherLoss`).
+
+    Attributes:
+        inner: the call's outputs from which others are computed, once it has some.
     """
+
+    inner = InnerOutputs(None, ())
 
     def __init__(
         self,
@@ -202,8 +202,9 @@ class AsOriginal:
             instead = self._planned(planned, inner)
             leaves = self._outputs_again(inner, OTHER_LOSS, instead)
             pairs = [(leaves[position], gradient) for position, gradient in gradients.items()]
+            retained = self.inner.hooked(leaves, gradients)
             del leaves
-            return _gradients_of(pairs, asked)
+            return gradients_of(pairs, asked, retained)
 
         found = run() if self._random is None else self._random.settling(run)()
         return found
@@ -227,7 +228,8 @@ class AsOriginal:
                 f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
                 f"{REMEDIES[why]}"
             )
-        computed = _gradients_of([(found[leaf], one) for leaf, one in pairs], primals)
+        retained = self.inner.hooked(found, dict(pairs))
+        computed = gradients_of([(found[leaf], one) for leaf, one in pairs], primals, retained)
         by_position = dict(zip(wanted, computed, strict=True))
         return tuple(by_position.get(i) for i in range(len(captured.gradients)))
 
@@ -270,21 +272,6 @@ class AsOriginal:
             return list(pytree.tree_leaves((instead or model)(*inner.args, **inner.kwargs)))
 
 
-def _gradients_of(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor]
-) -> tuple[Any, ...]:
-    """Return the gradients of the tensors `wanted`, without their hooks, from those of others."""
-    differentiated = torch.is_grad_enabled()
-    with autocast_off(), gradient_hooks_off(wanted):
-        return torch.autograd.grad(
-            [output for output, _ in pairs],
-            wanted,
-            [gradient for _, gradient in pairs],
-            create_graph=differentiated,
-            allow_unused=True,
-        )
-
-
 def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, list[torch.Tensor]]:
     """Return the call, and the tensors `wanted`, with aliases in place of arguments. Aliases have
     none of the user's hooks, and pass no gradient on to what the arguments were computed from:
@@ -312,6 +299,16 @@ def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, 
             f"its parameters. You can {REMEDIES[why]}"
         )
     return inner, [made.get(id(tensor), tensor) for tensor in wanted]
+
+
+def why_not_planned(tangents: Sequence[Any], again: AsOriginal) -> str | None:
+    """Return why a call's backward that begins with these gradients has no plan; None: it has
+    one."""
+    if torch.is_grad_enabled():
+        return DIFFERENTIATED
+    if any(map(is_batch, tangents)):
+        return BATCHED
+    return INNER if again.inner.asked() else None
 
 
 def draws(captured: Captured) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 from torch import nn
@@ -21,7 +20,7 @@ from memopt.executor.differentiated import (
     pattern,
 )
 from memopt.executor.guard import Guard
-from memopt.executor.refused_outputs import gradients_of_other_loss, refusing_gradients, trained
+from memopt.executor.refused_outputs import handed_out
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import tell_of_stop, why_not_inside
 from memopt.step.assumed import AssumptionError, Odds
@@ -245,7 +244,7 @@ class PlannedModule(nn.Module):
             calls.planned -= 1
             calls.fall_back(model, otherwise)  # what it looked at may have it fail
             return own.program.failing(model, "the unplanned forward")(*args, **kwargs)
-        output = _refusing(own, run, call, again)
+        output = handed_out(run, captured, model, call, again, own.runtime, own.other_loss)
         if not captured.effects:
             return output
         output, made = output if captured.effects.made_by_call else (output, ())
@@ -348,16 +347,6 @@ def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[
     except Exception as error:
         tell_of_stop(error, own.captured.effects.shown)
         raise
-
-
-def _refusing(own: _Inside, output: Any, call: Call, again: AsOriginal) -> Any:
-    """Return a call's output, whose leaves without a planned backward get another one, or none."""
-    refused = own.captured.outputs.gradients.refused
-    if not refused or own.other_loss is None:
-        return refusing_gradients(output, refused)
-    wanted = trained(own.model, call)
-    other = partial(gradients_of_other_loss, again, own.runtime, wanted, own.other_loss)
-    return refusing_gradients(output, refused, other, wanted)
 
 
 def for_sizes(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:

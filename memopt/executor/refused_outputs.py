@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from memopt.errors import ExecutionError
 from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.differentiated import AsOriginal, OtherLoss
+from memopt.executor.inner_gradients import InnerOutputs
 from memopt.executor.runtime import Runtime
+from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
 
@@ -90,6 +93,26 @@ def refusing_gradients(
     by_value = dict(zip((*refused, *planned), made, strict=True))
     leaves = [by_value.get(id(leaf), leaf) for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def handed_out(
+    output: Any,
+    captured: Captured,
+    model: nn.Module,
+    call: Call,
+    again: AsOriginal,
+    runtime: Runtime,
+    other_loss: OtherLoss | None,
+) -> Any:
+    """Return a call's output as its caller gets it: leaves without a planned backward get another
+    one (`other_loss`), or none."""
+    refused, instead = captured.outputs.gradients.refused, None
+    wanted = trained(model, call) if refused and other_loss else []
+    if refused and other_loss:
+        instead = partial(gradients_of_other_loss, again, runtime, wanted, other_loss)
+    output = refusing_gradients(output, refused, instead, wanted)
+    again.inner = InnerOutputs(output, captured.outputs.inner)
+    return output
 
 
 def trained(model: nn.Module, call: Call) -> list[torch.Tensor]:

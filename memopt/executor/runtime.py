@@ -294,7 +294,7 @@ class Runtime:
         self._look_for_changes(state)
         if state.again is not None:
             state.again.check_unchanged(state.primals)
-        if state.again is not None and (why := why_not_planned(args[1:])):
+        if state.again is not None and (why := why_not_planned(args[1:], state.again)):
             return self._as_original(state, args[1:], why)
         if state.first_half is not None:
             rest = state.first_half.second(args[1:])

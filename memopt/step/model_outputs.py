@@ -24,7 +24,9 @@ from torch.fx import GraphModule, Node
 
 from memopt.errors import CaptureError
 from memopt.models.record import ANY_LOSS, OutputGradients
+from memopt.step.assumed import assumptions_of, values_of
 from memopt.step.dropped_outputs import without
+from memopt.step.inner_outputs import inner_outputs
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
 from memopt.torch_private import pytree
@@ -58,6 +60,7 @@ class TracedOutputs:
         given: outputs that are an unchanged input or parameter: returned as such.
         shared: differentiable outputs that share elements with another one or with an input: a
             change in place of one would go unnoticed by autograd for the other.
+        inner: differentiable outputs from which others are computed.
         gradients: the facts known of the loss when they were traced.
         makes_zeros: whether the forward calls functions of several results, for whose missing
             gradients autograd makes zeros: custom functions, and reentrant checkpoints.
@@ -71,6 +74,7 @@ class TracedOutputs:
     beside: tuple[tuple[int, int], ...] = ()
     given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
+    inner: frozenset[int] = frozenset()
     gradients: OutputGradients = ANY_LOSS
     makes_zeros: bool = False
     recomputes: bool = False
@@ -110,6 +114,7 @@ def separate_outputs(
     outputs = _outputs(values, [_value(n) for n in inputs], gradients)
     strides = dict(gradients.strides)
     earlier = dict(outputs.repeated)
+    inner = inner_outputs(leaves[: len(leaves) - values_of(assumptions_of(traced))])
     with traced.graph.inserting_before(output):
         for position, leaf in enumerate(leaves):
             if position in earlier or position in gradients.dropped:
@@ -124,7 +129,8 @@ def separate_outputs(
     output.args = (tuple(leaves),)
     traced.recompile()
     recomputes = any(_is_checkpoint(node) for node in _all_nodes(traced))
-    return replace(outputs, makes_zeros=_makes_zeros(traced), recomputes=recomputes)
+    makes_zeros = _makes_zeros(traced)
+    return replace(outputs, inner=inner, makes_zeros=makes_zeros, recomputes=recomputes)
 
 
 def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> OutputGradients:

@@ -7,12 +7,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.torch_private.modules import FORWARD_PRE_HOOKS, forward_hooks_of
+from memopt.torch_private.tensors import hooks_on_the_way
 
 _DEEPSPEED = "deepspeed.runtime.engine"
 _ENGINES = ("torch.distributed.", _DEEPSPEED)
+_TRAINERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+
+
+def users_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return the hooks on a tensor's gradient on its way that no engine or trainer has set: theirs
+    prepare what comes next, and read no gradient."""
+    found = []
+    for hook in (hooks_on_the_way(tensor) or {}).values():
+        owner = getattr(hook, "__self__", None)
+        made_by = getattr(hook, "func", hook) if owner is None else type(owner)
+        if not str(getattr(made_by, "__module__", "")).startswith((*_ENGINES, *_TRAINERS)):
+            found.append(hook)
+    return found
 
 
 def _is_engines(hook: Any) -> bool:

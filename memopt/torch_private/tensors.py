@@ -23,7 +23,7 @@ GRADIENT_HOOKS = (
 """The attributes of a tensor that hold the hooks on its gradient."""
 gradient_hooks = operator.attrgetter(*GRADIENT_HOOKS)
 """Return the hooks on a tensor's gradient, by their numbers: on its way, and once it is added."""
-_hooks_on_the_way = operator.attrgetter(GRADIENT_HOOKS[0])
+hooks_on_the_way = operator.attrgetter(GRADIENT_HOOKS[0])
 _use_count = attribute("torch.Tensor._use_count")
 conjugated = private("torch._conj")
 """Return a conjugated view of a tensor."""
@@ -46,7 +46,7 @@ def any_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 def hook_first(tensor: torch.Tensor, hook: Callable[[Any], None]) -> Any:
     """Let a tensor's gradient go through a hook before all others; return the hook's handle."""
     handle: Any = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks = _hooks_on_the_way(tensor)
+    hooks = hooks_on_the_way(tensor)
     for number in [number for number in hooks if number != handle.id]:
         hooks[number] = hooks.pop(number)  # autograd minds the order of insertion alone
     return handle

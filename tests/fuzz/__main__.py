@@ -26,6 +26,7 @@ from tests.fuzz.loop_budgets import fuzz_budgets
 from tests.fuzz.loops import fuzz_loop
 from tests.fuzz.modules import fuzz_module
 from tests.fuzz.plans import fuzz_plans
+from tests.fuzz.values import fuzz_values
 from tests.sweeps.grammar import random_module
 from tests.sweeps.modules import Found, every_plan, sweep_module
 
@@ -42,6 +43,7 @@ KINDS: dict[str, Callable[[int, tuple[str, ...]], str]] = {
     "modules": lambda seed, _: fuzz_module(seed).line,
     "loops": lambda seed, _: fuzz_loop(seed).line,
     "budgets": lambda seed, _: fuzz_budgets(seed).line,
+    "values": lambda seed, _: fuzz_values(seed).line,
     "compiled": lambda seed, _: fuzz_compiled(seed).line,
     "sweep": lambda seed, _: swept(seed).line,
     "plans": lambda seed, _: fuzz_plans(seed).line,

@@ -13,6 +13,7 @@ from tests.fuzz import __main__ as runner
 from tests.fuzz.compiled import fuzz_compiled
 from tests.fuzz.loops import fuzz_loop
 from tests.fuzz.modules import fuzz_module
+from tests.fuzz.values import fuzz_values
 
 
 @pytest.mark.slow
@@ -45,6 +46,14 @@ def test_a_training_loop(seed: int) -> None:
     assert not row.wrong, row.wrong
     assert row.ran
     assert not row.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [10, 255, 276])
+def test_a_module_that_looks_at_values(seed: int) -> None:
+    row = fuzz_values(seed)
+    assert not row.wrong, row.wrong
+    assert row.ran
 
 
 def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,8 @@ def _budget(
     SelfPlanning._ran = watched  # type: ignore[method-assign]
     try:
         for number, kind in enumerate(kinds):
-            for _ in range(MET):
-                _step(made, model, kind, number)
+            if any("error" in _step(made, model, kind, number) for _ in range(MET)):
+                continue
             ran.clear()
             before = memopt.running(model).calls.planned
             state = {k: v.clone() for k, v in model.state_dict().items()}

@@ -6,7 +6,7 @@ What they decide is another thing in other steps: a branch, a count, a selection
 from __future__ import annotations
 
 from tests.sweeps.grammar_lines import LINES
-from tests.sweeps.statements import Line, dims, floats, ids, several, with_setup
+from tests.sweeps.statements import Line, dims, floats, ids, several
 
 _ROWS = dims(2, 3)
 _COUNTED = ("{m} = 0",)

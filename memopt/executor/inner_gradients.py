@@ -1,0 +1,130 @@
+"""Hooks on, and `retain_grad()` of, outputs of a planned call from which others are computed.
+
+Autograd completes the gradient of such an output between the functions that compute the others and
+those that compute itself. A planned call is one function: autograd hands it the part of that
+gradient that comes from outside, and calls hooks with that. So the call runs again without a plan,
+with the hooks where eager has them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memopt.errors import ExecutionError
+from memopt.step.backend import autocast_off
+from memopt.torch_private import pytree
+from memopt.torch_private.engine_hooks import users_hooks
+from memopt.user_code.own_backward import gradient_hooks_off
+
+INNER = (
+    "an output of a planned call, from which others of its outputs are computed, has a hook on its "
+    "gradient or retains it, and a part of that gradient comes from inside of the plan"
+)
+REMEDY = (
+    "give the model an argument of zeros that requires a gradient, add it to that tensor in the "
+    "forward (h + zeros), and hook or read the argument's gradient; or train without a plan "
+    "(memopt.unwrap(model), or planned.original)"
+)
+
+
+class InnerOutputs:
+    """The outputs of a call from which others are computed.
+
+    Args:
+        output: what the caller gets.
+        positions: of these outputs among its leaves.
+    """
+
+    def __init__(self, output: Any, positions: Collection[int]) -> None:
+        leaves = pytree.tree_leaves(output) if positions else []
+        self._given = {
+            i: weakref.ref(leaves[i])
+            for i in positions
+            if isinstance(leaves[i], torch.Tensor) and leaves[i].requires_grad
+        }
+
+    def asked(self) -> bool:
+        """Return whether one has a hook, or retains its gradient."""
+        return next(self._asked(), None) is not None
+
+    def _asked(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for position, given in self._given.items():
+            tensor = given()
+            if tensor is not None and (tensor.retains_grad or users_hooks(tensor)):
+                yield position, tensor
+
+    def hooked(
+        self, again: Sequence[Any], begun: Mapping[int, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Let the hooks be on the outputs of a call that runs again.
+
+        Args:
+            again: the leaves of its output.
+            begun: the gradients that come from outside, by position.
+
+        Returns:
+            Of each output that retains its gradient: the output, the one again, and the gradient
+            from outside, which autograd has retained already.
+
+        Raises:
+            ExecutionError: a hook has been called with a gradient from outside, or the output is
+                what the forward leaves in an attribute, which it does not do again.
+        """
+        found = []
+        for position, tensor in self._asked():
+            hooks, outside = users_hooks(tensor), begun.get(position)
+            if position >= len(again):
+                raise ExecutionError(
+                    f"{INNER}: the forward leaves it in an attribute. Return it, or {REMEDY}"
+                )
+            if hooks and outside is not None:
+                raise ExecutionError(
+                    f"{INNER}: the hook on output {position} was called without it. You can "
+                    f"{REMEDY}"
+                )
+            for hook in hooks:
+                again[position].register_hook(hook)
+            if tensor.retains_grad:
+                again[position].retain_grad()
+                found.append((tensor, again[position], outside))
+        return found
+
+
+def gradients_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    wanted: Sequence[torch.Tensor],
+    retained: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+) -> tuple[Any, ...]:
+    """Return the gradients of the tensors `wanted`, without their hooks, from those of others.
+    Leave those of outputs with those that retain theirs (`InnerOutputs.hooked`)."""
+    differentiated = torch.is_grad_enabled()
+    with autocast_off(), gradient_hooks_off(wanted):
+        found: tuple[Any, ...] = torch.autograd.grad(
+            [output for output, _ in pairs],
+            wanted,
+            [gradient for _, gradient in pairs],
+            create_graph=differentiated,
+            allow_unused=True,
+        )
+    for tensor, again, outside in retained:
+        if again.grad is not None:
+            _retain(tensor, again.grad, outside)
+    return found
+
+
+def _retain(tensor: torch.Tensor, gradient: torch.Tensor, outside: torch.Tensor | None) -> None:
+    """Add a gradient to an output's `grad`, in place of the part of it that was added there.
+
+    Raises:
+        ExecutionError: an earlier backward has added one, too.
+    """
+    kept = tensor.grad
+    if outside is not None and kept is not None:
+        if not torch.equal(kept, outside):
+            raise ExecutionError(f"{INNER}, for the second time. You can {REMEDY}")
+        kept = None
+    tensor.grad = gradient if kept is None else kept + gradient

@@ -1,0 +1,148 @@
+"""Gradients of outputs from which other outputs are computed: hooks get them whole, `retain_grad()`
+keeps them whole, as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memopt
+from memopt.executor.inner_gradients import INNER
+
+
+class Features(nn.Module):
+    """Returns a prediction and the features that it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.dropout(self.first(x).tanh(), 0.25)
+
+    def forward(self, x: Tensor, zeros: Tensor | None = None) -> Any:
+        h = self.features(x)
+        h = h if zeros is None else h + zeros
+        return self.last(h), h
+
+
+class Flattened(Features):
+    def forward(self, x: Tensor, zeros: Tensor | None = None) -> Any:
+        h = self.features(x)
+        return h.flatten(), h
+
+
+class Kept(Features):
+    """Leaves its features in an attribute."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor, zeros: Tensor | None = None) -> Any:
+        self.kept = self.features(x)
+        return self.last(self.kept), None
+
+
+def retained(h: Tensor) -> None:
+    h.retain_grad()
+
+
+def hooked(h: Tensor) -> None:
+    h.register_hook(lambda gradient: gradient * 2)
+
+
+def both(h: Tensor) -> None:
+    hooked(h)
+    retained(h)
+
+
+def step(model: nn.Module, number: int, ask: Callable[[Tensor], None] | None) -> list[Any]:
+    """What a step leaves, whose loss does not use the features."""
+    torch.manual_seed(number)
+    predicted, h = model(torch.randn(4, 8))
+    h = model.kept if h is None else h
+    if ask is not None:
+        ask(h)
+    predicted.square().sum().backward()
+    found = [predicted.detach(), h.grad if h.retains_grad else None, torch.get_rng_state()]
+    for parameter in model.parameters():
+        found.append(parameter.grad)
+        parameter.grad = None
+    return found
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [Features, Flattened])
+@pytest.mark.parametrize("ask", [retained, hooked, both])
+def test_a_features_gradient_is_whole(kind: type[Features], ask: Callable[[Tensor], None]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    step(planned, 9, None)
+    step(model, 9, None)
+    with pytest.warns(UserWarning, match=INNER[:60]):
+        found = [step(planned, number, ask) for number in range(3)]
+    for number, one in enumerate(found):
+        assert_equal(one, step(model, number, ask))
+    assert_equal(step(planned, 4, None), step(model, 4, None))
+    calls = memopt.running(planned).calls
+    assert (calls.planned, calls.original) == (2, 3)
+
+
+def test_a_gradient_of_what_the_forward_leaves_is_refused() -> None:
+    model = Kept()
+    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    step(planned, 0, None)
+    for ask in (retained, hooked):
+        with pytest.raises(memopt.ExecutionError, match="leaves it in an attribute"):
+            step(planned, 1, ask)
+
+
+def test_a_hook_that_has_got_a_part_is_refused_with_a_remedy() -> None:
+    torch.manual_seed(0)
+    model = Features()
+    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    x = torch.randn(4, 8)
+
+    def trained(one: nn.Module, zeros: Tensor | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        predicted, h = one(x, zeros)
+        hooked(h if zeros is None else zeros)
+        (predicted.square().sum() + h.sum()).backward()
+        return [parameter.grad for parameter in one.parameters() if parameter.grad is not None]
+
+    with pytest.raises(memopt.ExecutionError, match=r"output 1 was called .*h \+ zeros"):
+        trained(planned, None)
+    model.zero_grad()
+    planned.zero_grad()
+    zeros = [torch.zeros(4, 8, requires_grad=True) for _ in range(2)]
+    assert_equal(list(trained(planned, zeros[0])), list(trained(model, zeros[1])))
+    assert zeros[0].grad is not None
+    assert_equal([zeros[0].grad], [zeros[1].grad])
+
+
+def test_hooks_of_trainers_are_left_where_they_are() -> None:
+    planned = memopt.wrap(Features(), None, progress=False, improve=False)
+
+    def prepare(gradient: Tensor) -> None:
+        heard.append(gradient)
+
+    prepare.__module__ = "lightning.fabric.wrappers"
+    heard: list[Tensor] = []
+    for _ in range(2):
+        predicted, h = planned(torch.randn(4, 8))
+        for one in (predicted, h):
+            one.register_hook(prepare)
+        (predicted.sum() + h.sum()).backward()
+    assert len(heard) == 4
+    assert memopt.running(planned).calls.planned == 2
