@@ -335,6 +335,17 @@ NUMPY = (
     ),
 )
 
+INNER_GRADIENTS = (
+    *rows("trace derivatives in a forward", "torch._dynamo.config", "trace_autograd_ops"),
+    *rows("refuse backwards", "torch._dynamo.variables", "TensorVariable.method_backward"),
+    *rows(
+        "trace derivatives in a forward",
+        "torch._dynamo.output_graph.OutputGraph",
+        "_check_requires_grad_intermediate_outputs",
+        versions=("2.13", "2.14"),
+    ),
+)
+
 ROWS: tuple[Row, ...] = (
     *TENSORS,
     *MODULES,
@@ -343,6 +354,7 @@ ROWS: tuple[Row, ...] = (
     *DEVICES,
     *ABSENCES,
     *NUMPY,
+    *INNER_GRADIENTS,
     *TRACING,
     *OPERATORS,
 )
