@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError
@@ -125,6 +126,34 @@ def _custom(network: nn.Module, x: Tensor) -> Any:
     return grad(u.sum(), x, create_graph=True)[0].square().sum()
 
 
+class Summed(torch.autograd.Function):
+    """No trace goes through its forward: it runs as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.numpy(force=True).sum().item()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.sum()
+
+
+def _run_as_it_is(network: nn.Module, x: Tensor) -> Any:
+    u = Summed.apply(network(x))  # type: ignore[no-untyped-call]
+    return grad(u.sum(), x, create_graph=True)[0].square().sum()
+
+
+def _product(network: nn.Module, x: Tensor) -> Any:
+    return grad(network(x).prod(1).sum(), x, create_graph=True)[0].square().sum()
+
+
+def _checkpointed(network: nn.Module, x: Tensor) -> Any:
+    u = checkpoint(network, x, use_reentrant=False)
+    return grad(u.sum(), x, create_graph=True)[0].square().sum()
+
+
 def _with_autocast(network: nn.Module, x: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         u = network(x).float()
@@ -144,7 +173,10 @@ def _returned(network: nn.Module, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        (_custom, "beside a custom function at .*write the function with torch's operators"),
+        (_custom, "beside a custom autograd function"),
+        (_run_as_it_is, "beside Summed.*write that with other operators of torch's"),
+        (_product, "beside prod"),
+        (_checkpointed, "beside a checkpoint"),
         (_with_autocast, "runs under autocast.*without autocast"),
         (_backward, r"in a way that no graph holds \(backward\(\)"),
         (_returned, r"requires_grad_\(\).*not returned"),
