@@ -152,6 +152,7 @@ AUTOGRAD = (
         "know whether a thread is inside of torch.func's transforms",
         "torch._C._functorch",
         "maybe_current_level",
+        "pop_dynamic_layer_stack_and_undo_to_depth",
     ),
     *rows(
         "know whether a gradient is a batch of them",

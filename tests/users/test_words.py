@@ -91,6 +91,15 @@ def test_function_transforms_are_captured(name: str) -> None:
     same_step(Transformed(WAYS[name]), torch.randn(8, 16))
 
 
+def test_a_transform_of_a_refused_model_is_left() -> None:
+    """`torch.prod` under a transform is refused amid its trace; the model then runs as before."""
+    model = Transformed(lambda f, x: torch.func.grad(lambda y: f(y).prod())(x))
+    x = torch.randn(8, 16)
+    with pytest.raises(CaptureError):
+        plan(model, x)
+    model(x).sum().backward()
+
+
 def test_gradient_checkpointing_is_to_be_switched_off() -> None:
     model = t5()
     model.gradient_checkpointing_enable()
