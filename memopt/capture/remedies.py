@@ -125,9 +125,9 @@ _SAID: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Tensor\.requires_grad_\(\)|intermediate with requires_grad_",
-        "it calls requires_grad_(): do that before the call, or leave it out; where it is for "
-        "torch.autograd.grad, use torch.func.grad or torch.func.vjp, or plan the sub-modules that "
-        "it calls",
+        "it calls requires_grad_(): do that before the call, or leave it out, or plan the "
+        "sub-modules that it calls; where it is for torch.autograd.grad, a tensor of the forward's "
+        "own will do from torch 2.13 on (x.detach().requires_grad_(), not returned)",
     ),
     (
         r"builtin operator `print`|`_warnings\.warn`|`TextIOWrapper`|LoggingLogger"
@@ -274,8 +274,10 @@ def _differentiates(_model: nn.Module, text: str) -> str | None:
     if not any(words in text for words in _GRAD):
         return None
     return (
-        "the forward calls torch.autograd.grad (or backward) itself, which one graph cannot hold: "
-        "use torch.func.grad or torch.func.vjp there, or plan the sub-modules that it calls"
+        "the forward differentiates in a way that no graph holds (backward(), which adds to "
+        "gradients; torch.autograd.grad back into what was computed before the call): use "
+        "torch.autograd.grad of what the forward computes itself, torch.func.grad or "
+        "torch.func.vjp, or plan the sub-modules that it calls"
     )
 
 

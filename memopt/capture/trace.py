@@ -22,6 +22,7 @@ from memopt.capture.as_eager.recorded_outputs import hooks_set
 from memopt.capture.as_eager.settled import settles
 from memopt.capture.checkpointed_calls import checkpoints_as_called
 from memopt.capture.ctc_losses import ctc_losses_whole
+from memopt.capture.inner_gradients import check_inner_gradients
 from memopt.capture.known_attributes import check_attributes_set, known_attributes
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
@@ -272,6 +273,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     except (TypeError, AttributeError, LookupError) as error:
         raise _failed_in_dynamo(error) from error
     check_numpy(found[0])
+    check_inner_gradients(found[0])
     _check_code(found[0])
     return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
 

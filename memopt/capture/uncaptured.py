@@ -335,13 +335,14 @@ def _reassigned(
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
     held = [buffers_of(module) for module in model.modules()]
     held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]
-    with state_restored(model, call):
+    with state_restored(model, call) as kept:
         for buffers in {id(one): one for one in held}.values():
             buffers.update(pytree.tree_map_only(Tensor, mode.from_tensor, buffers))
         given = [dict(registry) for registry in registries]
         faked = call.with_tensors(mode.from_tensor)
         try:
-            with mode, LooksAnswered(read_out), unheard():
+            # The mode writes to real tensors (parameters) where no fake one takes part.
+            with kept.first_run(), mode, LooksAnswered(read_out), unheard():
                 model(*faked.args, **faked.kwargs)
         except Exception as error:
             if not read_out:

@@ -212,6 +212,12 @@ def functions_as_eager(traced: GraphModule) -> None:
             module.recompile()
 
 
+def has_no_second_derivative(node: Node) -> bool:
+    """Return whether a dynamo node's backward becomes an operator of memopt's."""
+    call = _eager_call(node)
+    return call is not None and call.way is _with_eager_backward
+
+
 def _eager_call(node: Node) -> Substitute | None:
     """Return the call that eager makes in a node's place; None: the node stays as it is."""
     if node.op not in ("call_function", "call_method"):

@@ -41,12 +41,19 @@ def export_joint(
     """Trace the joint forward+backward ATen graph with descriptors, without decompositions.
 
     torch's cache of fake results forgets that one tensor is returned twice (an LSTM's gradients of
-    its biases), so that a graph would depend on earlier traces: the cache is cleared before.
+    its biases), so that a graph would depend on earlier traces: the cache is cleared before. Of a
+    trace that fails inside a transform of torch.func the transform is left.
     """
+    depth = private("torch._C._functorch.maybe_current_level")() or 0
+    leave = private("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth")
     private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear")()
     export = private("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
     stack.enter_context(kernels_kept_whole())
-    return export(stack, module, args, kwargs)
+    try:
+        return export(stack, module, args, kwargs)
+    except BaseException:
+        leave(depth)
+        raise
 
 
 def called_alike(graph: Any) -> Any:

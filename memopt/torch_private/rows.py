@@ -152,6 +152,7 @@ AUTOGRAD = (
         "know whether a thread is inside of torch.func's transforms",
         "torch._C._functorch",
         "maybe_current_level",
+        "pop_dynamic_layer_stack_and_undo_to_depth",
     ),
     *rows(
         "know whether a gradient is a batch of them",
@@ -335,6 +336,17 @@ NUMPY = (
     ),
 )
 
+INNER_GRADIENTS = (
+    *rows("trace derivatives in a forward", "torch._dynamo.config", "trace_autograd_ops"),
+    *rows("refuse backwards", "torch._dynamo.variables", "TensorVariable.method_backward"),
+    *rows(
+        "trace derivatives in a forward",
+        "torch._dynamo.output_graph.OutputGraph",
+        "_check_requires_grad_intermediate_outputs",
+        versions=("2.13", "2.14"),
+    ),
+)
+
 ROWS: tuple[Row, ...] = (
     *TENSORS,
     *MODULES,
@@ -343,6 +355,7 @@ ROWS: tuple[Row, ...] = (
     *DEVICES,
     *ABSENCES,
     *NUMPY,
+    *INNER_GRADIENTS,
     *TRACING,
     *OPERATORS,
 )

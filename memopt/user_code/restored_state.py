@@ -29,7 +29,11 @@ from memopt.step.ranks import check_in_step
 from memopt.step.shards import local_part
 from memopt.step.unheard import unheard
 from memopt.torch_private.aot import FakeTensor
-from memopt.torch_private.modes import TorchDispatchMode, is_traceable_wrapper_subclass
+from memopt.torch_private.modes import (
+    TorchDispatchMode,
+    dispatch_modes_off,
+    is_traceable_wrapper_subclass,
+)
 from memopt.torch_private.modules import hooks_on_all_forwards
 from memopt.torch_private.operators import OpOverload, schema_of
 from memopt.torch_private.tensors import storage_key
@@ -125,7 +129,8 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _copied(storage: Any) -> Any:
     """Return a storage's copy on the host."""
-    return storage.clone() if storage.device.type == "cpu" else storage.cpu()
+    with dispatch_modes_off():
+        return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
 class _UserTensors:

@@ -50,6 +50,32 @@ def test_planning_puts_back_what_a_forward_reaches(name: str) -> None:
     assert look(model) == before
 
 
+class Follows(nn.Module):
+    """A momentum encoder: its frozen weight is averaged in place, its queue is assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.beside = torch.zeros(4)
+        self.queue = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.key.weight.mul_(0.5).add_(self.query.weight, alpha=0.5)
+            self.beside.add_(1)
+        found = self.query(x) * self.key(x) + self.queue + self.beside
+        self.queue = self.queue * 0.5 + 1
+        return found
+
+
+def test_values_written_beside_an_assigned_buffer_are_put_back() -> None:
+    model = Follows()
+    before = [*map(Tensor.clone, model.state_dict().values()), model.beside.clone()]
+    memopt.plan(model, torch.randn(2, 4), loss_fn=_mean, progress=False, cache=False)
+    after = [*model.state_dict().values(), model.beside]
+    assert all(map(torch.equal, before, after))
+
+
 def test_objects_of_threads_are_left_alone() -> None:
     """What the code does not name, and what runs, is not put back."""
 

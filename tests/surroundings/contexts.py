@@ -311,7 +311,7 @@ class Differentiates(Net):
         return h * slope
 
 
-@situation("torch.autograd.grad in the forward", r"autograd\.grad")
+@situation("torch.autograd.grad in the forward", r"requires_grad_")
 def _() -> Setting:
     return Setting(Differentiates())
 

@@ -91,18 +91,13 @@ def test_function_transforms_are_captured(name: str) -> None:
     same_step(Transformed(WAYS[name]), torch.randn(8, 16))
 
 
-def test_a_forward_that_differentiates_is_not_called_wrong() -> None:
-    class Differentiates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            energy = self.linear(x).tanh().sum()
-            return torch.autograd.grad(energy, self.linear.weight, create_graph=True)[0]
-
-    with pytest.raises(CaptureError, match=r"use torch\.func\.grad"):
-        plan(Differentiates(), torch.randn(8, 16))
+def test_a_transform_of_a_refused_model_is_left() -> None:
+    """`torch.prod` under a transform is refused amid its trace; the model then runs as before."""
+    model = Transformed(lambda f, x: torch.func.grad(lambda y: f(y).prod())(x))
+    x = torch.randn(8, 16)
+    with pytest.raises(CaptureError):
+        plan(model, x)
+    model(x).sum().backward()
 
 
 def test_gradient_checkpointing_is_to_be_switched_off() -> None:
