@@ -160,6 +160,12 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "nothing: call it without the mask, or plan the sub-modules around it",
     ),
     (
+        r"method `__enter__` of class `record_function`",
+        "it calls __enter__() of a record_function, which torch.compile puts into no graph: write "
+        "`with record_function(...):`. Lightning's profiler calls it in hooks, which "
+        "PyTorchProfiler(record_module_names=False) leaves out",
+    ),
+    (
         r"trace the builtin `(?P<what>[\w.]+?)\.?`",
         "it calls {what}(), which is neither Python code nor an operator of torch's, so that no "
         "graph holds it: take it out of the forward, or, where it computes tensors, make an "

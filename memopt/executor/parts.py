@@ -29,7 +29,7 @@ from memopt.executor.part_names import called_below, is_worthwhile
 from memopt.executor.plan_maker import Made, PlanMaker, Planner
 from memopt.executor.self_planning import SelfPlanning, planning_of
 from memopt.executor.shared_budget import SharedBudget
-from memopt.executor.unplanned import runs_unplanned, unplanned
+from memopt.executor.unplanned import passes_on, runs_unplanned, unplanned
 from memopt.models.budget import WrittenBudget, format_bytes
 from memopt.models.warned import warn
 from memopt.step.inputs import Call
@@ -357,7 +357,7 @@ class InParts(SelfPlanning):
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         self.around.settled |= torch.is_grad_enabled()
-        if runs_unplanned() or not (self.model.training and torch.is_grad_enabled()):
+        if passes_on(self.model) or not (self.model.training and torch.is_grad_enabled()):
             return super()._running(*args, **kwargs)
         if not self.parts.is_open:
             try:

@@ -41,7 +41,7 @@ from memopt.executor.planning_in_backward import PlanningInBackward
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
-from memopt.executor.unplanned import runs_unplanned, unplanned
+from memopt.executor.unplanned import passes_on, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
@@ -214,7 +214,7 @@ class SelfPlanning:
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        if runs_unplanned():
+        if passes_on(model):
             return plain_call(model, *args, **kwargs)
         self.around.settled |= torch.is_grad_enabled()
         if not (model.training and torch.is_grad_enabled()):

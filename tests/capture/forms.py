@@ -98,6 +98,18 @@ class Net(nn.Module):
         y[above] = x[above]
         return y
 
+    def record(self, x: Tensor) -> Tensor:
+        record = torch.profiler.record_function("linear")
+        record.__enter__()
+        result: Tensor = self.linear(x)
+        record.__exit__(None, None, None)
+        return result
+
+    def recorded(self, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("linear"):
+            result: Tensor = self.linear(x)
+        return result
+
     def step_aside(self, x: Tensor) -> Tensor:
         thread = threading.Thread(target=str)
         thread.start()

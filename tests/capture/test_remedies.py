@@ -203,6 +203,11 @@ ROWS: dict[str, Row] = {
         r"looks names up by globals\(\).*read the name itself",
         (lambda m, x: x if NOTHING is None else x * 2,),
     ),
+    "record": Row(
+        Net.record,
+        r"__enter__\(\) of a record_function, .*`with record_function.*record_module_names=False",
+        (Net.recorded,),
+    ),
     "item": Row(
         lambda m, x: x * x.sum().item(),
         "reads a number out of a tensor at .*tensor operators",

@@ -9,6 +9,8 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,6 +59,26 @@ class Two(Module):
         self.other = nn.Linear(4, 4)
 
     forward = lightning.LightningModule.forward
+
+
+class Around(nn.Module):
+    """What a strategy puts around a LightningModule, as DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+class PutAround(SingleDeviceStrategy):
+    """Calls `training_step` through the forward of another module."""
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        super().setup(trainer)
+        assert self.model is not None
+        self.model = Around(self.model)
 
 
 class Meter(lightning.Callback):
@@ -108,7 +130,6 @@ def fitted(
     lightning.seed_everything(1, verbose=False)
     trainer = lightning.Trainer(
         max_steps=steps,
-        accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -116,7 +137,7 @@ def fitted(
         val_check_interval=5,
         callbacks=[*others, *([memopt] if memopt is not None else [])],
         default_root_dir=folder,
-        **settings,
+        **{"accelerator": "cpu", **settings},
     )
     trainer.fit(module, batches(), batches(), ckpt_path=resume)
     return trainer
@@ -194,6 +215,20 @@ def test_weights_are_averaged(tmp_path: Path) -> None:
         module = Module(True)
         fitted(tmp_path, callback, module, -1, others=[averaging], max_epochs=2)
         assert callback is None or callback.calls.planned == 20
+        ends.append((module.losses, list(module.state_dict().values())))
+    assert ends[0][0] == ends[1][0]
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_module_called_through_what_is_around_it(tmp_path: Path) -> None:
+    """Its call is then `training_step`, which logs and reads values; what that calls is planned."""
+    ends = []
+    for callback in (None, MemoptCallback("2MiB", "rotor")):
+        module = Module(True)
+        around = PutAround("cpu", accelerator=CPUAccelerator())
+        fitted(tmp_path, callback, module, 8, strategy=around, accelerator="auto")
+        assert callback is None or callback.calls.planned == 8
         ends.append((module.losses, list(module.state_dict().values())))
     assert ends[0][0] == ends[1][0]
     assert all(map(torch.equal, ends[0][1], ends[1][1]))
