@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
-from memopt.executor.inner_gradients import INNER, REMEDY, InnerOutputs, gradients_of
+from memopt.executor.hooked_outputs import INNER, REMEDY, InnerOutputs, gradients_of
 from memopt.executor.random_state import RandomStates
 from memopt.executor.unplanned import unplanned
 from memopt.step.backend import autocast_as, autocast_state

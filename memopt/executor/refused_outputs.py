@@ -12,7 +12,7 @@ from torch import nn
 from memopt.errors import ExecutionError
 from memopt.executor.absent_gradients import call_hooks_of_gradients_alone
 from memopt.executor.differentiated import AsOriginal, OtherLoss
-from memopt.executor.inner_gradients import InnerOutputs
+from memopt.executor.hooked_outputs import InnerOutputs
 from memopt.executor.runtime import Runtime
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call

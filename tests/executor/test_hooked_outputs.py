@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
-from memopt.executor.inner_gradients import INNER
+from memopt.executor.hooked_outputs import INNER
 
 
 class Features(nn.Module):
