@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.flop_counter import FlopCounterMode
 
 import memopt
+from memopt.api import second_half
 from memopt.models.budget import Budget
 from memopt.models.charges import Charges
 from memopt.pricing.memory import metered
@@ -113,6 +117,20 @@ def test_every_choice_of_what_waits_is_a_valid_program() -> None:
             )
             ends.append(end)
         assert ends[-1] < ends[0] <= len(program)
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_the_least_that_waits_is_found_without_a_plan_for_each_choice(rows: int) -> None:
+    example = torch.randn(rows, 16, requires_grad=True)
+    plan = memopt.plan(mlp(), example, strategy="rotor", progress=False)
+    groups = list(accumulate(can_wait(plan.graph, plan.program), operator.or_))
+    every = [with_waiting(plan.graph, plan.program, one) for one in groups]
+    least = min(halved_bytes(plan.graph, one) for one in (plan.program, *every))
+    checked = mock.patch.object(second_half, "with_program", wraps=second_half.with_program)
+    with checked as made:
+        found = second_half.waiting_least(plan)
+    assert halved_bytes(found.graph, found.program) == least
+    assert made.call_count == 1 < len(groups)
 
 
 def test_a_second_backward_with_other_gradients_is_the_unplanned_one() -> None:
