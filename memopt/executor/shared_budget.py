@@ -21,7 +21,7 @@ from torch import nn
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.equal_share import by_kind, chosen
-from memopt.executor.held_memory import memory_of
+from memopt.executor.held_memory import METERED, is_metered, memory_of
 from memopt.executor.measured_parts import (
     Measured,
     NothingToSaveError,
@@ -36,7 +36,7 @@ from memopt.executor.measured_parts import (
     saves_nothing,
 )
 from memopt.executor.parts_of_ranks import CALLED, by_first, saw
-from memopt.executor.surroundings import METERED, Surroundings, is_metered
+from memopt.executor.surroundings import Surroundings
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.models.warned import warn
