@@ -13,13 +13,15 @@ from itertools import accumulate
 
 from memopt.api.forward_again import with_program
 from memopt.plan_record import PlanRecord
-from memopt.programs.first_half import can_wait, halved_bytes, with_waiting
+from memopt.programs.first_half import can_wait, halved_bytes, more_bytes, with_waiting
 
 
 def waiting_least(plan: PlanRecord) -> PlanRecord:
     """Return a plan in which those operators wait whose waiting keeps less than their gradients."""
-    plans = [plan, *(found for one in _groups(plan) if (found := _with_waiting(plan, one)))]
-    return min(plans, key=lambda one: halved_bytes(one.graph, one.program))
+    groups = _groups(plan)
+    least = min(groups, key=lambda one: more_bytes(plan.graph, one), default=frozenset[int]())
+    found = _with_waiting(plan, least) or plan
+    return min(plan, found, key=lambda one: halved_bytes(one.graph, one.program))
 
 
 def waiting_longest(plan: PlanRecord, fits: Callable[[PlanRecord], bool]) -> PlanRecord:

@@ -20,6 +20,14 @@ Memory: TypeAlias = dict[int, tuple[StorageWeakRef, int]]
 Told: TypeAlias = Callable[[int], object]
 """Is told the address of memory that is freed."""
 
+METERED = 4
+"""Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
+
+
+def is_metered(count: int) -> bool:
+    """Return whether the step of this number is metered."""
+    return count <= METERED or count & (count - 1) == 0
+
 
 def memory_of(tensors: Iterable[Any]) -> Memory:
     """Return the memory that tensors hold: address → (its storage, bytes)."""

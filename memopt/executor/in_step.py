@@ -203,7 +203,8 @@ class InStep:
             else:
                 told = RankError(_OVER.format(reported[1]))
         self.failed = f"{type(told).__name__}: {told}"
-        if told is error:
+        elsewhere = isinstance(error, RankError) and self.ranks.reported_failure() is not None
+        if told is error and not elsewhere:
             there = self.ranks.report_failure(f"failed in {part}: {self.failed}", self.step)
             error.add_note(_OVER.format(there))
         return told

@@ -4,7 +4,7 @@ steps that call other parts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -103,6 +103,10 @@ def saves_nothing(first: PlanRecord, small: PlanRecord) -> bool:
     return saved_bytes <= inputs_let_go(first.graph, first.program)
 
 
+PartKey = tuple[str, int]
+"""The name of a sub-module, and a number among the kinds of its calls."""
+
+
 @dataclass(eq=False)
 class PlannedPart:
     """A part of a model, for one kind of its calls.
@@ -113,12 +117,16 @@ class PlannedPart:
         small: plans with a small peak, the smallest first, or that keep little until their
             backward.
         waiting: returns how many of its calls await their backward.
+        key: what tells it from other parts, the same on all ranks that call it.
+        members: the ranks that run it together; none: it communicates with none.
     """
 
     name: str
     first: PlanRecord
     small: tuple[PlanRecord, ...]
     waiting: Callable[[], int]
+    key: PartKey
+    members: tuple[int, ...] = ()
 
     @property
     def floor(self) -> PlanRecord:
@@ -133,6 +141,7 @@ class PlannedPart:
 
 PartCalls = Counter[PlannedPart]
 """How often a step calls each part."""
+
 
 METERED_KEPT = 3
 """How many metered steps are remembered beside the last one."""
@@ -213,6 +222,7 @@ class StepKind:
         metered: how many steps were metered.
         seen: how often steps called each part, without steps that called no part more often than
             another one did.
+        untold: such calls of this rank that the others do not know.
         together: name of a part → its calls in the step in which they kept most.
         beside_bytes: what the loop held beside the step when the plans were made.
         changed: whether the plans are to be made anew.
@@ -229,6 +239,7 @@ class StepKind:
     measured: list[Measured] = field(default_factory=list)
     metered: int = 0
     seen: list[PartCalls] = field(default_factory=list)
+    untold: list[PartCalls] = field(default_factory=list)
     together: dict[str, PartCalls] = field(default_factory=dict)
     beside_bytes: int = 0
     changed: bool = False
@@ -253,13 +264,29 @@ class StepKind:
         for name in {part.name for part in calls}:
             own = PartCalls({part: times for part, times in calls.items() if part.name == name})
             self.together[name] = max(self.together.get(name, own), own, key=_size)
-        known = [*self.seen, *(one.calls for one in self.measured)]
-        if not calls or any(calls <= one for one in known):
+        if self.knows(calls):
             return False
         self.seen = [*(one for one in self.seen if not one <= calls), calls]
         if len(self.seen) > MOST_CALLS:
             self.seen.remove(min(self.seen, key=_size))
         return True
+
+    def knows(self, calls: PartCalls) -> bool:
+        """Return whether a step called each part as often, as far as ranks have told."""
+        known = [*self.seen, *(one.calls for one in self.measured)]
+        return not calls or any(calls <= one for one in known)
+
+    def tell(self) -> list[dict[PartKey, int]]:
+        """Return the calls of this rank that the others do not know, for these."""
+        untold, self.untold = self.untold, []
+        return [{part.key: times for part, times in one.items()} for one in untold]
+
+    def hear(self, told: Iterable[dict[PartKey, int]], parts: Iterable[PlannedPart]) -> None:
+        """Remember what a rank tells of its calls, as far as this one has such parts."""
+        known = {part.key: part for part in parts}
+        for calls in told:
+            own = {known[key]: times for key, times in calls.items() if key in known}
+            self.saw(PartCalls(own))
 
     def needed_bytes(self, plans: Mapping[PlannedPart, PartFigures], together: bool = False) -> int:
         """Return the peak of such a step under these plans: the largest that was measured, or

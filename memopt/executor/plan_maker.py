@@ -16,10 +16,10 @@ from torch import nn
 
 from memopt.errors import InfeasibleBudgetError
 from memopt.executor.arena import ArenaFamily
-from memopt.executor.held_memory import bytes_of
+from memopt.executor.held_memory import bytes_of, is_metered
 from memopt.executor.module import OnMismatch, PlannedModule, waiting_calls, when_arrived
 from memopt.executor.pipeline_stages import accumulating
-from memopt.executor.surroundings import Surroundings, is_metered
+from memopt.executor.surroundings import Surroundings
 from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.warned import warn
@@ -381,7 +381,7 @@ class PlanMaker:
             return
         plan, budget_bytes = made.plan, made.plan.budget
         others = waiting_calls(made.module) - 1
-        beside = Charges(waiting_calls=others, kept_graphs=int(arrived[-1]))
+        beside = Charges(waiting_calls=others).plus(arrived[-1])
         if held_bytes + backward_bytes(plan.graph, plan.program, beside) <= budget_bytes:
             return
         remedy = "" if least is None else f"give at least budget={least}, or "

@@ -39,6 +39,7 @@ from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
 from memopt.executor.values import Origin
+from memopt.models.charges import Charges
 from memopt.step.assumed import alone, failing_as_assumed, nothing_assumed
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
@@ -49,9 +50,9 @@ from memopt.torch_private.tensors import version_of
 
 _KEYS = itertools.count(1)
 
-Arrived: TypeAlias = Callable[[list[Any], frozenset[int], bool], None]
+Arrived: TypeAlias = Callable[[list[Any], frozenset[int], Charges], None]
 """Called with the gradients of the outputs when a call's backward begins, which are missing, and
-whether it keeps the graph."""
+what is charged if it keeps the graph."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +298,7 @@ class Runtime:
         if state.again is not None and (why := why_not_planned(args[1:], state.again)):
             return self._as_original(state, args[1:], why)
         if state.first_half is not None:
-            rest = state.first_half.second(args[1:])
-            return self._given(state, rest) if rest else self._as_original(state, args[1:], HALVED)
+            return self._second_half(state, state.first_half, args[1:])
         half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
         if (
             state.layouts.orders
@@ -321,7 +321,8 @@ class Runtime:
             args[i] = in_memory_of_its_own(value)
         del value
         if state.arrived is not None:
-            state.arrived(args[1:], missing, keeps_graph() and half is None)
+            keeps = int(keeps_graph() and half is None)
+            state.arrived(args[1:], missing, Charges(kept_graphs=keeps))
         saved = state.saved
         if half is not None:
             state.saved, state.first_half = [], half
@@ -337,6 +338,12 @@ class Runtime:
         with autocast_off():
             gradients = run(state.primals, args, saved)
         return self._given(state, gradients)
+
+    def _second_half(self, state: _State, half: FirstHalf, tangents: list[Any]) -> tuple[Any, ...]:
+        if state.arrived is not None and keeps_graph():
+            state.arrived([], frozenset(), Charges(kept_gradients=1))
+        rest = half.second(tangents)
+        return self._given(state, rest) if rest else self._as_original(state, tangents, HALVED)
 
     def _as_original(self, state: _State, tangents: list[Any], why: str) -> tuple[Any, ...]:
         """Return the gradients of the unplanned model, which runs again."""

@@ -11,7 +11,7 @@ budget single parts keep everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,12 +21,13 @@ from torch import nn
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.equal_share import by_kind, chosen
-from memopt.executor.held_memory import memory_of
+from memopt.executor.held_memory import METERED, is_metered, memory_of
 from memopt.executor.measured_parts import (
     Measured,
     NothingToSaveError,
     PartCalls,
     PartFigures,
+    PartKey,
     PartSolver,
     PlannedPart,
     StepKind,
@@ -34,7 +35,8 @@ from memopt.executor.measured_parts import (
     least_unmeasured,
     saves_nothing,
 )
-from memopt.executor.surroundings import METERED, Surroundings, is_metered
+from memopt.executor.parts_of_ranks import CALLED, by_first, saw
+from memopt.executor.surroundings import Surroundings
 from memopt.models.budget import MINIMUM, WrittenBudget, format_bytes, parse_budget
 from memopt.models.device import in_blocks
 from memopt.models.warned import warn
@@ -95,7 +97,9 @@ class SharedBudget:
         small = self.solver.small(first, floor)
         if ranks is None and all(saves_nothing(first, one) for one in small):
             raise NothingToSaveError(f"no plan of {name} needs less than it does without one")
-        made = PlannedPart(name, first, small, waiting)
+        key = name, sum(part.name == name for part in self._parts)
+        members = () if ranks is None else ranks.members
+        made = PlannedPart(name, first, small, waiting, key, members)
         self._parts.append(made)
         return made
 
@@ -143,13 +147,20 @@ class SharedBudget:
 
     def _look_at_calls(self) -> None:
         """Warn, and plan anew, if the last step called more parts than each metered one (layers
-        that are dropped at random), and is estimated above its budget. With ranks nothing is done:
-        they might differ."""
+        that are dropped at random), and is estimated above its budget."""
         calls, self._calls, kind = self._calls, PartCalls(), self._now
-        if kind is None or self._ranks is not None or not kind.saw(calls) or not kind.measured:
+        ranks = self._ranks
+        if kind is None:
             return
-        limit, needed_bytes = kind.budget_bytes, self._needed(kind, kind.plans)
-        if limit is None or needed_bytes <= limit:
+        if not (kind.saw(calls) if ranks is None else saw(ranks, kind, calls, self._parts)):
+            return
+        limit = kind.budget_bytes
+        if limit is None or not kind.measured:
+            return
+        needed_bytes = self._needed(kind, kind.plans)
+        if ranks is not None:
+            needed_bytes = max(ranks.exchanged(needed_bytes, CALLED))
+        if needed_bytes <= limit:
             return
         kind.changed = True
         if not self._told_calls and not self._told_bytes:
@@ -168,8 +179,9 @@ class SharedBudget:
 
     def _floor(self, ranks: Ranks, first: PlanRecord) -> PlanRecord:
         """Return the plan of the smallest peak that the first rank makes."""
-        (floor,) = _by_first(ranks, [first], lambda: [self.solver.solved(first, MINIMUM)])
-        return floor
+        key: PartKey = "", 0
+        made = by_first(ranks, {key: first}, lambda: {key: self.solver.solved(first, MINIMUM)})
+        return made[key]
 
     def _agreed(self, ranks: Ranks, last: StepKind | None, beside_bytes: int) -> int | None:
         """Take the largest figures of all ranks, if the last step was to be metered.
@@ -181,15 +193,19 @@ class SharedBudget:
             return None
         found, last.found, last.to_agree = last.found, None, False
         own = None if found is None else (found.base_bytes, [level for level, _ in found.sections])
-        everyone = ranks.exchanged((own, beside_bytes), "a budget is divided among parts")
-        figures = [figure for figure, _ in everyone if figure is not None]
+        everyone = ranks.exchanged(
+            (own, beside_bytes, last.tell()), "a budget is divided among parts"
+        )
+        figures = [figure for figure, *_ in everyone if figure is not None]
         alike = len({len(levels) for _, levels in figures}) == 1
         if found is not None and alike and len(figures) == len(everyone):
             levels = [max(several) for several in zip(*(x for _, x in figures), strict=True)]
             sections = zip(levels, (section for _, section in found.sections), strict=True)
             largest = replace(found, base_bytes=max(x for x, _ in figures))
             self._count(last, replace(largest, sections=tuple(sections)))
-        return max(one for _, one in everyone)
+        for *_, told in everyone:
+            last.hear(told, self._parts)
+        return max(one for _, one, _ in everyone)
 
     def _count(self, kind: StepKind, one: Measured) -> None:
         """Count a metered step, and note whether it asks for other plans."""
@@ -271,7 +287,7 @@ class SharedBudget:
         """Forget what was measured: other parts run from now on."""
         for kind in self._kinds.values():
             kind.measured, kind.metered, kind.changed, kind.grown = [], 0, True, True
-            kind.seen, kind.together = [], {}
+            kind.seen, kind.untold, kind.together = [], [], {}
         self._calls = PartCalls()
 
     def remove(self) -> None:
@@ -299,17 +315,22 @@ class SharedBudget:
         least = self._written == MINIMUM
         budget_bytes = None if least else parse_budget(self._written, self._needed(kind, stored))
         kind.budget_bytes = budget_bytes
-        firsts = list(stored.values())
         divided = partial(self._divided, kind, budget_bytes, stored)
-        made = divided() if self._ranks is None else _by_first(self._ranks, firsts, divided)
-        kind.plans = dict(zip(together, made, strict=True))
+        if self._ranks is None:
+            kind.plans = divided()
+        else:
+            firsts = {part.key: plan for part, plan in stored.items()}
+            made = by_first(
+                self._ranks, firsts, lambda: {part.key: one for part, one in divided().items()}
+            )
+            kind.plans = {part: made[part.key] for part in stored if part.key in made}
         needed_bytes = self._needed(kind, kind.plans)
         if budget_bytes is not None and needed_bytes > budget_bytes:
             self._tell(budget_bytes, needed_bytes)
 
     def _divided(
         self, kind: StepKind, budget_bytes: int | None, stored: dict[PlannedPart, PlanRecord]
-    ) -> list[PlanRecord]:
+    ) -> dict[PlannedPart, PlanRecord]:
         """Return the parts' plans within a budget: if possible, with room for a step that calls
         each part as often as any step has."""
         small = by_kind(stored, (part.small for part in stored))
@@ -322,7 +343,7 @@ class SharedBudget:
             made = chosen(budget_bytes, stored, small, solved, needed)
             if budget_bytes is None or needed(made) <= budget_bytes:
                 break
-        return [made[part] for part in stored]
+        return {part: made[part] for part in stored}
 
     def _tell(self, budget_bytes: int, least_bytes: int) -> None:
         """Warn that even the parts' smallest plans exceed the budget: once, and again if steps that
@@ -336,23 +357,3 @@ class SharedBudget:
             f"lies between the parts is not planned: give at least budget={least_bytes}. The "
             "smallest plans run instead",
         )
-
-
-def _by_first(
-    ranks: Ranks, firsts: Sequence[PlanRecord], make: Callable[[], list[PlanRecord]]
-) -> list[PlanRecord]:
-    """Return the plans that the first rank makes, one for each of these first plans.
-
-    Raises:
-        RankError: a rank is gone. An error that `make` raises is raised on every rank.
-    """
-
-    def portable() -> list[PlanRecord | None]:
-        kept = zip(firsts, make(), strict=True)
-        return [None if a is b else replace(b, profiled=None, record=None) for a, b in kept]
-
-    found = ranks.from_first(portable, "rank 0 plans parts")
-    return [
-        first if plan is None else replace(plan, profiled=first.profiled, record=first.record)
-        for first, plan in zip(firsts, found, strict=True)
-    ]

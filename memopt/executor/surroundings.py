@@ -25,6 +25,7 @@ from memopt.executor.held_memory import (
     Waiting,
     bytes_of,
     gone_bytes,
+    is_metered,
     memory_of,
     size_of,
     still_held,
@@ -44,14 +45,6 @@ from memopt.step.shards import flat_bytes, held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.modes import backward_number, when_backward_is_over
 from memopt.torch_private.modules import data_parallel_around
-
-METERED = 4
-"""Number of first steps of a kind that are metered; then the 8th, the 16th, the 32nd..."""
-
-
-def is_metered(count: int) -> bool:
-    """Return whether the step of this number is metered."""
-    return count <= METERED or count & (count - 1) == 0
 
 
 @dataclass
@@ -265,12 +258,14 @@ class Surroundings:
         together = len(members) == torch.distributed.get_world_size()
         return not (together or self.has_engine or data_parallel_around() is not None)
 
-    def arrived(self, kind: Any, tangents: list[Any], met: Callable[[], None], kept: bool) -> None:
+    def arrived(
+        self, kind: Any, tangents: list[Any], met: Callable[[], None], kept: Charges
+    ) -> None:
         """Note that the backward of a planned call begins with the gradients of its outputs. Call
         `met` if more memory is held beside it than was measured before, or if the loop turns out to
         hold these gradients; the buffers of a pipeline's stage are charged already."""
         self._meter_until(tangents)
-        self._waiting.halve(self.waiting()[1])
+        self._waiting.halve(self.waiting()[1] - kept.kept_gradients)  # this one's second half
         one, model = self._met.setdefault(kind, _Met()), self.model()
         if not (one.charges.given_gradients or self._scheduled.charges):
             when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))
@@ -283,8 +278,8 @@ class Surroundings:
         # the loop holds the outputs of all.
         again = int(self._backward == backward_number())
         self._backward = backward_number()
-        calls = Charges(kept_graphs=int(kept), added_calls=again, output_calls=again)
-        if self._largest(kind, calls) or (one.outputs_bytes, one.gradient_bytes) != was:
+        calls = Charges(added_calls=again, output_calls=again)
+        if self._largest(kind, calls.plus(kept)) or (one.outputs_bytes, one.gradient_bytes) != was:
             met()
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:

@@ -34,6 +34,8 @@ class Charges:
             outputs that a pipeline collects, or buffers for their gradients.
         joined_calls: calls whose outputs a pipeline joins in one copy once no backward is left.
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
+        kept_gradients: 1 if the second half of a backward keeps its graph, for which it copies the
+            parameters' gradients.
         update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
             once the backward has run.
         given_gradients: 1 if the loop holds, until a backward is over, the gradients of the outputs
@@ -52,6 +54,7 @@ class Charges:
     output_calls: int = 0
     joined_calls: int = 0
     kept_graphs: int = 0
+    kept_gradients: int = 0
     update_bytes: int = 0
     given_gradients: int = 0
 
@@ -88,6 +91,7 @@ class Charges:
             self.output_calls,
             self.joined_calls,
             self.kept_graphs,
+            self.kept_gradients,
             self.update_bytes,
             max(0, self.given_gradients - charged.given_gradients),
         )
@@ -103,6 +107,7 @@ class Charges:
             output_calls=self.output_calls,
             joined_calls=self.joined_calls,
             kept_graphs=self.kept_graphs,
+            kept_gradients=self.kept_gradients,
             update_bytes=self.update_bytes,
         )
 
@@ -126,6 +131,8 @@ class Charges:
             found.append(f"the outputs of {self.joined_calls} call(s), once more as one")
         if self.kept_graphs:
             found.append("a graph that its backward keeps (retain_graph=True)")
+        if self.kept_gradients:
+            found.append("gradients, once more, of a second half that keeps its graph")
         if self.given_gradients:
             found.append("the gradients of the outputs, which the loop holds during the backward")
         return found

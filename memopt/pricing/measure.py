@@ -34,7 +34,7 @@ from memopt.step.captured import Captured
 from memopt.step.collectives import is_collective, waited
 from memopt.step.numerics import numeric_settings
 from memopt.step.operators import runs_users_code
-from memopt.step.ranks import meet
+from memopt.step.ranks import largest, meet
 from memopt.step.signature import (
     REFUSALS,
     Arguments,
@@ -127,8 +127,10 @@ def measure(
         CaptureError: a kernel leaves other storages than the graph says that it writes.
     """
     costs = costs_of(lowering.signatures, device, options, progress, captured)
-    if options.cache is not None and difference(lowering, costs) is not None:
-        # A damaged row of the cache may explain the difference, so measure again.
+    damaged = options.cache is not None and difference(lowering, costs) is not None
+    if any(largest([float(damaged)])):
+        # A damaged row of the cache may explain the difference, so measure again, on all ranks that
+        # measure together.
         renewed = replace(options, renew=True)
         costs = costs_of(lowering.signatures, device, renewed, progress, captured)
     check_results(lowering, costs)

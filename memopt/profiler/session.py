@@ -220,12 +220,14 @@ def _baseline(
     """Measure the unplanned step, or read it from the cache; its peak omits resident bytes."""
     key = _baseline_key(lowering, device, loss)
     cache = options.cache
+    known = None
     if cache is not None and key is not None and not options.renew:
-        known = cache.load([key])
-        # A zero step time marks a damaged row.
-        if key in known and known[key].time_s > 0:
-            one = known[key]
-            return Baseline(one.workspace_bytes, one.time_s, True, sum(one.output_bytes))
+        known = cache.load([key]).get(key)
+    # A zero step time marks a damaged row. Of ranks that measure together all know it, or all
+    # measure.
+    (unknown,) = largest([float(known is None or known.time_s <= 0)])
+    if known is not None and not unknown:
+        return Baseline(known.workspace_bytes, known.time_s, True, sum(known.output_bytes))
     measured = measure_baseline(model, call, loss, device)
     if cache is not None and key is not None:
         kept = (measured.library_bytes,) if measured.library_bytes else ()

@@ -89,12 +89,14 @@ def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES
 def waiting_bytes(graph: Graph, program: Program, charges: Charges) -> int:
     """Return the bytes of other calls that await their backward: what they keep with their
     outputs (or between the halves of their backward, if that is more), gradients to be added up,
-    and buffers for outputs."""
+    copies of gradients, and buffers for outputs."""
     calls, halved = charges.waiting_calls, charges.halved_calls
     kept_bytes = held_bytes(graph, program, outputs=True) if calls else 0
     more_bytes = max(0, halved_bytes(graph, program) - kept_bytes) if halved else 0
     added_bytes = charges.added_calls * max(0, _bytes_of(graph, graph.gradients) - kept_bytes)
     output_bytes = charges.output_calls * _bytes_of(graph, graph.outputs)
+    own = set(graph.gradients).difference(graph.input_gradients)
+    added_bytes += charges.kept_gradients * _bytes_of(graph, own)
     return calls * kept_bytes + halved * more_bytes + added_bytes + output_bytes
 
 

@@ -63,7 +63,7 @@ def can_wait(graph: Graph, program: Program) -> tuple[frozenset[int], ...]:
             own, read = own | other[0], read | other[1]
         found.append((own, read))
     groups = [frozenset(own) for own, _ in found if own.isdisjoint(first)]
-    return tuple(sorted(groups, key=lambda one: _more_bytes(graph, one)))
+    return tuple(sorted(groups, key=lambda one: more_bytes(graph, one)))
 
 
 def with_waiting(graph: Graph, program: Program, waiting: Collection[int]) -> Program:
@@ -102,8 +102,9 @@ def _is_first(graph: Graph, run: Compute, needed: Collection[int]) -> bool:
     return operator.has_effects or hands_over or any(one in needed for one in chosen.writes)
 
 
-def _more_bytes(graph: Graph, group: Collection[int]) -> int:
-    """Return the bytes that operators read less those of the gradients that they complete."""
+def more_bytes(graph: Graph, group: Collection[int]) -> int:
+    """Return the bytes that a call keeps more between the halves of its backward if operators wait:
+    those that they read less those of the gradients that they complete."""
     operators = [graph.operators[one] for one in group]
     written = {t for one in operators for t in one.writes}
     read = {t for one in operators for t in one.reads} - written - graph.resident

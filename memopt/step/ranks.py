@@ -69,9 +69,10 @@ class Ranks:
             if what == _FAILED != word[0]:
                 raise RankError(value)
             if what != word[0] != _FAILED:
+                failed = self.reported_failure()  # of a step, which a loop may have gone on from
                 raise RankError(
                     f"the ranks are at different places: here {doing}, on rank {rank} {what}. "
-                    f"{_SAME}"
+                    f"{_SAME if failed is None else f'Before that, {failed[1]}'}"
                 )
         return found
 

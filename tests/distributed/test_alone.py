@@ -143,6 +143,11 @@ def alone(rank: int, ranks: int) -> dict[str, str]:
     # All alike: nobody waits for anybody, and nobody is told of an earlier failure.
     found["alike"] = ends(lambda: plan(budget="plenty"))
     found["right"] = ends(lambda: plan().apply(model)(**inputs).sum().backward())
+    # What the others read from their caches this rank measures: all measure.
+    found["right, without a cache"] = ends(partial(plan, **here({"cache": False})))
+    damaged = mock.patch("memopt.pricing.measure.difference", side_effect=["a row", None])
+    with damaged if rank == 1 else contextlib.nullcontext():
+        found["right, a cache is damaged"] = ends(plan)
     found["right, of the graph"] = ends(lambda: plan(summed()).apply(summed())(**inputs))
     return found
 

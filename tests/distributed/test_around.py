@@ -16,7 +16,12 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn import functional
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
@@ -27,6 +32,7 @@ from tests.distributed import cases, processes
 from tests.distributed.decoders import SUBJECTS, Decoder
 from tests.distributed.engines import ENGINES, Cell, cells, trained
 from tests.distributed.loops import TRAINERS
+from tests.users.test_parts_dropped import Dropping, X, stepped
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +248,42 @@ def test_parts_that_communicate_have_one_plan_on_all_ranks(tmp_path: Path) -> No
     assert found[0][1] == found[1][1] != []
     assert all(same for same, _, _ in found)
     assert found[0][2] == found[1][2]
+
+
+def dropped(rank: int, ranks: int) -> tuple[list[bool], int, int, list[str]]:
+    """Layers, cut over ranks, that are dropped at random, alike on all of them: whether each step
+    has the unplanned loss; the budget, and the peak of the first step that runs every layer; what
+    was warned of."""
+
+    def built() -> Dropping:
+        torch.manual_seed(0)
+        made = Dropping()
+        for block in made.blocks:
+            cut = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+            parallelize_module(block, init_device_mesh("cpu", (ranks,)), cut)
+        return made
+
+    plain, model, every = built(), built(), tuple(range(6))
+    there = X.nbytes + sum(one.nbytes for one in cases.own(plain))
+    stepped(plain, every)
+    budget = there + stepped(plain, every, meter=True)[1] * 6 // 10
+    memopt.wrap(model, budget, "rotor", parts="auto", progress=False)
+    same = []
+    for run in ((0, 1, 2), (3, 4, 5)) * 4:
+        same.append(stepped(model, run) == stepped(plain, run))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loss, used = stepped(model, every, meter=True)
+    same.append(loss == stepped(plain, every)[0])
+    return same, budget, there + used, [str(one.message) for one in said]
+
+
+@pytest.mark.slow
+def test_layers_that_are_dropped_on_all_ranks_stay_within_the_budget(tmp_path: Path) -> None:
+    for same, budget, peak, said in processes.results(processes.run(dropped, 2, tmp_path)):
+        assert all(same)
+        assert peak <= budget
+        assert not said
 
 
 def of_each_kind(rank: int, ranks: int) -> tuple[list[Cell], Charges, int, bytes]:

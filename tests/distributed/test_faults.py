@@ -277,6 +277,14 @@ def test_a_failure_in_a_step_is_told_and_no_other_step_runs() -> None:
                 there.installed(failing(LOST)).backward([], [], [])
 
 
+def test_what_a_rank_was_told_is_no_failure_of_its_own() -> None:
+    word: Any = Word()
+    word.report_failure("failed: KeyError: 1")
+    with pytest.raises(RankError, match="at different places"):
+        InStep(word).installed(failing(RankError("at different places"))).forward([])
+    assert word.said == (0, "rank 1 failed: KeyError: 1")
+
+
 def test_a_check_that_fails_on_a_rank_is_told() -> None:
     def look(outputs: list[Any]) -> None:
         raise ExecutionError(f"a check fails: {outputs}")

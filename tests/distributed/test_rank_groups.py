@@ -104,6 +104,35 @@ def test_ranks_with_different_models_meet_and_tell() -> None:
         assert both(says("a", "one"), says("b", "another")) == (["a", "b"], ["a", "b"])
 
 
+def test_ranks_at_different_places_quote_the_step_that_failed_before() -> None:
+    """A loop that goes on from an error of its step meets the others elsewhere."""
+
+    def comes(doing: str, failed: str = "") -> Callable[[RankGroup], str]:
+        def call(group: RankGroup) -> str:
+            ranks = ranks_of_steps.Ranks(MEMBERS, group, MODEL)
+            if failed:
+                ranks.report_failure(failed)
+            with pytest.raises(RankError) as caught:
+                ranks.exchanged(None, doing)
+            return str(caught.value)
+
+        return call
+
+    kept = {}
+
+    def store() -> Any:
+        return kept.setdefault("store", rank_groups.default_store())
+
+    with (
+        ranks() as both,
+        mock.patch.object(ranks_of_steps, "default_store", store),
+        mock.patch.object(ranks_of_steps, "forget_words"),
+    ):
+        told = both(comes("a forward runs"), comes("a call begins", "failed: KeyError: 1"))
+        for one in told:
+            assert one.endswith("Before that, rank 1 failed: KeyError: 1")
+
+
 @pytest.mark.parametrize("met_before", [False, True])
 def test_one_that_has_met_such_a_model_before_tells_its_ranks(met_before: bool) -> None:
     with ranks() as both:

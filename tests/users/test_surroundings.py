@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.executor.held_memory import is_metered
 from memopt.executor.optimizers import AllOptimizers
 from memopt.executor.plan_maker import AGAIN
-from memopt.executor.surroundings import Surroundings, is_metered
+from memopt.executor.surroundings import Surroundings
 from memopt.pricing.memory import metered
 from memopt.step.backend import backend_of
 

@@ -1,0 +1,192 @@
+"""Ranks of a tensor-parallel model, of which one alone does something else in a step: what the
+model takes unplanned it takes planned, and all else ends every rank in time, in the same words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import memopt
+from tests.distributed import cases, processes
+
+TIMEOUT_S, MARGIN_S = 15, 5
+AT, STEPS = 2, 4
+"""The step in which one rank does something else, and how many there are."""
+
+
+class Checked(nn.Module):
+    """Checks its input once all collectives have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = cases.mlp()[:2]  # the second one's backward communicates
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.inner(input.clamp(-3, 3))
+        assert input.detach().abs().max() < 1e6, "too large"
+        return output
+
+
+class Way:
+    """How one rank, here if it is `own`, does a step. It may go on from an error."""
+
+    goes_on = False
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+
+    def begin(self, model: nn.Module) -> None: ...
+
+    def input(self) -> Tensor:
+        return torch.randn(64, 16)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def _raising(*_: Any) -> None:
+    raise KeyError("here alone")
+
+
+class LossFails(Way):
+    def backward(self, loss: Tensor) -> None:
+        _raising() if self.own else loss.backward()
+
+
+class LossFailsAndGoesOn(LossFails):
+    goes_on = True
+
+
+class NoBackward(Way):
+    def backward(self, loss: Tensor) -> None:
+        None if self.own else loss.backward()
+
+
+class GradientsHookFails(Way):
+    def begin(self, model: nn.Module) -> None:
+        if self.own:
+            next(model.parameters()).register_hook(_raising)
+
+
+class CheckFailsAndGoesOn(Way):
+    goes_on = True
+
+    def input(self) -> Tensor:
+        return torch.randn(64, 16) + 1e9 * self.own
+
+
+class Interrupted(Way):
+    def backward(self, loss: Tensor) -> None:
+        if self.own:
+            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGINT))
+        loss.backward()
+
+
+class Retains(Way):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=self.own)
+
+
+class Hooked(Way):
+    def begin(self, model: nn.Module) -> None:
+        next(model.parameters()).register_hook(lambda one: one * 1.0 if self.own else None)
+
+
+class Threads(Way):
+    def begin(self, model: nn.Module) -> None:
+        torch.set_num_threads(1 + self.own)
+
+
+def trained(
+    way: type[Way], rank: int, ranks: int, planned: bool, at: int = AT
+) -> tuple[str, list[float], list[Tensor], float]:
+    """Train; return the error, losses, this rank's parameters, and the seconds since the step in
+    which the last rank does something else."""
+    model: Any = Checked()
+    cut: Any = {f"inner.{block}.0": ColwiseParallel() for block in range(2)}
+    cut |= {f"inner.{block}.2": RowwiseParallel() for block in range(2)}
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), cut)
+    if planned:
+        memopt.wrap(model, "min", "store-all", progress=False)
+    kind = torch.optim.SGD if way is Threads and rank else torch.optim.Adam
+    optimizer, losses, text = kind(model.parameters(), 1e-2), list[float](), ""
+    torch.manual_seed(1)
+    begin_s = time.monotonic()
+    try:
+        for step in range(STEPS):
+            one = (way if step == at else Way)(rank == ranks - 1)
+            begin_s = time.monotonic() if step <= at else begin_s
+            with (
+                contextlib.suppress(KeyError, AssertionError)
+                if one.goes_on
+                else (contextlib.nullcontext())
+            ):
+                one.begin(model)
+                loss = model(one.input()).square().mean()
+                one.backward(loss)
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    except BaseException as error:  # noqa: BLE001 (told to the test, Ctrl-C too)
+        text = f"{type(error).__name__}: {error}"
+    return text, losses, cases.own(model), time.monotonic() - begin_s
+
+
+def ended(rank: int, ranks: int, way: type[Way]) -> tuple[str, float]:
+    text, *_, seconds = trained(way, rank, ranks, True)
+    return text, seconds
+
+
+ENDED: dict[type[Way], str] = {
+    LossFails: "KeyError",
+    LossFailsAndGoesOn: "",
+    NoBackward: "",
+    GradientsHookFails: "KeyError",
+    CheckFailsAndGoesOn: "",
+    Interrupted: "KeyboardInterrupt",
+}
+"""Way → the kind of the error that one rank has of its own; "": it has the others'."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ENDED)
+def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
+    found = processes.results(processes.run(ended, 2, tmp_path, way, timeout_s=TIMEOUT_S))
+    (told, took_s), (own, own_s) = found
+    assert told.startswith("RankError: ")
+    assert max(took_s, own_s) < TIMEOUT_S + MARGIN_S
+    if ENDED[way]:
+        assert own.startswith(ENDED[way])
+    else:
+        assert own.startswith(("RankError: ", "ExecutionError: "))
+    if way in (LossFailsAndGoesOn, NoBackward):
+        assert told == own
+    if way is CheckFailsAndGoesOn:
+        for text in (told, own):
+            assert "rank 1 failed in the unplanned forward of a planned step: Assert" in text
+
+
+def alike(rank: int, ranks: int) -> dict[str, bool]:
+    """Whether planned steps are the unplanned ones, for each way that a model takes unplanned."""
+    found = {}
+    for way in (Retains, Hooked, Threads):
+        expected, own = trained(way, rank, ranks, False, 0), trained(way, rank, ranks, True, 0)
+        same = expected[:2] == own[:2] and cases.same(expected[2], own[2])
+        found[way.__name__] = same and not own[0]
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_rank_may_do_alone_changes_nothing(tmp_path: Path) -> None:
+    for one in processes.results(processes.run(alike, 2, tmp_path)):
+        assert all(one.values()), one
