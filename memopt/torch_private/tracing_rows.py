@@ -167,8 +167,13 @@ DYNAMO = (
         "InstructionTranslatorBase",
         "InstructionTranslatorBase.dispatch_table",
     ),
-    *rows("trace a forward that looks at values", f"{_VARIABLES}.TensorVariable", "call_method"),
-    *rows("trace a forward that looks at values", f"{_VARIABLES}.base.VariableTracker", "build"),
+    *rows(
+        "trace a forward that looks at values",
+        _VARIABLES,
+        "TensorVariable.call_method",
+        "base.VariableTracker.build",
+        "SymNodeVariable.create",
+    ),
     *rows(
         "trace a forward that looks at values",
         "torch.ops.aten",

@@ -204,7 +204,7 @@ ROWS: dict[str, Row] = {
         (lambda m, x: x if NOTHING is None else x * 2,),
     ),
     "item": Row(
-        lambda m, x: x * x.sum().item(),
+        lambda m, x: x * round(x.sum().item(), 2),
         "reads a number out of a tensor at .*tensor operators",
         (lambda m, x: x * x.sum(),),
     ),
