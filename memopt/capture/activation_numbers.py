@@ -9,12 +9,13 @@ bits, in the forward and the backward.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from memopt.step.operators import define, functional_name
 from memopt.torch_private import pytree
+from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.operators import OpOverload, aten, schema_of
 
 _READ = aten._local_scalar_dense.default
@@ -111,19 +113,30 @@ def _inserted(node: Node, like: Node) -> Node:
     return node
 
 
-def arguments_of(traced: GraphModule, call: tuple[Any, ...]) -> Any:
-    """Return the arguments with which to derive the joint graph of Dynamo's: its fake tensors, if
-    all its numbers are those in tensors of theirs, since these then have symbols. With others it
-    would be derived as if none were NaN (0.0 * m is 0): torch refuses them."""
+@contextlib.contextmanager
+def numbers_as_symbols(traced: GraphModule, call: tuple[Any, ...]) -> Iterator[Any]:
+    """Derive the joint graph of Dynamo's inside, of the arguments that this gives: if all its
+    numbers are those in tensors of theirs, they have symbols. With others it would be derived as if
+    none were NaN (0.0 * m is 0): torch refuses them."""
     nodes = traced.graph.find_nodes(op="placeholder")
     numbers = [node for node in traced.graph.nodes if _kind(node) is not None]
     own = all(one.all_input_nodes and one.all_input_nodes[0].target is _NUMBER for one in numbers)
     if not numbers or not own:
-        return call
+        yield call
+        return
     leaves, spec = pytree.tree_flatten(call)
-    fakes = [node.meta.get("example_value") for node in nodes]
-    given = zip(fakes, leaves, strict=True)
-    return pytree.tree_unflatten([f if isinstance(f, Tensor) else one for f, one in given], spec)
+    held = (*leaves, *traced.parameters(), *traced.buffers())
+    mode = next((one.fake_mode for one in held if isinstance(one, FakeTensor)), None)
+    if mode is None:
+        fakes = [node.meta.get("example_value") for node in nodes]
+        given = zip(fakes, leaves, strict=True)
+        yield pytree.tree_unflatten([f if isinstance(f, Tensor) else one for f, one in given], spec)
+        return
+    before, mode.shape_env = mode.shape_env, numbers[0].meta["example_value"].node.shape_env
+    try:
+        yield call
+    finally:
+        mode.shape_env = before
 
 
 def take_tensors(joint: GraphModule) -> None:

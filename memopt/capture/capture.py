@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.activation_numbers import arguments_of, take_tensors
+from memopt.capture.activation_numbers import numbers_as_symbols, take_tensors
 from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
 from memopt.capture.block_copies import with_all_blocks
@@ -217,8 +217,8 @@ def _joint(stack: contextlib.ExitStack, model: nn.Module, traced: Any, call: Cal
 
 
 def _derived(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
-    args, kwargs = arguments_of(traced, call.plain)
-    joint = aot.export_joint(stack, traced, args, kwargs)
+    with numbers_as_symbols(traced, call.plain) as (args, kwargs):
+        joint = aot.export_joint(stack, traced, args, kwargs)
     take_tensors(joint.graph_module)
     return joint
 

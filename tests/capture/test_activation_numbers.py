@@ -157,3 +157,15 @@ def test_a_power_that_is_a_number_is_refused_with_its_line() -> None:
             strategy="store-all",
             progress=False,
         )
+
+
+def test_an_estimate_plans_numbers_whose_values_are_not_there() -> None:
+    plan = memopt.plan(
+        _Numbered(_several).to("meta"),
+        torch.ones(4, 8, device="meta"),
+        strategy="store-all",
+        mode="estimate",
+        device="H100",
+        progress=False,
+    )
+    assert plan.peak_bytes > 0
