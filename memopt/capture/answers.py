@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.input_values import computed_from_inputs, is_drawn, value_now
 from memopt.capture.usual_outcome import usual_outcome
+from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.step.operators import CallsThrough
 from memopt.step.ranks import ranks_of
@@ -140,9 +141,21 @@ class Answering(KnownValues):
             self._looking.unknown |= value is None
         return None if value is None else KnownValue(value, compute)
 
-    def numbers_left(self, traced: GraphModule) -> bool:
-        """Return whether a graph reads numbers of the inputs that can be known in another trace."""
-        return has_numbers(traced) and self._looking.asks_more()
+    def left_open(self, traced: GraphModule) -> bool:
+        """Return whether another trace knows more of what this one left open: numbers of the inputs
+        that its graph reads, or comparisons that Dynamo took for decided.
+
+        Raises:
+            CaptureError: it left such a comparison open, and no trace knows more.
+        """
+        if (has_numbers(traced) or self._looking.unknown) and self._looking.asks_more():
+            return True
+        if self._looking.unknown:
+            raise CaptureError(
+                "the model compares a number of a tensor, which may be NaN or infinite, and a "
+                "trace knows neither: ask with math.isnan, math.isinf or math.isfinite"
+            )
+        return False
 
     def _of_inputs(
         self, node: Node, truth: bool, item: bool = False

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.capture.activation_numbers import numbers_as_symbols, take_tensors
 from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
 from memopt.capture.block_copies import with_all_blocks
@@ -206,13 +207,20 @@ def _joint(stack: contextlib.ExitStack, model: nn.Module, traced: Any, call: Cal
     try:
         if found is not None:
             with without_most(traced, found), unheard():
-                joint = aot.export_joint(stack, traced, *call.plain)
+                joint = _derived(stack, traced, call)
             if with_all_blocks(joint.graph_module, found):
                 return joint
         with unheard():
-            return aot.export_joint(stack, traced, *call.plain)
+            return _derived(stack, traced, call)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise not_derived(model, traced, call, error) from error
+
+
+def _derived(stack: contextlib.ExitStack, traced: Any, call: Call) -> Any:
+    with numbers_as_symbols(traced, call.plain) as (args, kwargs):
+        joint = aot.export_joint(stack, traced, args, kwargs)
+    take_tensors(joint.graph_module)
+    return joint
 
 
 def _names(model: nn.Module, traced: Any, joint: Any) -> dict[str, tuple[str, torch.Tensor]]:

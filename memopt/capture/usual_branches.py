@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.capture.activation_numbers import with_tensors_of_numbers
 from memopt.capture.answers import REFUSED, Answering, Looking
 from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
@@ -28,6 +29,7 @@ from memopt.step.traced_arguments import branches_returned
 from memopt.torch_private.branches import branches_decided, check_left, values_met
 from memopt.torch_private.instructions import Place
 from memopt.torch_private.numbers_of_tensors import (
+    comparisons_open,
     has_numbers,
     items_of,
     without_numbers,
@@ -72,15 +74,17 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
     if looking is None:
 
         def found(traced: GraphModule) -> bool:
-            if check_left(traced) is None and not has_numbers(traced):
+            if check_left(traced) is None and not has_numbers(traced) and not compared:
                 return False
             _LOOKING[model] = Looking()
             return True
 
-        yield found
+        with comparisons_open() as compared:
+            yield found
         return
     answers = Answering(model, call, looking)
     with (
+        comparisons_open(),
         branches_decided(answers) as branches,
         branches_returned(branches.begin, values_met),
     ):
@@ -91,8 +95,9 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             without_unread(traced, known)
             without_numbers(traced)
             without_unread(traced, known)
-            if answers.numbers_left(traced):
+            if answers.left_open(traced):
                 return True
+            with_tensors_of_numbers(traced)
             late = (one for one in branches.met if one.compute is None)
             traced.meta[ASSUMED] = tuple(map(_assumed, late))
             traced.meta[VALUES] = tuple(map(_read, early))

@@ -25,8 +25,9 @@ _LOG = logging.getLogger(__name__)
 
 REMEDY = "plan again for this call (memopt.plan), or call the original module"
 _OF_VALUES = (
-    f"{REMEDY}. Where they differ often, pad to fewer such values, or write that part with tensor "
-    "operators (torch.where, a mask)"
+    f"{REMEDY}. A plan of a file is applied with inputs that have the values (plan.apply(model, "
+    "inputs=...)). Where they differ often, pad to fewer such values, or write that part with "
+    "tensor operators (torch.where, a mask)"
 )
 _PLAIN = (bool, int, float, str, tuple, type(None))
 

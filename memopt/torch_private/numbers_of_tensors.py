@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from memopt.torch_private.access import private
+from memopt.torch_private.access import patched, private
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _OPEN = "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols"
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
+
+_NUMBER = "torch._dynamo.variables.SymNodeVariable"
+_CREATE = f"{_NUMBER}.create"
 
 _IN_PLACE = {
     getattr(operator, name)
@@ -36,6 +43,30 @@ def items_of(node: Node) -> tuple[Node, ...]:
             seen.update(new)
             waiting += new
     return tuple(found)
+
+
+@contextlib.contextmanager
+def comparisons_open() -> Iterator[list[Node]]:
+    """Trace inside with comparisons of numbers that are not whole as open ones, and collect them:
+    Dynamo knows neither NaN nor infinity, and decides `m != m` or `m == math.inf` by itself."""
+    number, create, thread = private(_NUMBER), private(_CREATE), threading.get_ident()
+    found = list[Node]()
+
+    def created(translator: Any, proxy: Any, *args: Any, **options: Any) -> Any:
+        made, node = create(translator, proxy, *args, **options), proxy.node
+        value = node.meta.get("example_value")
+        compared = isinstance(value, (bool, torch.SymBool)) and threading.get_ident() == thread
+        if not compared or not any(map(_is_real, items_of(node))):
+            return made
+        found.append(node)
+        return number(proxy, value)
+
+    with ONE_TRACE_AT_A_TIME, patched(_CREATE, staticmethod(created)):
+        yield found
+
+
+def _is_real(item: Node) -> bool:
+    return isinstance(item.meta.get("example_value"), torch.SymFloat)
 
 
 def computed_by(node: Node, items: Sequence[Node]) -> GraphModule | None:

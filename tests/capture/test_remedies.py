@@ -209,7 +209,7 @@ ROWS: dict[str, Row] = {
         (Net.recorded,),
     ),
     "item": Row(
-        lambda m, x: x * x.sum().item(),
+        lambda m, x: x * round(x.sum().item(), 2),
         "reads a number out of a tensor at .*tensor operators",
         (lambda m, x: x * x.sum(),),
     ),

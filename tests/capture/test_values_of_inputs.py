@@ -3,6 +3,7 @@ other values have plans of their own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,3 +370,18 @@ def test_a_value_met_first_under_a_profile_runs_unplanned_and_says_so() -> None:
     for loops in (3, 4, 1, 0):
         step(loops)
     assert (model.calls.planned, model.calls.original) == (7, 1)
+
+
+class _Times(nn.Linear):
+    def forward(self, input: Tensor, counts: Tensor | None = None) -> Tensor:
+        assert counts is not None
+        return super().forward(input) * int(counts.max())
+
+
+def test_a_plan_of_a_file_needs_inputs_with_the_values(tmp_path: Path) -> None:
+    model, given = _Times(4, 4), (torch.randn(2, 4), torch.tensor([3, 2]))
+    memopt.plan(model, given, strategy="store-all", progress=False).save(tmp_path / "plan.json")
+    with pytest.raises(GuardError, match=r"planned 0, got 3.*apply\(model, inputs=\.\.\.\)"):
+        memopt.load(tmp_path / "plan.json").apply(model)(*given)
+    planned = memopt.load(tmp_path / "plan.json").apply(model, inputs=given)
+    assert torch.equal(planned(*given), model(*given))

@@ -1,0 +1,171 @@
+"""A forward computes with numbers of its activations as eager does, or asks whether one is NaN."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memopt
+from memopt.errors import CaptureError
+
+
+class _Numbered(nn.Module):
+    """Computes with numbers between two layers."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.call = nn.Linear(8, 32), nn.Linear(32, 4), call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.call(torch.tanh(self.first(x))))
+
+
+def _in_place(h: Tensor) -> Tensor:
+    h = h.clone()
+    h.mul_(h.abs().max().item())
+    h[0] = h.sum().item()
+    return h
+
+
+def _kept_apart(h: Tensor) -> Tensor:
+    m = h.sum().item()
+    return h * (m + 0.1 - 0.1) + h * m * (m - m) + h * (m / 3 * 3)
+
+
+def _several(h: Tensor) -> Tensor:
+    m, n = h.abs().max().item(), h.norm().item()
+    return h * min(1.0, 1 / (n + 1e-6)) + math.sqrt(m) - m**2
+
+
+def _rounded(h: Tensor) -> Tensor:
+    half = h.bfloat16()
+    whole = torch.arange(32) * h.mean().item()
+    return (half / half.abs().max().item()).float() * (h.sum() * h.mean().item()) + whole
+
+
+def _given(h: Tensor) -> Tensor:
+    h = torch.where(h > 0, h.clamp(max=h.std().item()), h.mean().item())
+    return functional.elu(h, alpha=h.abs().mean().item()) + int(h[:, 0].argmax())
+
+
+def _reversed(h: Tensor) -> Tensor:
+    return h.mean().item() - h + h.mean().item() / (h + 2)
+
+
+def _beside_branch(h: Tensor) -> Tensor:
+    m = h.abs().max().item()
+    return h / m if 0.5 < m < math.inf else h
+
+
+def _trained(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x in inputs:
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().sum().backward()
+        optimizer.step()
+        found += [out.detach(), *(one.detach().clone() for one in model.parameters())]
+    return found
+
+
+CALLS = [_in_place, _kept_apart, _several, _rounded, _given, _reversed, _beside_branch]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda one: one.__name__)
+def test_numbers_have_the_bits_of_python(call: Callable[[Tensor], Tensor]) -> None:
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    model = _Numbered(call)
+    expected = _trained(copy.deepcopy(model), inputs)
+    plan = memopt.plan(model, inputs[0], strategy="rotor", budget="min", progress=False)
+    planned = plan.apply(model)
+    assert all(map(torch.equal, _trained(planned, inputs), expected))
+    calls = memopt.running(planned).calls
+    assert (calls.planned, calls.original) == (3, 0)
+
+
+def _is_nan(h: Tensor) -> Tensor:
+    m = h.sum().item()
+    return h * 3 if m != m else h
+
+
+def _is_ordered(h: Tensor) -> Tensor:
+    m = h.sum().item()
+    return h if m <= m else h * 3
+
+
+def _is_finite(h: Tensor) -> Tensor:
+    m = h.sum().item()
+    return h if m - m == 0 else h * 3
+
+
+def _is_infinite(h: Tensor) -> Tensor:
+    m = torch.where(h.isnan(), math.inf, h).sum().item()
+    return h * 3 if m == math.inf else h
+
+
+@pytest.mark.parametrize(
+    "call", [_is_nan, _is_ordered, _is_finite, _is_infinite], ids=lambda one: one.__name__
+)
+def test_a_number_compared_with_itself_is_looked_at(call: Callable[[Tensor], Tensor]) -> None:
+    model, x = _Numbered(call), torch.ones(4, 8)
+    broken = x.clone()
+    broken[0, 0] = math.nan
+    expected = [model(x), model(broken)]
+    planned = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the second goes otherwise
+        got = [planned(x), planned(broken)]
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1].nan_to_num(7), expected[1].nan_to_num(7))
+    assert memopt.running(planned).calls.original == 1
+
+
+def test_one_number_decides_two_branches() -> None:
+    model, x = _Numbered(lambda h: h * 2 if -1000 < h.sum().item() < 1000 else h), torch.ones(4, 8)
+    planned = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    assert torch.equal(planned(x), model(x))
+    assert memopt.running(planned).calls.planned == 1
+
+
+def test_an_error_of_a_number_is_the_forwards() -> None:
+    model = _Numbered(lambda h: h * (1 / h[0, 0].item()))
+    planned = memopt.plan(model, torch.ones(4, 8), strategy="store-all", progress=False)
+    step = planned.apply(model)
+    with torch.no_grad():
+        model.first.weight.zero_()
+        model.first.bias.zero_()
+    with pytest.raises(ZeroDivisionError, match="float division by zero"):
+        model(torch.ones(4, 8))
+    with pytest.raises(ZeroDivisionError, match="float division by zero"):
+        step(torch.ones(4, 8))
+
+
+def test_a_power_that_is_a_number_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"h \*\* h\.abs\(\)\.max\(\)\.item\(\)"):
+        memopt.plan(
+            _Numbered(lambda h: h ** h.abs().max().item()),
+            torch.ones(4, 8),
+            strategy="store-all",
+            progress=False,
+        )
+
+
+def test_an_estimate_plans_numbers_whose_values_are_not_there() -> None:
+    plan = memopt.plan(
+        _Numbered(_several).to("meta"),
+        torch.ones(4, 8, device="meta"),
+        strategy="store-all",
+        mode="estimate",
+        device="H100",
+        progress=False,
+    )
+    assert plan.peak_bytes > 0
