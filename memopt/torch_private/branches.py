@@ -162,9 +162,7 @@ class _Branches:
             self.met.append(Met((), node, answer.value, raises, compute=answer.compute))
         elif isinstance(value, self.number):
             items = items_of(node)
-            kept = (self.numbers[item] for item in items)
-            # A graph returns no tensor twice.
-            tensors = tuple(one.call_method(translator, "clone", [], {}) for one in kept)
+            tensors = tuple(self.numbers[item] for item in items)
             self.met.append(Met(tensors, node, answer.value, raises, computed_by(node, items)))
         else:
             self.add(translator, value, "clone", answer.value, raises)
