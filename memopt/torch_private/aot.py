@@ -30,6 +30,8 @@ with required("torch._subclasses.fake_tensor.FakeTensorMode"):
 
 _AOT = "torch._functorch._aot_autograd"
 _FUNCTIONAL = "torch._subclasses.functional_tensor.FunctionalTensor"
+_FUNCTORCH = "torch._C._functorch"
+_REFUSED = "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message"
 _METADATA = "torch.fx.experimental.proxy_tensor._extract_tensor_metadata"
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """The logger of fake tensors."""
@@ -41,18 +43,19 @@ def export_joint(
     """Trace the joint forward+backward ATen graph with descriptors, without decompositions.
 
     torch's cache of fake results forgets that one tensor is returned twice (an LSTM's gradients of
-    its biases), so that a graph would depend on earlier traces: the cache is cleared before. Of a
-    trace that fails inside a transform of torch.func the transform is left.
+    its biases), so that a graph would depend on earlier traces: the cache is cleared before. If a
+    trace fails inside a transform of torch.func, which refuses hooks on saved tensors, it is left.
     """
-    depth = private("torch._C._functorch.maybe_current_level")() or 0
-    leave = private("torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth")
+    depth, message = private(f"{_FUNCTORCH}.maybe_current_level")() or 0, private(_REFUSED)()
     private("torch._subclasses.fake_tensor.FakeTensorMode.cache_clear")()
     export = private("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
     stack.enter_context(kernels_kept_whole())
     try:
         return export(stack, module, args, kwargs)
     except BaseException:
-        leave(depth)
+        private(f"{_FUNCTORCH}.pop_dynamic_layer_stack_and_undo_to_depth")(depth)
+        if message is None:
+            private("torch._C._autograd._saved_tensors_hooks_enable")()
         raise
 
 

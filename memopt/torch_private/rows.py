@@ -155,6 +155,12 @@ AUTOGRAD = (
         "pop_dynamic_layer_stack_and_undo_to_depth",
     ),
     *rows(
+        "allow hooks on saved tensors after a trace that fails",
+        "torch._C._autograd",
+        "_saved_tensors_hooks_enable",
+        "_saved_tensors_hooks_get_disabled_error_message",
+    ),
+    *rows(
         "know whether a gradient is a batch of them",
         "torch._C._functorch",
         "is_legacy_batchedtensor",
