@@ -17,7 +17,7 @@ import torch
 from memopt.errors import ExecutionError
 from memopt.step.backend import autocast_off
 from memopt.torch_private import pytree
-from memopt.torch_private.engine_hooks import users_hooks
+from memopt.torch_private.engine_hooks import is_of_several, users_hooks
 from memopt.user_code.own_backward import gradient_hooks_off
 
 INNER = (
@@ -51,11 +51,14 @@ class InnerOutputs:
         """Return whether one has a hook, or retains its gradient."""
         return next(self._asked(), None) is not None
 
-    def _asked(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _asked(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Yield each such output once, with all positions at which it is returned."""
+        found: dict[int, tuple[list[int], torch.Tensor]] = {}
         for position, given in self._given.items():
             tensor = given()
             if tensor is not None and (tensor.retains_grad or users_hooks(tensor)):
-                yield position, tensor
+                found.setdefault(id(tensor), ([], tensor))[0].append(position)
+        yield from found.values()
 
     def hooked(
         self, again: Sequence[Any], begun: Mapping[int, torch.Tensor]
@@ -71,12 +74,14 @@ class InnerOutputs:
             from outside, which autograd has retained already.
 
         Raises:
-            ExecutionError: a hook has been called with a gradient from outside, or the output is
-                what the forward leaves in an attribute, which it does not do again.
+            ExecutionError: a hook has been called with a gradient from outside, or is one of
+                several tensors, which counts those of one backward, or the output is what the
+                forward leaves in an attribute, which it does not do again.
         """
         found = []
-        for position, tensor in self._asked():
-            hooks, outside = users_hooks(tensor), begun.get(position)
+        for positions, tensor in self._asked():
+            hooks, position = users_hooks(tensor), positions[0]
+            outside = next((begun[one] for one in positions if one in begun), None)
             if position >= len(again):
                 raise ExecutionError(
                     f"{INNER}: the forward leaves it in an attribute. Return it, or {REMEDY}"
@@ -85,6 +90,11 @@ class InnerOutputs:
                 raise ExecutionError(
                     f"{INNER}: the hook on output {position} was called without it. You can "
                     f"{REMEDY}"
+                )
+            if any(map(is_of_several, hooks)):
+                raise ExecutionError(
+                    f"{INNER}: a hook of several tensors (register_multi_grad_hook) is on output "
+                    f"{position}. You can {REMEDY}"
                 )
             for hook in hooks:
                 again[position].register_hook(hook)

@@ -30,6 +30,11 @@ def users_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return found
 
 
+def is_of_several(hook: Any) -> bool:
+    """Return whether a hook is of `torch.autograd.graph.register_multi_grad_hook`."""
+    return getattr(hook, "__globals__", None) is vars(torch.autograd.graph)
+
+
 def _is_engines(hook: Any) -> bool:
     """Return whether a hook is a method of an engine's state, or a function of DeepSpeed's."""
     owner = getattr(hook, "__self__", None)

@@ -38,6 +38,14 @@ class Flattened(Features):
         return h.flatten(), h
 
 
+class Repeated(Features):
+    """Returns its features at two places."""
+
+    def forward(self, x: Tensor, zeros: Tensor | None = None) -> Any:
+        h = self.features(x)
+        return self.last(h), h, h
+
+
 class Kept(Features):
     """Leaves its features in an attribute."""
 
@@ -64,7 +72,7 @@ def both(h: Tensor) -> None:
 def step(model: nn.Module, number: int, ask: Callable[[Tensor], None] | None) -> list[Any]:
     """What a step leaves, whose loss does not use the features."""
     torch.manual_seed(number)
-    predicted, h = model(torch.randn(4, 8))
+    predicted, h, *_ = model(torch.randn(4, 8))
     h = model.kept if h is None else h
     if ask is not None:
         ask(h)
@@ -82,7 +90,7 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
         assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", [Features, Flattened])
+@pytest.mark.parametrize("kind", [Features, Flattened, Repeated])
 @pytest.mark.parametrize("ask", [retained, hooked, both])
 def test_a_features_gradient_is_whole(kind: type[Features], ask: Callable[[Tensor], None]) -> None:
     torch.manual_seed(0)
@@ -129,6 +137,28 @@ def test_a_hook_that_has_got_a_part_is_refused_with_a_remedy() -> None:
     assert_equal(list(trained(planned, zeros[0])), list(trained(model, zeros[1])))
     assert zeros[0].grad is not None
     assert_equal([zeros[0].grad], [zeros[1].grad])
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_of_several_is_refused_with_a_remedy(mode: Any) -> None:
+    torch.manual_seed(0)
+    model = Features()
+    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    x = torch.randn(4, 8)
+
+    def heard(one: nn.Module, zeros: Tensor | None) -> list[Any]:
+        torch.manual_seed(1)
+        found: list[Any] = []
+        predicted, h = one(x, zeros)
+        hooked_ones = h if zeros is None else zeros, predicted
+        torch.autograd.graph.register_multi_grad_hook(hooked_ones, found.append, mode=mode)
+        predicted.square().sum().backward()
+        return list(found[0]) if mode == "all" else found
+
+    with pytest.raises(memopt.ExecutionError, match=r"of several tensors .*h \+ zeros"):
+        heard(planned, None)
+    zeros = [torch.zeros(4, 8, requires_grad=True) for _ in range(2)]
+    assert_equal(heard(planned, zeros[0]), heard(model, zeros[1]))
 
 
 def test_hooks_of_trainers_are_left_where_they_are() -> None:
