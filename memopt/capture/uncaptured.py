@@ -329,7 +329,7 @@ def _reassigned(
 ) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""
-    read_out = traced.meta.get(READ, ())
+    looks = LooksAnswered(traced.meta.get(READ, ()))
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
     names = {**guards.names, "model": model, "L": {"self": model}, "G": guards.scope}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
@@ -342,15 +342,16 @@ def _reassigned(
         faked = call.with_tensors(mode.from_tensor)
         try:
             # The mode writes to real tensors (parameters) where no fake one takes part.
-            with kept.first_run(), mode, LooksAnswered(read_out), unheard():
+            with kept.first_run(), mode, looks, unheard():
                 model(*faked.args, **faked.kwargs)
         except Exception as error:
-            if not read_out:
+            if not looks.asked:
                 raise
             raise CaptureError(
-                f"the forward assigns to {', '.join(map(python_name, sources))}, and looks at "
-                f"values in another order than its trace ({first_line(error)}): update the tensors "
-                "there in place (self.steps.add_(1), not self.steps += 1)"
+                f"the forward assigns to {', '.join(map(python_name, sources))}, and computes "
+                "with numbers of tensors, or looks at values in another order than its trace "
+                f"({first_line(error)}): update the tensors there in place (self.steps.add_(1), "
+                "not self.steps += 1)"
             ) from error
         finally:
             # Autocast would keep casts of these fake parameters for the real ones.

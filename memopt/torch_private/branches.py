@@ -286,12 +286,19 @@ class _Branches:
 
 class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers a forward's reads of fake tensors' values with the given answers, in order; a tuple
-    (`tolist()`) is read number by number."""
+    (`tolist()`) is read number by number. If there are none, no number decides what the forward
+    does: each is read as 1.
+
+    Attributes:
+        asked: whether a value was read.
+    """
 
     supports_higher_order_operators = True
+    asked = False
 
     def __init__(self, answers: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._given = bool(answers)
         self._answers = iter(tree_leaves(list(answers), is_leaf=lambda one: one is None))
         self._checks = set(map(private, _ASSERTS))
         self._looks = {private(_READ), *self._checks}
@@ -299,10 +306,19 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        answer = next(self._answers, None) if function in self._looks else None
+        if function not in self._looks:
+            return function(*args, **kwargs or {})
+        self.asked, answer = True, next(self._answers, None)
+        if function not in self._checks and not self._given:
+            return _one(args[0].dtype)
         if answer is None:
             return function(*args, **kwargs or {})
         return None if function in self._checks else answer
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    real = dtype.is_floating_point or dtype.is_complex
+    return dtype is torch.bool or (1.0 if real else 1)
 
 
 def _listed(value: Any) -> Any:

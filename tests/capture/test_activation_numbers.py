@@ -17,6 +17,23 @@ import memopt
 from memopt.errors import CaptureError
 
 
+class _Counting(nn.Module):
+    """Computes with a number, and assigns a buffer anew."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.last(x)
+        self.steps = self.steps + 1
+        return h * (1 / h.abs().sum().item()) + int(h.argmax().item())
+
+
 class _Numbered(nn.Module):
     """Computes with numbers between two layers."""
 
@@ -90,6 +107,15 @@ def test_numbers_have_the_bits_of_python(call: Callable[[Tensor], Tensor]) -> No
     assert all(map(torch.equal, _trained(planned, inputs), expected))
     calls = memopt.running(planned).calls
     assert (calls.planned, calls.original) == (3, 0)
+
+
+def test_numbers_beside_a_buffer_that_is_assigned_anew() -> None:
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    model = _Counting()
+    expected = _trained(copy.deepcopy(model), inputs)
+    planned = memopt.wrap(model, None, progress=False, improve=False)
+    assert all(map(torch.equal, _trained(planned, inputs), expected))
+    assert (int(planned.steps), memopt.running(planned).calls.planned) == (3, 3)
 
 
 def _is_nan(h: Tensor) -> Tensor:
