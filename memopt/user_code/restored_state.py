@@ -40,6 +40,8 @@ from memopt.torch_private.tensors import storage_key
 from memopt.user_code.own_backward import OwnBackward, gradient_hooks_off
 from memopt.user_code.reached_state import ReachedState
 
+_INSIDE: dict[int, list[Callable[[], None]]] = {}
+"""By id, for each `state_restored` that is entered, the changes inside that outlast it."""
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
@@ -164,6 +166,13 @@ def libraries_ready() -> None:
             sys.modules["einops"].rearrange(tensor, "a -> a")
 
 
+def outlasting(change: Callable[[], None]) -> None:
+    """Make a change that stays where the state around it is restored."""
+    change()
+    for changes in _INSIDE.values():
+        changes.append(change)
+
+
 @contextmanager
 def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[StorageCopies]:
     """Restore everything afterwards, whatever happens inside.
@@ -187,6 +196,8 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
     devices = dict.fromkeys(t.device for t in reached.tensors)
     restore = _other_generators()
     settings = _settings()
+    changes: list[Callable[[], None]] = []
+    _INSIDE[id(changes)] = changes
     try:
         tensors.without_gradients()
         with gradient_hooks_off(reached.tensors), random_state_kept(devices), torch.enable_grad():
@@ -206,6 +217,10 @@ def state_restored(model: nn.Module, call: Call, *others: Any) -> Iterator[Stora
             # Ctrl-C interrupted the restoring: restore everything again.
             restore_everything()
             raise
+        finally:
+            del _INSIDE[id(changes)]
+            for change in changes:
+                change()
 
 
 @contextmanager

@@ -154,6 +154,32 @@ def test_recorded_outputs_are_as_in_eager(name: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+def test_a_whole_step_of_a_fresh_model_that_records_outputs_runs() -> None:
+    """The hooks that a capture sets stay, the same ones, so that the step finds what it planned."""
+    models = [gpt2(output_hidden_states=True), gpt2(output_hidden_states=True)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+
+    def loss_of(output: Any) -> Any:
+        return output.loss + output.hidden_states[0].square().mean()
+
+    how: dict[str, Any] = {"optimizer": optimizers[0], "loss_fn": loss_of, "whole_step": True}
+    made = plan(models[0], TEXT, strategy="rotor", **how)
+    step = made.train_step(models[0], loss_of, optimizers[0])
+    for seed in range(2):
+        torch.manual_seed(seed)
+        found = step(**TEXT)
+        torch.manual_seed(seed)
+        loss = loss_of(models[1](**TEXT, use_cache=False))
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(found, loss)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    installed = [[len(one._forward_hooks) for one in model.modules()] for model in models]
+    assert installed[0] == installed[1]
+
+
 def test_keys_and_values_are_left_out_with_a_notice() -> None:
     model = gpt2()
     assert model.config.use_cache

@@ -2,7 +2,8 @@
 
 Its models set them at the first call that asks for such outputs, behind a lock that no trace can
 take. If a capture fails there, a forward finds the models that ask, its state is restored, and they
-get their hooks as their first call would set them. An idle hook does nothing.
+get their hooks as their first call would set them, which planning leaves set. An idle hook does
+nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from unittest import mock
 from torch import nn
 
 from memopt.step.inputs import Call
-from memopt.user_code.restored_state import forward_restored
+from memopt.torch_private.modules import forward_hooks_of
+from memopt.user_code.restored_state import forward_restored, outlasting
 
 _HOME = "transformers.utils.output_capturing"
+_SET = "_output_capturing_hooks_installed"
 
 
 def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
@@ -37,7 +40,7 @@ def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
     def ask(one: nn.Module) -> None:
         if threading.get_ident() != thread:
             install(one)
-        elif not getattr(one, "_output_capturing_hooks_installed", False):
+        elif not getattr(one, _SET, False):
             asked.setdefault(id(one), one)
 
     with (
@@ -47,5 +50,19 @@ def hooks_set(model: nn.Module, call: Call, error: Exception) -> bool:
     ):
         pass
     for one in asked.values():
-        home.maybe_install_capturing_hooks(one)
+        install(one)
+    _keep(list(asked.values()))
     return bool(asked)
+
+
+def _keep(models: list[nn.Module]) -> None:
+    """Keep the same hooks where planning restores the models: the plan is of what is left."""
+    hooks = [(one, dict(forward_hooks_of(one))) for model in models for one in model.modules()]
+
+    def change() -> None:
+        for one, own in hooks:
+            forward_hooks_of(one).update(own)
+        for model in models:
+            setattr(model, _SET, True)
+
+    outlasting(change)
