@@ -238,7 +238,7 @@ class Runtime:
         program = call.program
         primals = list(args)
         args.clear()
-        with failing_as_assumed(self._captured.assumed):
+        with failing_as_assumed(self._captured.assumed, and_numbers=True):
             outputs, saved = program.forward(primals)
         program.look(outputs)
         key = next(_KEYS)

@@ -77,21 +77,30 @@ def values_of(assumed: Sequence[Assumption]) -> int:
 
 
 @contextmanager
-def failing_as_assumed(assumed: Sequence[Assumption]) -> Iterator[None]:
+def failing_as_assumed(assumed: Sequence[Assumption], and_numbers: bool = False) -> Iterator[None]:
     """Turn an error of an operator inside into an AssumptionError, so that the call runs unplanned:
     there a branch may avoid the operator, or raise an error of its own first.
 
+    Args:
+        assumed: the assumptions of what runs inside.
+        and_numbers: whether Python's errors of numbers (`1 / h.sum().item()`) are turned into one,
+            too: raised by the unplanned call, they come after the random numbers of eager's.
+
     Raises:
-        BranchError: an operator fails, and there are assumptions.
+        BranchError: an operator fails, and there are assumptions, or it computes a number.
     """
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
-        if not assumed or isinstance(error, (MemoptError, torch.OutOfMemoryError)):
+        of_number = and_numbers and isinstance(error, (ArithmeticError, ValueError))
+        if isinstance(error, (MemoptError, torch.OutOfMemoryError)) or not (assumed or of_number):
             raise
+        shown = [
+            f", perhaps since a branch on a value ({one.shown}) goes another way than planned"
+            for one in assumed[:1]
+        ]
         raise BranchError(
-            f"an operator fails ({type(error).__name__}: {error}), perhaps since a branch on a "
-            f"value ({assumed[0].shown}) goes another way than planned"
+            "".join((f"an operator fails ({type(error).__name__}: {error})", *shown))
         ) from error
 
 
