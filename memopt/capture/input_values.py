@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memopt.step.input_values import UNREADABLE, InputValue
+from memopt.step.nodes import ancestors
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.numbers_of_tensors import updated_by
@@ -63,7 +64,7 @@ def computed_from_inputs(node: Node, count: int, item: bool = False) -> GraphMod
 def is_drawn(node: Node) -> bool:
     """Return whether a value is computed from no argument, parameter or buffer: as a rule it is
     random, and differs from step to step."""
-    return all(one.op in ("call_function", "call_method") for one in _ancestors(node))
+    return all(one.op in ("call_function", "call_method") for one in ancestors(node, _read_by))
 
 
 def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> tuple[Any, bool]:
@@ -103,17 +104,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs or {})
 
 
-def _ancestors(node: Node) -> set[Node]:
-    """Return a node, and all that it is computed from."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for source in _read_by(waiting.pop()):
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
-
-
 def _read_by(node: Node) -> list[Node]:
     """Return the nodes whose values a node reads."""
     if node.op != "call_method" or node.target not in _SHAPED or len(node.args) < 2:
@@ -127,7 +117,7 @@ def _read_by(node: Node) -> list[Node]:
 def _with_updates(node: Node) -> set[Node] | None:
     """Return the ancestors of a node, and all that changes them in place; None: not all of that is
     known, or it changes what the graph is given."""
-    found = _ancestors(node)
+    found = ancestors(node, _read_by)
     if not any(map(_updates, found)):
         return found
     updates: dict[int | None, set[Node]] = {}
@@ -145,7 +135,7 @@ def _with_updates(node: Node) -> set[Node] | None:
         more = {one for storage in changed for one in updates[storage]} - found
         if not more:
             return found
-        found = found.union(*map(_ancestors, more))
+        found = found.union(*(ancestors(one, _read_by) for one in more))
 
 
 def _storage(node: Node) -> int | None:

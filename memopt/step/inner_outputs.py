@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from memopt.step.nodes import ancestors
+
 
 def inner_outputs(leaves: Sequence[Any]) -> frozenset[int]:
     """Return the positions of differentiable leaves of an output from which others are computed.
@@ -16,7 +18,7 @@ def inner_outputs(leaves: Sequence[Any]) -> frozenset[int]:
     the others.
     """
     made = {i: leaf for i, leaf in enumerate(leaves) if _is_differentiable(leaf)}
-    sources = {i: _sources(leaf) for i, leaf in made.items()}
+    sources = {i: ancestors(leaf) for i, leaf in made.items()}
     return frozenset(
         i
         for i, leaf in made.items()
@@ -34,12 +36,3 @@ def _maker(node: Node) -> Node:
     several = node.args[0] if node.op == "call_function" and node.args else None
     value = several.meta.get("example_value") if isinstance(several, Node) else None
     return several if isinstance(several, Node) and isinstance(value, (tuple, list)) else node
-
-
-def _sources(node: Node) -> set[Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        new = [one for one in waiting.pop().all_input_nodes if one not in found]
-        found.update(new)
-        waiting += new
-    return found

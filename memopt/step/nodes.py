@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +41,10 @@ dropout's seed and offset there, unless a CUDA graph is captured, and their back
 addresses (attention.cu, note "Seed and Offset Device"; on ROCm all is on the device)."""
 
 
+inputs_of = operator.attrgetter("all_input_nodes")
+"""Return the nodes that a node is given."""
+
+
 def is_random(node: Node) -> bool:
     """Return whether the node draws random numbers."""
     target = overload_of(node)
@@ -48,6 +54,17 @@ def is_random(node: Node) -> bool:
         and (torch.Tag.nondeterministic_seeded in target.tags or target in RUN_ONCE)
         and str(target) not in _NEVER_DRAWS
     )
+
+
+def ancestors(node: Node, read_by: Callable[[Node], Iterable[Node]] = inputs_of) -> set[Node]:
+    """Return a node, and all that it is computed from; `read_by` tells what a node reads."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for source in read_by(waiting.pop()):
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
 
 
 def overload_of(node: Node) -> Any:
