@@ -17,11 +17,7 @@ from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Yielding, in_halves, in_order
 from memopt.executor.homes import Homes
 from memopt.executor.interpret import interpret
-from memopt.executor.partial_backward import (
-    Backward,
-    PartialBackward,
-    partial_backward,
-)
+from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Installed

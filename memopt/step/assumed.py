@@ -95,12 +95,10 @@ def failing_as_assumed(assumed: Sequence[Assumption], and_numbers: bool = False)
         of_number = and_numbers and isinstance(error, (ArithmeticError, ValueError))
         if isinstance(error, (MemoptError, torch.OutOfMemoryError)) or not (assumed or of_number):
             raise
-        shown = [
-            f", perhaps since a branch on a value ({one.shown}) goes another way than planned"
-            for one in assumed[:1]
-        ]
+        shown = assumed[0].shown if assumed else ""
+        way = f", perhaps since a branch on a value ({shown}) goes another way than planned"
         raise BranchError(
-            "".join((f"an operator fails ({type(error).__name__}: {error})", *shown))
+            f"an operator fails ({type(error).__name__}: {error}){way if assumed else ''}"
         ) from error
 
 

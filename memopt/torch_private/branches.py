@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributions.constraints import is_dependent
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from memopt.torch_private import pytree
 from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, taken_whole
 from memopt.torch_private.instructions import (
@@ -299,7 +299,7 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, answers: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given = bool(answers)
-        self._answers = iter(tree_leaves(list(answers), is_leaf=lambda one: one is None))
+        self._answers = iter(pytree.tree_leaves(list(answers), is_leaf=lambda one: one is None))
         self._checks = set(map(private, _ASSERTS))
         self._looks = {private(_READ), *self._checks}
 

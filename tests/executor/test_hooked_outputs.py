@@ -56,6 +56,13 @@ class Kept(Features):
         return self.last(self.kept), None
 
 
+def both_ways(kind: type[Features] = Features) -> tuple[Features, Any]:
+    """A model as it is, and a copy of it planned."""
+    torch.manual_seed(0)
+    model = kind()
+    return model, memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+
+
 def retained(h: Tensor) -> None:
     h.retain_grad()
 
@@ -93,9 +100,7 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("kind", [Features, Flattened, Repeated])
 @pytest.mark.parametrize("ask", [retained, hooked, both])
 def test_a_features_gradient_is_whole(kind: type[Features], ask: Callable[[Tensor], None]) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    model, planned = both_ways(kind)
     step(planned, 9, None)
     step(model, 9, None)
     with pytest.warns(UserWarning, match=INNER[:60]):
@@ -108,8 +113,7 @@ def test_a_features_gradient_is_whole(kind: type[Features], ask: Callable[[Tenso
 
 
 def test_a_gradient_of_what_the_forward_leaves_is_refused() -> None:
-    model = Kept()
-    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    _, planned = both_ways(Kept)
     step(planned, 0, None)
     for ask in (retained, hooked):
         with pytest.raises(memopt.ExecutionError, match="leaves it in an attribute"):
@@ -117,9 +121,7 @@ def test_a_gradient_of_what_the_forward_leaves_is_refused() -> None:
 
 
 def test_a_hook_that_has_got_a_part_is_refused_with_a_remedy() -> None:
-    torch.manual_seed(0)
-    model = Features()
-    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    model, planned = both_ways()
     x = torch.randn(4, 8)
 
     def trained(one: nn.Module, zeros: Tensor | None) -> list[Tensor]:
@@ -141,9 +143,7 @@ def test_a_hook_that_has_got_a_part_is_refused_with_a_remedy() -> None:
 
 @pytest.mark.parametrize("mode", ["all", "any"])
 def test_a_hook_of_several_is_refused_with_a_remedy(mode: Any) -> None:
-    torch.manual_seed(0)
-    model = Features()
-    planned = memopt.wrap(copy.deepcopy(model), None, progress=False, improve=False)
+    model, planned = both_ways()
     x = torch.randn(4, 8)
 
     def heard(one: nn.Module, zeros: Tensor | None) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ STEPS, KINDS = 12, 5
 MET = 4
 """Times that inputs are met before a step with them is metered."""
 Inputs = tuple[Tensor, ...]
+_CPU = torch.device("cpu")
 
 
 def fuzz_values(seed: int) -> Found:
@@ -120,27 +122,24 @@ def _budget(
         ran.append(plan)
         return inner(asking, plan, *given)
 
-    SelfPlanning._ran = watched  # type: ignore[method-assign]
-    try:
+    with patch.object(SelfPlanning, "_ran", watched):
         for number, kind in enumerate(kinds):
             if any("error" in _step(made, model, kind, number) for _ in range(MET)):
                 continue
             ran.clear()
             before = memopt.running(model).calls.planned
             state = {k: v.clone() for k, v in model.state_dict().items()}
-            with metered(torch.device("cpu")) as use:
+            with metered(_CPU) as use:
                 _bare_step(made, model, kind)
             model.load_state_dict(state)
             planned = memopt.running(model).calls.planned - before
             if planned != 1 or len(ran) != 1 or ran[0].plan.budget is None:
                 continue
             plan = ran[0].plan
-            peak = unmetered_bytes(plan, torch.device("cpu")) + use.peak_bytes
+            peak = unmetered_bytes(plan, _CPU) + use.peak_bytes
             if peak > plan.budget:
                 text = f"kind {number}: measured {peak}, predicted {plan.peak_bytes}"
                 found.wrong.append((label, f"{text}, budget {plan.budget}"))
-    finally:
-        SelfPlanning._ran = inner  # type: ignore[method-assign]
 
 
 def _bare_step(made: RandomModule, model: nn.Module, kind: Inputs) -> None:
