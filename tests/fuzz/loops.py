@@ -28,6 +28,8 @@ from tests.sweeps.grammar import random_module
 from tests.sweeps.modules import Found, sentence
 
 OPTIONS: dict[str, Any] = {"cache": False, "progress": False, "time_limit_s": 0.5}
+REMEDIES = 3
+"""So many times a loop is refused at most: each refusal names a budget for what it has called."""
 Seen = list[tuple[str, Any]]
 
 
@@ -97,9 +99,7 @@ def fuzz_loop(seed: int) -> Found:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            budget = budget_of(share, trained)
-            loop = started(seed, trained, lambda one: memopt.wrap(one, budget, **OPTIONS))
-            got = run(loop, actions)
+            got = _planned(seed, trained, budget_of(share, trained), actions)
         except memopt.MemoptError as error:
             found.refused[sentence(error)] += 1
             return found
@@ -126,6 +126,21 @@ def started(seed: int, trained: Subject, wrap: Callable[[nn.Module], nn.Module] 
     if wrap is not None:
         wrap(model)
     return loop
+
+
+def _planned(
+    seed: int, trained: Subject, budget: Any, actions: list[str], remedies: int = REMEDIES
+) -> Seen:
+    """Run a seed's loop wrapped; one that is refused runs within the budget that is named."""
+    loop = started(seed, trained, lambda one: memopt.wrap(one, budget, **OPTIONS))
+    try:
+        return run(loop, actions)
+    except memopt.InfeasibleBudgetError as error:
+        least = error.smallest_budget_bytes
+        if least is None or not remedies:
+            raise
+        assert least > error.budget_bytes, error
+    return _planned(seed, trained, least, actions, remedies - 1)
 
 
 def budget_of(share: Any, trained: Subject) -> Any:

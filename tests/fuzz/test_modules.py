@@ -36,7 +36,7 @@ def test_a_module(seed: int) -> None:
 def test_a_module_with_compiled_kernels(seed: int) -> None:
     row = fuzz_compiled(seed)
     assert not row.wrong, row.wrong
-    assert row.ran
+    assert row.ran, row.refused
 
 
 @pytest.mark.slow
@@ -44,8 +44,8 @@ def test_a_module_with_compiled_kernels(seed: int) -> None:
 def test_a_training_loop(seed: int) -> None:
     row = fuzz_loop(seed)
     assert not row.wrong, row.wrong
-    assert row.ran
-    assert not row.refused
+    assert row.ran, row.refused
+    assert not row.refused, row.refused
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_a_training_loop(seed: int) -> None:
 def test_a_module_that_looks_at_values(seed: int) -> None:
     row = fuzz_values(seed)
     assert not row.wrong, row.wrong
-    assert row.ran
+    assert row.ran, row.refused
 
 
 def test_runs_are_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,9 +260,10 @@ def measured_peak(
 
 
 def train(
-    model: nn.Module, planned: nn.Module | None, made: RandomModule, steps: int
+    model: nn.Module, planned: nn.Module | None, made: RandomModule, steps: int, twice: bool = True
 ) -> dict[str, Any]:
-    """Steps of plain gradient descent; all that each leaves behind, by name."""
+    """Steps of plain gradient descent, the last one's backward run `twice`; all that each leaves
+    behind, by name."""
     module = model if planned is None else planned
     record: dict[str, Any] = {}
     for step in range(steps):
@@ -272,7 +273,7 @@ def train(
             output = module(*inputs)
             loss = made.loss(output)
         record |= returned(output, inputs, f"{step} ")
-        if step == steps - 1:
+        if twice and step == steps - 1:
             loss.backward(retain_graph=True)
         loss.backward()
         for i, value in enumerate(inputs):
