@@ -12,12 +12,11 @@ import time
 
 NAMES = (
     "rotor_solve", "rotor_paper", "peers", "auto_portfolio", "limits", "offload_paper",
-    "olla_tables",
-    "olla_steps", "olla_programs", "olla_cp_sat", "minimalloc", "hard_placements", "forward_graphs",
-    "joint_tables", "partitioner", "compiled_planning", "published_steps",
-    "published_decisions", "monet_table1",
-    "monet_ablation", "monet_real", "arena", "cluster", "estimate_accuracy", "prediction",
-    "trainer_architectures", "sharded", "engines", "moved_llama", "long_context",
+    "olla_tables", "olla_steps", "olla_programs", "olla_cp_sat", "minimalloc", "hard_placements",
+    "forward_graphs", "joint_tables", "partitioner", "compiled_planning", "published_steps",
+    "published_decisions", "monet_table1", "monet_ablation", "monet_real", "arena", "cluster",
+    "estimate_accuracy", "prediction", "trainer_architectures", "sharded", "engines", "moved_llama",
+    "long_context",
 )  # fmt: skip
 GPU = ("gpu",)
 """What needs a CUDA device."""

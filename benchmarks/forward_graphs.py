@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.runner import Benchmark
 from benchmarks.steps import timed
@@ -33,14 +33,7 @@ class Row:
     gap: float | None
 
 
-class Planned(NamedTuple):
-    """A row and its plan."""
-
-    row: Row
-    found: Solution
-
-
-def row_of(label: str, graph: Graph, share: float, limit_s: float) -> Planned:
+def row_of(label: str, graph: Graph, share: float, limit_s: float) -> tuple[Row, Solution]:
     """Plan a graph within a share of its peak; the plan is validated and replayed.
 
     Raises:
@@ -61,7 +54,7 @@ def row_of(label: str, graph: Graph, share: float, limit_s: float) -> Planned:
         gap = found.gap or 0.0
         result = f"{found.time_s / base.time_s - 1:.2%} | {least:.2%} | {gap:.2%}"
     cells = f"{label} | {len(graph.operators)} | {edges} | {share:g} | {NAME} | {result}"
-    return Planned(Row(f"{cells} | {cpu_s:.1f} | {wall_s:.1f}", gap), found)
+    return Row(f"{cells} | {cpu_s:.1f} | {wall_s:.1f}", gap), found
 
 
 def _cases(given: Any) -> dict[str, tuple[Graph, str, float]]:
@@ -78,7 +71,7 @@ def _cases(given: Any) -> dict[str, tuple[Graph, str, float]]:
 
 
 def _planned(given: Any, graph: Graph, label: str, share: float) -> list[Row]:
-    return [row_of(label.split()[-1], graph, share, given.limit).row]
+    return [row_of(label.split()[-1], graph, share, given.limit)[0]]
 
 
 def _summary(rows: list[Row], _: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 
 import memopt
 from benchmarks import olla_tables
-from benchmarks.graphs import family_of, updated_graph
+from benchmarks.graphs import updated_graph
 from benchmarks.olla_tables import BATCHES, MODELS, NAMES, means, of_paper, saved, warm_up
 from benchmarks.runner import Benchmark, Cases, crossed
 from benchmarks.steps import CPU, peak_of, timed
@@ -64,7 +64,7 @@ def _measured(given: Any, name: str, batch: int, size: zoo.Size) -> list[Row]:
         least = replay(graph, with_in_place(graph, store_all(graph))).peak_bytes
         if least > given.gib * GIB:
             return [Row(name, batch, size, least, "", [])]
-    family = family_of(name)
+    family = zoo.get(name)
     model, inputs = family.build(size), family.inputs(size, batch=batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     plan = memopt.plan(

@@ -22,7 +22,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.graphs import ROTOR_BATCH, chain_of, synthetic_chain
+from benchmarks.graphs import ROTOR_BATCH, chain_of
 from benchmarks.pictures import panels
 from benchmarks.runner import Benchmark
 from benchmarks.steps import timed
@@ -33,6 +33,7 @@ from memopt.strategies.monet.checkmate_strategies import CheckmateRounding
 from memopt.strategies.rotor import Revolve, Rotor, RotorFree, RotorOptimal, Sequential
 from memopt.strategies.rotor.plan_sets import CurvePoint
 from memopt.strategies.rotor.strategies import ChainStrategy, TableStrategy
+from tests.strategies.rotor.chains import long_chain
 
 CAPACITY_BYTES = int(15.75 * GIB)
 BUDGETS = 10
@@ -244,7 +245,7 @@ class Figures:
 
 def solved(given: Any, strategy: TableStrategy, layers: int, repeats: int) -> list[Figures]:
     """Time a solve."""
-    chain = synthetic_chain(layers)
+    chain = long_chain(layers)
     runs = [timed(lambda: strategy.plan_set(chain)) for _ in range(repeats)]
     (plans, *_), (walls, cpus) = runs[0], list(zip(*runs, strict=True))[1:]
     mode = "exact" if plans.stats["mode"] == "exact" else str(plans.stats["slots"])
@@ -255,7 +256,7 @@ def solved(given: Any, strategy: TableStrategy, layers: int, repeats: int) -> li
 
 def quality(given: Any, layers: int) -> list[Figures]:
     """Give the relative step times of the strategies."""
-    chain = synthetic_chain(layers)
+    chain = long_chain(layers)
     least, most = Rotor().smallest_budget(chain), Sequential(1).smallest_budget(chain)
     rows = []
     for name, strategy in QUALITY.items():
@@ -278,7 +279,7 @@ def _both(rows: list[Figures], _: Any) -> str:
 def _compile_all(_: Any) -> None:
     for kind in (Rotor, Revolve, RotorOptimal, RotorFree):
         for stages in (0, 40):
-            kind(slots=20, exact_stages=stages).plan_set(synthetic_chain(5))
+            kind(slots=20, exact_stages=stages).plan_set(long_chain(5))
 
 
 BENCHMARK = Benchmark(

@@ -137,9 +137,8 @@ def _planned(
         return run(loop, actions)
     except memopt.InfeasibleBudgetError as error:
         least = error.smallest_budget_bytes
-        if least is None or not remedies:
+        if least is None or not remedies or least <= error.budget_bytes:
             raise
-        assert least > error.budget_bytes, error
     return _planned(seed, trained, least, actions, remedies - 1)
 
 

@@ -75,13 +75,47 @@ def make_bert(dropout: float) -> Callable[[Size], nn.Module]:
     return make
 
 
-def make_xlm_r(size: Size) -> nn.Module:
-    """XLM-R base with its masked-language-model head, tied to the embedding."""
-    paper = {"vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
-    config = transformers.XLMRobertaConfig(
-        **(_encoder(size) if size == "tiny" else paper), attn_implementation="sdpa"
-    )
-    return transformers.XLMRobertaForMaskedLM(config).train()
+XLM_R = {"vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
+XLM_R_LARGE = {
+    **XLM_R,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+
+
+def make_xlm_r(paper: dict[str, int]) -> Callable[[Size], nn.Module]:
+    """XLM-R with its masked-language-model head, tied to the embedding."""
+
+    def make(size: Size) -> nn.Module:
+        config = transformers.XLMRobertaConfig(
+            **(_encoder(size) if size == "tiny" else paper), attn_implementation="sdpa"
+        )
+        return transformers.XLMRobertaForMaskedLM(config).train()
+
+    return make
+
+
+class Translator(nn.Module):
+    """Vaswani et al., 2017, the base model: words (batch, length) in, logits of the next ones out;
+    the sentence to translate is the same one."""
+
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(512, width)
+        self.layers = nn.Transformer(width, heads, layers, layers, 4 * width, 0.1, batch_first=True)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids) + self.places.weight[: input_ids.shape[1]]
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        return self.layers(x, x, tgt_mask=later, tgt_is_causal=True) @ self.words.weight.T
+
+
+def make_transformer(size: Size) -> nn.Module:
+    """The base model of Vaswani et al., 2017."""
+    return Translator(*((TINY_VOCABULARY, 64, 4, 2) if size == "tiny" else (37000, 512, 8, 6)))
 
 
 def _encoder(size: Size) -> dict[str, int]:
@@ -158,7 +192,15 @@ VARIANTS: tuple[Family, ...] = (
     _language("gpt2_no_dropout", make_gpt2(0.0), "tied"),
     _language("gpt2_medium", make_gpt2(0.1, GPT2_MEDIUM), "dropout", "tied"),
     _language("bert_no_dropout", make_bert(0.0), "tied", padded=True),
-    _language("xlm_r", make_xlm_r, "dropout", "tied", padded=True),
+    _language("xlm_r", make_xlm_r(XLM_R), "dropout", "tied", padded=True),
+    _language("xlm_r_large", make_xlm_r(XLM_R_LARGE), "dropout", "tied", padded=True),
+    Family(
+        "transformer",
+        make_transformer,
+        tokens(False),
+        class_loss,
+        frozenset({"transformer", "dropout"}),
+    ),
     _language("llama_7b", make_llama(LLAMA_7B)),
 )
 """More of the kind; the tiny size of gpt2_medium is gpt2's, that of llama_7b is llama's."""

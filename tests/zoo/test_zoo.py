@@ -37,6 +37,7 @@ PAPER_PARAMETERS = {
     "googlenet_aux": 13_004_888,
     "inception_v3_aux": 27_161_264,
     "xlm_r": 278_295_186,
+    "xlm_r_large": 560_142_482,
     "llama_7b": 6_738_415_616,
 }
 

@@ -113,6 +113,10 @@ def _cnn(name: str, build: Callable[[], nn.Module], by: int, *tags: str) -> Fami
     return Family(name, narrowed(build, by), images(64), class_loss, frozenset({"cnn", *tags}))
 
 
+def _resnet200() -> nn.Module:
+    return models.ResNet(models.resnet.Bottleneck, [3, 24, 36, 3])
+
+
 def _inception(aux: bool) -> nn.Module:
     return models.Inception3(aux_logits=aux, init_weights=False)
 
@@ -153,6 +157,7 @@ VARIANTS: tuple[Family, ...] = (
     _cnn("resnet34", models.resnet34, 8, "batchnorm"),
     _cnn("resnet101", models.resnet101, 8, "batchnorm"),
     _cnn("resnet152", models.resnet152, 8, "batchnorm"),
+    _cnn("resnet200", _resnet200, 8, "batchnorm"),
     Family("resnet1001", make_resnet1001, images(32), class_loss, frozenset({"cnn", "batchnorm"})),
     _cnn("densenet161", models.densenet161, 8, "batchnorm"),
     _cnn("densenet169", models.densenet169, 8, "batchnorm"),

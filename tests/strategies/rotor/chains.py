@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from memopt.models.chain import Chain, Stage
 
 TOY_CURVE = (
@@ -84,21 +86,23 @@ def random_chain(seed: int, most_stages: int = 6) -> Chain:
 
 
 def long_chain(layers: int, seed: int = 0) -> Chain:
-    """A chain like a ResNet's in bytes and seconds, and a loss that costs nothing."""
-    draw = random.Random(seed)
+    """Draw a chain like a ResNet's, and a loss that costs nothing: sizes fall by a factor 8 from
+    the first stage to the last, times and ā vary at random."""
+    draw = np.random.default_rng(seed)
     stages = []
     for i in range(layers):
-        output = (10**6 >> 3 * i // layers) * draw.choice((1, 1, 1, 2))
+        scale = 2.0 ** -(3 * i // layers)
+        output = int(1e6 * scale * draw.choice([1, 1, 1, 2]))
         stages.append(
             Stage(
-                forward_time_s=draw.uniform(0.5, 1.5),
-                backward_time_s=draw.uniform(1, 3),
+                forward_time_s=float(draw.uniform(0.5, 1.5)),
+                backward_time_s=float(draw.uniform(1, 3)),
                 output_bytes=output,
                 saved_bytes=int(output * draw.uniform(2, 5)),
                 gradient_bytes=output,
                 forward_overhead_bytes=int(output * draw.uniform(0, 1)),
                 backward_overhead_bytes=int(output * draw.uniform(0, 2)),
-                parameter_gradient_bytes=10**4 << 3 * i // layers,
+                parameter_gradient_bytes=int(1e4 / scale),
             )
         )
     return Chain(500_000, [*stages, Stage(0.0, 0.0, 0, 0, 0)], resident_bytes=10**7)
