@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parameter import is_lazy
 
 from memopt.capture.remedies import known_remedy, said_remedy, without_labels
-from memopt.errors import CaptureError
+from memopt.errors import CaptureError, MemoptError
 from memopt.step.captured import Captured
 from memopt.step.changes import REGISTRIES, Change
 from memopt.step.dynamo_guards import TraceGuards
@@ -344,9 +344,9 @@ def _reassigned(
             # The mode writes to real tensors (parameters) where no fake one takes part.
             with kept.first_run(), mode, looks, unheard():
                 model(*faked.args, **faked.kwargs)
+        except MemoptError:
+            raise
         except Exception as error:
-            if not looks.asked:
-                raise
             raise CaptureError(
                 f"the forward assigns to {', '.join(map(python_name, sources))}, and computes "
                 "with numbers of tensors, or looks at values in another order than its trace "

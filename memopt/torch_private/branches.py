@@ -288,13 +288,9 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers a forward's reads of fake tensors' values with the given answers, in order; a tuple
     (`tolist()`) is read number by number. If there are none, no number decides what the forward
     does: each is read as 1.
-
-    Attributes:
-        asked: whether a value was read.
     """
 
     supports_higher_order_operators = True
-    asked = False
 
     def __init__(self, answers: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -308,7 +304,7 @@ class LooksAnswered(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function not in self._looks:
             return function(*args, **kwargs or {})
-        self.asked, answer = True, next(self._answers, None)
+        answer = next(self._answers, None)
         if function not in self._checks and not self._given:
             return _one(args[0].dtype)
         if answer is None:

@@ -157,6 +157,7 @@ ROWS: dict[str, Row] = {
         "__getattr__ that is no function of Python's .*plain dict",
         (lambda m, x: x * {"scale": 2.0}["scale"],),
     ),
+    "replaced": Row(Net.counted, "update the tensors there in place", (Net.averaged,)),
     "put": Row(Net.put, SHAPES, (Net.spread,)),
     "fill": Row(Net.fill, SHAPES, (lambda m, x: torch.where(m.linear(x) > 0, x, m.linear(x)),)),
     "select": Row(
