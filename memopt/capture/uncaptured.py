@@ -31,6 +31,7 @@ from memopt.torch_private.aot import FakeTensorMode
 from memopt.torch_private.branches import LooksAnswered
 from memopt.torch_private.expressions import ROOT, draws_in_numpy
 from memopt.torch_private.modules import (
+    OF_COMPUTED_WEIGHTS,
     BatchNorm,
     buffers_of,
     has_backward_hooks,
@@ -294,12 +295,22 @@ def lasting_changes(
     model: nn.Module, call: Call, traced: GraphModule, guards: TraceGuards
 ) -> TraceGuards:
     """Return a trace's guards without changes that do not last: `self.buffer += 1` assigns the same
-    tensor again, and torch.func.functional_call replaces tensors and restores them."""
+    tensor again, torch.func.functional_call replaces tensors and restores them, and each forward of
+    an RNN lists weights that are computed."""
+    names = {**guards.names, "model": model, "L": {"self": model}, "G": guards.scope}
+
+    def is_kept(change: Change) -> bool:
+        owner, name = change.source.replace(ROOT, "model"), change.name
+        if change.kind != "attribute":
+            owner, _, name = owner.rpartition(".")
+        return not (name in OF_COMPUTED_WEIGHTS and isinstance(eval(owner, {}, names), nn.RNNBase))
+
+    guards = replace(guards, changes=tuple(filter(is_kept, guards.changes)))
     registries = [one for one in guards.changes if one.source.endswith(REGISTRIES)]
     if not registries:
         return guards
     sources = list(dict.fromkeys(one.source for one in registries))
-    reassigned = _reassigned(model, call, traced, guards, sources)
+    reassigned = _reassigned(model, call, traced, names, sources)
 
     def lasts(change: Change) -> bool:
         name = f"{python_name(change.source).rpartition('.')[0]}.{change.name}"
@@ -324,14 +335,13 @@ def _reassigned(
     model: nn.Module,
     call: Call,
     traced: GraphModule,
-    guards: TraceGuards,
+    names: dict[str, Any],
     sources: Sequence[str],
 ) -> list[str]:
     """Return the entries of the registries that dynamo's `sources` name that one forward on fake
     tensors replaces (nothing is computed)."""
     looks = LooksAnswered(traced.meta.get(READ, ()))
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # it makes one fake of each tensor
-    names = {**guards.names, "model": model, "L": {"self": model}, "G": guards.scope}
     registries = [eval(source.replace(ROOT, "model"), {}, names) for source in sources]
     held = [buffers_of(module) for module in model.modules()]
     held += [one for source, one in zip(sources, registries, strict=True) if "._buffers" in source]

@@ -80,7 +80,7 @@ class Dependency:
         hooks = HOOKS.search(self.source)
         if hooks is not None and isinstance(found, tuple):
             return self._other_hooks(hooks[1].replace("_", "-"), found)
-        asked = re.match(r"hasattr\(.*, (.*)\)$|(.*) in |.*( is )", self.look)
+        asked = re.match(r"has\(.*, (.*)\)$|(.*) in |.*( is )", self.look)
         if asked is None or found is GONE:
             return f"{self.shown}: planned {self._text(self.planned)}, got {self._text(found)}"
         if asked[3]:
@@ -122,6 +122,12 @@ def _name(value: Any) -> str:
         name = getattr(value, "__qualname__", code.co_qualname)
         return f"{name} ({code.co_filename}:{code.co_firstlineno})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def has(owner: Any, name: str) -> bool:
+    """Return whether an object has an attribute. A property is not run (it may write, as does a
+    spectral norm's weight, and what it reads has guards of its own)."""
+    return isinstance(getattr(type(owner), name, None), property) or hasattr(owner, name)
 
 
 def described(value: Any) -> tuple[Any, ...]:
@@ -174,7 +180,7 @@ _LOOKS = {
     **dict.fromkeys(
         ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"), "{a} in {x}"
     ),
-    "HASATTR": "hasattr({x}, {a})",
+    "HASATTR": "has({x}, {a})",
     "NOT_PRESENT_IN_GENERIC_DICT": "{a} in {x}.__dict__",
     "DUPLICATE_INPUT": "{x} is {a}",
     "TENSOR_MATCH": "described({x})",
@@ -226,7 +232,8 @@ class TraceReader:
     def __init__(self, model: nn.Module, guards: TraceGuards) -> None:
         self._model, self._guards = model, guards
         self._aliases = {name: f"{_ALIAS}{i}" for i, name in enumerate(guards.scope)}
-        self.names: dict[str, Any] = {**guards.names, "torch": torch, "described": described}
+        self.names: dict[str, Any] = {**guards.names, "torch": torch}
+        self.names |= {"described": described, "has": has}
         self.names |= {self._aliases[name]: value for name, value in guards.scope.items()}
         self._registered = {id(one) for one in (*model.parameters(), *model.buffers())}
         self._root = getattr(type(model), "in_messages", "model")

@@ -12,6 +12,7 @@ from typing import Any
 from memopt.torch_private.access import known, patched, private
 
 _ERROR = "torch._dynamo.exc.ObservedAttributeError"
+_HANDLED = "torch._dynamo.exc.handle_observed_exception"
 _STANDARD = "torch._dynamo.symbolic_convert.is_stdlib"
 _LOAD = "torch._dynamo.symbolic_convert.InstructionTranslatorBase._load_attr"
 _GETATTR = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable.call_function"
@@ -57,11 +58,16 @@ def _attributes_heard(hear: Hear) -> Iterator[None]:
             raise
 
     def got(variable: Any, translator: Any, given: Any, keywords: Any) -> Any:
+        asked = call == _GETATTR or variable.fn is getattr
+        computed = asked and len(given) > 2 and _is_computed(*given[:2])
         try:
-            return get(variable, translator, given, keywords)
+            return get(variable, translator, given[:2] if computed else given, keywords)
         except error:
-            if call == _GETATTR or variable.fn is getattr:
+            if asked:
                 told(given[0], given[1].as_python_constant())
+            if computed:
+                private(_HANDLED)(translator)
+                return given[2]
             raise
 
     def has_attribute(module: Any, translator: Any, name: str) -> Any:
@@ -70,6 +76,17 @@ def _attributes_heard(hear: Hear) -> Iterator[None]:
 
     with patched(_LOAD, loaded), patched(call, got), patched(_MODULE, has_attribute):
         yield
+
+
+def _is_computed(owner: Any, name: Any) -> bool:
+    """Whether a property of Python's computes an attribute. Dynamo would compute it twice where
+    there is a default: once to see whether it is there."""
+    try:
+        kind = owner.realize().python_type()
+    except NotImplementedError:
+        return False
+    known_name = name.is_python_constant()
+    return known_name and isinstance(getattr(kind, name.as_python_constant(), None), property)
 
 
 @contextlib.contextmanager

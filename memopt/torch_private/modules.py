@@ -48,6 +48,9 @@ registered_in = operator.attrgetter(TENSOR_REGISTRIES[0], REGISTRIES[2])
 """The parameters and the modules that a module registers, by name."""
 COMPILED_CALL = attribute_name("torch.nn.Module._compiled_call_impl")
 """The attribute that holds the function that a module's call runs in place of its own code."""
+OF_COMPUTED_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""The attributes that an RNN sets in each forward that finds its weights computed."""
+private("torch.nn.RNNBase._init_flat_weights")
 private("torch.nn.Module._call_impl")
 private("torch.nn.utils.parametrize._cache_enabled")
 private("torch.nn.Module._load_from_state_dict")

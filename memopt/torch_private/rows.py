@@ -80,6 +80,7 @@ MODULES = (
         "_global_backward_hooks",
         "_global_backward_pre_hooks",
     ),
+    *rows("plan RNNs whose weights are computed", "torch.nn.RNNBase", "_init_flat_weights"),
     *rows("know batch norms", "torch.nn.modules.batchnorm", "_BatchNorm"),
     *rows(
         "put a cache of parametrized tensors aside",
@@ -305,6 +306,7 @@ ABSENCES = (
         "hear what a trace does not find",
         "torch._dynamo",
         "exc.ObservedAttributeError",
+        "exc.handle_observed_exception",
         "symbolic_convert.is_stdlib",
         "symbolic_convert.InstructionTranslatorBase._load_attr",
         "variables.PythonModuleVariable.call_obj_hasattr",

@@ -31,7 +31,9 @@ _LEVELS = {
     "critical": logging.CRITICAL,
     "fatal": logging.CRITICAL,
 }
-_IGNORED = frozenset(
+_FILTERS = frozenset({warnings.filterwarnings, warnings.simplefilter, warnings.resetwarnings})
+"""Left out without a word: they tell what is shown of words that are left out."""
+_IGNORED = _FILTERS.union(
     {print, warnings.warn, logging.log, *(getattr(logging, name) for name in _LEVELS)}
 )
 _TOLD: set[str] = set()
@@ -44,7 +46,7 @@ def leaving_out_words() -> Iterator[None]:
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         home, name = self.value.__module__.lstrip("_"), self.value.__name__
-        if home != "logging" or _shows(logging.root, name):
+        if self.value not in _FILTERS and (home != "logging" or _shows(logging.root, name)):
             found[_place(tx)] = f"{name}()" if home == "builtins" else f"{home}.{name}()"
         return left_out(self, tx, args, kwargs)
 

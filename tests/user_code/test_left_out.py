@@ -38,6 +38,12 @@ def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(left_out, "_TOLD", set())
 
 
+def hushed(_: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("ignore", category=UserWarning)
+
+
 SAID: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
     (r"print\(\)", lambda x: print("shape", x.shape, x.dtype)),
     (r"print\(\)", lambda x: print(f"mean {x.mean()}", flush=True)),
@@ -71,6 +77,7 @@ def test_it_is_planned_and_said_once_to_be_left_out(
         lambda x: QUIET.info("x"),
         lambda x: QUIET.isEnabledFor(logging.INFO) and QUIET.info("x"),
         lambda x: logging.getLogger("tests.quiet").debug("x"),
+        hushed,
     ],
 )
 def test_what_would_not_show_is_not_spoken_of(say: Callable[[torch.Tensor], Any]) -> None:
