@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.capture.as_eager.assigned_data import write_assigned_data
 from memopt.capture.as_eager.compiling import traced_as_eager
 from memopt.capture.as_eager.corrections import tracing_as_eager, with_one_sequence
 from memopt.capture.as_eager.layouts import computing_device, layouts_of_kernels
@@ -216,6 +217,7 @@ def _captured(
             cycles_left()
             raise
     check_attributes_set(module, attributes_set)
+    write_assigned_data(module)
     write_out(module)
     return module, heard()
 

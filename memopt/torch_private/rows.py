@@ -19,6 +19,7 @@ TENSORS = (
     *rows("see whether autograd holds a tensor", "torch.Tensor", "_use_count"),
     *rows("tell storages apart", "torch.UntypedStorage", "_cdata"),
     *rows("see who holds a storage", "torch._C", "_storage_Use_Count"),
+    *rows("copy what a forward assigns to .data", "torch._C._autograd", "_get_data_attr"),
     *rows(
         "lay tensors into memory that a plan manages",
         "torch._C",
