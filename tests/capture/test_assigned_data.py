@@ -52,7 +52,12 @@ def of_a_buffer(m: Pair, x: Tensor) -> None:
     m.mask.data = m.mask.data * 0.5 + x.detach().mean()
 
 
-PLANNED = (averaged, masked, normed, drawn, of_a_buffer)
+def of_itself(m: Pair, x: Tensor) -> None:
+    m.mask.data = m.mask.data
+    m.mask.mul_(0.9)
+
+
+PLANNED = (of_itself, averaged, masked, normed, drawn, of_a_buffer)
 
 
 def keeps_the_old(m: Pair, x: Tensor) -> Tensor:

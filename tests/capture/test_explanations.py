@@ -51,27 +51,6 @@ def test_a_table_that_the_first_call_makes() -> None:
     capture(model, to_call(x))
 
 
-class Assigns(nn.Module):
-    """Updates its buffer in place; before, it may assign its .data to itself."""
-
-    def __init__(self, itself: bool) -> None:
-        super().__init__()
-        self.itself, self.scale = itself, nn.Buffer(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.itself:
-            self.scale.data = self.scale.data
-        self.scale.mul_(0.9)
-        return x * self.scale
-
-
-def test_data_that_is_assigned_to_itself() -> None:
-    x = torch.randn(2, 3, requires_grad=True)
-    with pytest.raises(CaptureError, match=r"it assigns \.data of .*weight\.copy_"):
-        capture(Assigns(itself=True), to_call(x))
-    capture(Assigns(itself=False), to_call(x))
-
-
 def test_a_number_that_numpy_computes() -> None:
     """Of BigBird's `int(np.sum(counts))`."""
     error = ValueError(
