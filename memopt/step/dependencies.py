@@ -29,6 +29,7 @@ from memopt.step.reader import (
     UNREADABLE,
     Dependency,
     TraceReader,
+    described,
     read,
     same,
 )
@@ -172,8 +173,8 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
     known = {id(tensor) for _, tensor in dependencies.tensors}
     known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):
-        if id(tensor) not in known:
-            found.update(f"{name} {tensor.tolist()}".encode())
+        elements = () if id(tensor) in known else tensor.tolist()
+        found.update(f"{name} {described(tensor)} {elements}".encode())
     return found.hexdigest()
 
 

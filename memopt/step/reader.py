@@ -45,9 +45,14 @@ def same(found: Any, planned: Any) -> bool:
         return False
     if isinstance(found, (float, complex)):
         return repr(found) == repr(planned)
-    if isinstance(found, tuple):
+    if isinstance(found, (list, tuple)):
         return len(found) == len(planned) and all(map(same, found, planned))
-    return bool(found == planned)
+    if isinstance(found, torch.Tensor):
+        return described(found) == described(planned)
+    try:
+        return bool(found == planned)
+    except (RuntimeError, ValueError):  # tensors or arrays, inside
+        return False
 
 
 @dataclass(frozen=True, eq=False)
