@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from memopt.step.input_values import NUMBERS
 from memopt.step.operators import define, functional_name
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
@@ -65,15 +66,29 @@ def with_tensors_of_numbers(traced: GraphModule) -> None:
                 given = [made[one] for one in node.args if isinstance(one, Node)]
             else:
                 given = [_inserted(graph.call_method("detach", node.args[:1]), node)]
+                given[0].meta["example_value"] = node.args[0].meta["example_value"].detach()
             tensor = made[node] = _inserted(graph.call_function(_NUMBER, (given, call, kind)), node)
+            example = given[0].meta["example_value"]
+            tensor.meta["example_value"] = example.new_empty((), dtype=kind, device="cpu")
             number = _inserted(graph.call_method("item", (tensor,)), node)
         number.meta["example_value"] = node.meta["example_value"]
         node.replace_all_uses_with(number, lambda user: _kind(user) is None)
     if made:
+        _return_tensors(traced)
         for node in reversed(graph.nodes):
             if not node.users and (node in made or node.target == "item"):
                 graph.erase_node(node)
         traced.recompile()
+
+
+def _return_tensors(traced: GraphModule) -> None:
+    """Return numbers in tensors, in place; the graph's `meta` says which results these are."""
+    output: Any = traced.graph.output_node()
+    leaves = list(output.args[0])
+    of = {i: one.args[0] for i, one in enumerate(leaves) if getattr(one, "target", "") == "item"}
+    found = {i: tensor for i, tensor in of.items() if tensor.target is _NUMBER}
+    output.args = (tuple(found.get(i, leaf) for i, leaf in enumerate(leaves)),)
+    traced.meta[NUMBERS] = frozenset(found)
 
 
 def _kind(node: Node) -> torch.dtype | None:
@@ -99,10 +114,11 @@ def _call_of(node: Node, made: Mapping[Node, Node]) -> str | None:
     is not known, or from others than those that tensors are `made` of."""
     if node.op == "call_method" and node.target == "item":
         return ""
-    home, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
-    known = getattr(_HOMES.get(home), name, None) is node.target and not node.kwargs
+    target = round if node.target == "__round__" else node.target
+    home, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    known = getattr(_HOMES.get(home), name, None) is target and not node.kwargs
     fit = all(one in made if isinstance(one, Node) else type(one) in _PLAIN for one in node.args)
-    if node.op != "call_function" or not known or not fit:
+    if not known or not fit:
         return None
     arguments = [None if isinstance(one, Node) else one for one in node.args]
     return json.dumps([home, name, arguments])

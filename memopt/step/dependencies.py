@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from memopt.step.assumed import assumptions_of
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.input_values import InputValue
 from memopt.step.inputs import Call
@@ -170,6 +171,8 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
             found.update(f"{name}: {module.code}".encode())
     for value in dependencies.values:
         found.update(f"{value.compute.code} {value.truth} {value.planned}".encode())
+    for one in assumptions_of(traced):
+        found.update(f"{one.goes} {one.raises} {one.decide and one.decide.code}".encode())
     known = {id(tensor) for _, tensor in dependencies.tensors}
     known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):

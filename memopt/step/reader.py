@@ -258,6 +258,11 @@ class TraceReader:
         """Return the forward's changes to objects that existed before it."""
         return self._guards.changes
 
+    def takes_for_constant(self, change: Change) -> bool:
+        """Return whether the trace read a number where the forward sets another."""
+        read = (one.name for one in self._guards.guards if change.in_its_place(one.name))
+        return any(type(self._read(self._expression(one))) in (int, float) for one in read)
+
     def read_later(self, source: str) -> Callable[..., Any]:
         """Return a function that reads one of Dynamo's expressions, given the model (and
         others)."""

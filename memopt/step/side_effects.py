@@ -30,6 +30,7 @@ from memopt.step.changes import (
     Change,
     Constant,
     Existing,
+    Number,
 )
 from memopt.step.inputs import Call
 from memopt.step.reader import GONE, TraceReader, same
@@ -172,6 +173,12 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
                 f"the forward leaves a NumPy array in {effect.shown}, and planned steps would "
                 "leave a tensor there: keep the tensor (h.detach()), and call .numpy() on it "
                 "outside of the model"
+            )
+        if Number() in change.values and reader.takes_for_constant(change):
+            raise CaptureError(
+                f"the forward makes {effect.shown} of its last value and of a number of a tensor, "
+                "so that each step would need a plan of its own: keep it in a buffer, and update "
+                "that by tensor operators (self.mean.lerp_(x.mean().detach(), 0.1))"
             )
         if _is_a_setting(change, effect.owner, model, call):
             raise CaptureError(why_not_set(effect.shown))
