@@ -53,6 +53,30 @@ def _described(_given: list[Tensor], _call: str, kind: torch.dtype) -> Tensor:
 _NUMBER = define("number(Tensor[] given, str call, ScalarType kind) -> Tensor", _number, _described)
 
 
+def _of_math(name: str, first: float, second: float | None = None) -> Tensor:
+    given = (first,) if second is None else (first, second)
+    return torch.tensor(getattr(math, name)(*given), dtype=torch.float64, device="cpu")
+
+
+def _of_math_described(_name: str, _first: float, _second: float | None = None) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device="cpu")
+
+
+IN_PYTHON = define(
+    "of_math(str name, Scalar first, Scalar? second=None) -> Tensor", _of_math, _of_math_described
+)
+"""Computes a function of the module math."""
+
+
+def of_math(node: Node, number: Callable[[Any], Any]) -> Any:
+    """Return what a node of `IN_PYTHON` computes of its arguments' numbers; None: it fails, or one
+    is not known."""
+    name, *given = node.args
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+        return getattr(math, str(name))(*map(number, given))
+    return None
+
+
 def with_tensors_of_numbers(traced: GraphModule) -> None:
     """Compute the numbers that operators of tensors are given in Dynamo's graph by operators, in
     place. Numbers that a function makes which is not known here stay."""
@@ -217,7 +241,7 @@ def _taking_tensors(overload: Any, names: tuple[str, ...]) -> Any:
 
         return run
 
-    name, _, form = functional_name(overload).partition(".")
+    name, _, form = functional_name(overload).rpartition("::")[2].partition(".")
     schema_text = f"{name}.{'_'.join((form or 'default', *names))}({text}"
     kernel, described = with_numbers(Tensor.item), with_numbers(_stand_in)
     return define(schema_text, kernel, described, tuple(overload.tags))

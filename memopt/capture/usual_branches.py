@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.activation_numbers import with_tensors_of_numbers
+from memopt.capture.activation_numbers import IN_PYTHON, with_tensors_of_numbers
 from memopt.capture.answers import REFUSED, Answering, Looking
 from memopt.capture.usual_outcome import usual_outcome
 from memopt.models.warned import warn
@@ -86,7 +86,7 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
     answers = Answering(model, call, looking)
     with (
         comparisons_open(),
-        branches_decided(answers) as branches,
+        branches_decided(answers, IN_PYTHON) as branches,
         branches_returned(branches.begin, values_met),
     ):
 

@@ -55,6 +55,11 @@ class _Inside:
     other_order: OtherOrder | None = None
     run_again: Callable[[str], None] | None = None
 
+    def check_odds(self) -> None:
+        """Check that branches go as planned, if another plan can be made."""
+        if self.on_mismatch is not None:
+            self.captured.odds.check()
+
 
 class PlannedModule(nn.Module):
     """A model whose training step runs under a plan.
@@ -200,8 +205,7 @@ class PlannedModule(nn.Module):
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)
-            if own.on_mismatch is not None:
-                own.captured.odds.check()
+            own.check_odds()
         except GuardError as error:
             if not asks_for_gradients(model, call):
                 calls.original += 1
@@ -239,9 +243,7 @@ class PlannedModule(nn.Module):
         again = AsOriginal(
             captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
         )
-        run, otherwise, turned = _ran(own, held, call, again)
-        if captured.assumed:
-            own.captured.odds.note(bool(otherwise), turned)
+        run, otherwise = _ran(own, held, call, again)
         if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
             calls.fall_back(model, otherwise)  # what it looked at may have it fail
@@ -337,18 +339,22 @@ def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
     return positions.isdisjoint(captured_of(planned).outputs.gradients.refused)
 
 
-def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[Any, str, bool]:
-    """Return the output of a planned call, why it has to run unplanned instead ("" if it has not),
-    and `BranchError.turned`."""
+def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[Any, str]:
+    """Return the output of a planned call, and why it has to run unplanned instead; "" if it has
+    not."""
+    turned = False
     try:
-        return own.runtime.run(own.program, held, call, again, own.arrived), "", False
+        found = own.runtime.run(own.program, held, call, again, own.arrived), ""
     except AssumptionError as error:
         if error.__cause__ and ranks_of(own.model):  # the others run its collectives, and wait
             raise error.__cause__ from None
-        return None, str(error), getattr(error, "turned", False)
+        found, turned = (None, str(error)), getattr(error, "turned", False)
     except Exception as error:
         tell_of_stop(error, own.captured.effects.shown)
         raise
+    if own.captured.assumed:
+        own.captured.odds.note(bool(found[1]), turned)
+    return found
 
 
 def for_sizes(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:

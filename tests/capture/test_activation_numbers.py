@@ -83,6 +83,12 @@ def _whole(h: Tensor) -> Tensor:
     return h * round(m) + round(m, 2)
 
 
+def _of_math(h: Tensor) -> Tensor:
+    m, at = h.abs().max().item(), int(h[0].argmax())
+    scale = math.exp(-m) * math.log(m + 1, 3)
+    return h * scale + math.pow(at + 1, 1.5) if 0 < scale < at + 9 else h
+
+
 def _beside_branch(h: Tensor) -> Tensor:
     m = h.abs().max().item()
     return h / m if 0.5 < m < math.inf else h
@@ -99,7 +105,17 @@ def _trained(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-CALLS = [_in_place, _kept_apart, _several, _rounded, _given, _reversed, _whole, _beside_branch]
+CALLS = [
+    _in_place,
+    _kept_apart,
+    _several,
+    _rounded,
+    _given,
+    _reversed,
+    _whole,
+    _of_math,
+    _beside_branch,
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda one: one.__name__)

@@ -3,7 +3,6 @@ where a branch goes the other way."""
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import warnings
@@ -20,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.capture.answers import Answering, Looking
 from memopt.errors import CaptureError, ExecutionError
-from memopt.executor.module import PlannedModule, captured_of
+from memopt.executor.module import PlannedModule
 from memopt.executor.runtime import Runtime
-from memopt.executor.self_planning import planning_of
 from memopt.step.inputs import Call
 from memopt.torch_private.branches import branches_decided
 from tests.capture.checking import CHECKS, Checking, asserts, raises
@@ -375,28 +373,6 @@ def test_a_plan_whose_branches_go_otherwise_is_seldom_tried(
     with pytest.warns(UserWarning, match="a branch of the forward depends on a value"):
         assert all(torch.equal(step(x), model(x)) for _ in range(100))
     assert (step.calls.planned, step.calls.original, len(tried)) == (1, 100, 10)
-
-
-def test_a_branch_that_goes_another_way_by_now_is_planned_so() -> None:
-    torch.manual_seed(0)
-    model, x = Flipping(), torch.randn(8, 16)
-    twin = copy.deepcopy(model)
-    memopt.wrap(model, None, "store-all", progress=False)
-    planning, captures = planning_of(model), set[int]()
-    assert planning is not None
-    for calls in ((4, 0), (6, 2), (8, 4)):
-        for _ in range(4):
-            outputs = [one(x) for one in (model, twin)]
-            assert torch.equal(*outputs)
-            outputs[0].sum().backward()
-            model.zero_grad()
-        counted = memopt.running(model).calls
-        assert (counted.planned, counted.original) == calls
-        captures |= {id(captured_of(one.module).module) for one in planning.plans.made()}
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *twin.parameters()):
-                parameter.neg_()
-    assert len(captures) == 2
 
 
 class Drawing(nn.Module):
