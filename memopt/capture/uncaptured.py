@@ -345,11 +345,9 @@ def _reassigned(
             with kept.first_run(), mode, looks, unheard():
                 model(*faked.args, **faked.kwargs)
         except Exception as error:
-            if not looks.asked:
-                raise
             raise CaptureError(
-                f"the forward assigns to {', '.join(map(python_name, sources))}, and computes "
-                "with numbers of tensors, or looks at values in another order than its trace "
+                f"the forward assigns to {', '.join(map(python_name, sources))}, and selects by a "
+                "mask, computes with numbers of tensors, or looks at values in another order "
                 f"({first_line(error)}): update the tensors there in place (self.steps.add_(1), "
                 "not self.steps += 1)"
             ) from error

@@ -206,6 +206,18 @@ def test_a_number_that_is_compared_with_another_global_is_looked_at() -> None:
         assert torch.equal(planned(x), model(x))
 
 
+class _Selecting(_Counting):
+    def forward(self, x: Tensor) -> Any:
+        self.steps = self.steps + 1
+        return self.last(x[x[:, 0] > 0])
+
+
+def test_a_selection_beside_a_buffer_that_is_assigned_anew_is_refused() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"selects by a mask.*add_\(1\)"):
+        memopt.plan(_Selecting(), x, strategy="store-all", progress=False)
+
+
 def _is_nan(h: Tensor) -> Tensor:
     m = h.sum().item()
     return h * 3 if m != m else h

@@ -39,6 +39,17 @@ ACTIVATIONS = [
     several("{n} = F.dropout({a}, {p})", "{t} = {n} * {c} if {n}.detach().sum() > 0 else {n}"),
     several("{n} = max({a}.detach().abs().max().item(), {c})", "{t} = {a} / {n}"),
     several("{t} = {a} * float({a}.detach().abs().mean() > {c})"),
+    several("{m} = {a}.detach().abs().mean().item()", "{t} = {a} / (1 + {m})", setup=_COUNTED),
+    several("{m} = [{a}.detach().max().item(), int({a}.detach().argmax())]", "{t} = {a} * {c}",
+            setup=_COUNTED),
+    several("{t} = {a} * round(math.exp(-{a}.detach().abs().mean().item()), 2)"),
+    several("{n} = math.log({a}.detach().abs().sum().item() + {c})",
+            "{t} = {a} * {n} if {n} > {c} else {a}"),
+    several("if {m} is None or {m}.shape != {a}.shape[-1:]:",
+            "    {m}, {m}_size = torch.linspace(0, 1, {a}.shape[-1]), {a}.shape[-1]",
+            "{t} = {a} * {m} + {m}_size", setup=("{m}, {m}_size = None, 0",)),
+    several("if {m} == 0:", "    {m}.fill_(1)", "    {t} = {a} * 2", "else:", "    {t} = {a} + {m}",
+            setup=("self.register_buffer('{n}', torch.zeros(()))",)),
 ]  # fmt: skip
 
 INPUTS = [
