@@ -224,11 +224,11 @@ class _Numbers(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[Place, list[Any]] = {}
-        self._read = private(_READ)
+        self._reads = private(_READ), torch.ops.aten.equal.default, torch.ops.aten.allclose.default
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
-        if func is self._read:
+        if func in self._reads:
             frame = sys._getframe(1)
             while is_library(frame.f_code.co_filename) and frame.f_back is not None:
                 frame = frame.f_back
