@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from memopt.step.input_values import NUMBERS
 from memopt.step.operators import define, functional_name
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import FakeTensor
@@ -52,6 +53,30 @@ def _described(_given: list[Tensor], _call: str, kind: torch.dtype) -> Tensor:
 _NUMBER = define("number(Tensor[] given, str call, ScalarType kind) -> Tensor", _number, _described)
 
 
+def _of_math(name: str, first: float, second: float | None = None) -> Tensor:
+    given = (first,) if second is None else (first, second)
+    return torch.tensor(getattr(math, name)(*given), dtype=torch.float64, device="cpu")
+
+
+def _of_math_described(_name: str, _first: float, _second: float | None = None) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device="cpu")
+
+
+IN_PYTHON = define(
+    "of_math(str name, Scalar first, Scalar? second=None) -> Tensor", _of_math, _of_math_described
+)
+"""Computes a function of the module math."""
+
+
+def of_math(node: Node, number: Callable[[Any], Any]) -> Any:
+    """Return what a node of `IN_PYTHON` computes of its arguments' numbers; None: it fails, or one
+    is not known."""
+    name, *given = node.args
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+        return getattr(math, str(name))(*map(number, given))
+    return None
+
+
 def with_tensors_of_numbers(traced: GraphModule) -> None:
     """Compute the numbers that operators of tensors are given in Dynamo's graph by operators, in
     place. Numbers that a function makes which is not known here stay."""
@@ -65,15 +90,29 @@ def with_tensors_of_numbers(traced: GraphModule) -> None:
                 given = [made[one] for one in node.args if isinstance(one, Node)]
             else:
                 given = [_inserted(graph.call_method("detach", node.args[:1]), node)]
+                given[0].meta["example_value"] = node.args[0].meta["example_value"].detach()
             tensor = made[node] = _inserted(graph.call_function(_NUMBER, (given, call, kind)), node)
+            example = given[0].meta["example_value"]
+            tensor.meta["example_value"] = example.new_empty((), dtype=kind, device="cpu")
             number = _inserted(graph.call_method("item", (tensor,)), node)
         number.meta["example_value"] = node.meta["example_value"]
         node.replace_all_uses_with(number, lambda user: _kind(user) is None)
     if made:
+        _return_tensors(traced)
         for node in reversed(graph.nodes):
             if not node.users and (node in made or node.target == "item"):
                 graph.erase_node(node)
         traced.recompile()
+
+
+def _return_tensors(traced: GraphModule) -> None:
+    """Return numbers in tensors, in place; the graph's `meta` says which results these are."""
+    output: Any = traced.graph.output_node()
+    leaves = list(output.args[0])
+    of = {i: one.args[0] for i, one in enumerate(leaves) if getattr(one, "target", "") == "item"}
+    found = {i: tensor for i, tensor in of.items() if tensor.target is _NUMBER}
+    output.args = (tuple(found.get(i, leaf) for i, leaf in enumerate(leaves)),)
+    traced.meta[NUMBERS] = frozenset(found)
 
 
 def _kind(node: Node) -> torch.dtype | None:
@@ -99,10 +138,11 @@ def _call_of(node: Node, made: Mapping[Node, Node]) -> str | None:
     is not known, or from others than those that tensors are `made` of."""
     if node.op == "call_method" and node.target == "item":
         return ""
-    home, name = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
-    known = getattr(_HOMES.get(home), name, None) is node.target and not node.kwargs
+    target = round if node.target == "__round__" else node.target
+    home, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
+    known = getattr(_HOMES.get(home), name, None) is target and not node.kwargs
     fit = all(one in made if isinstance(one, Node) else type(one) in _PLAIN for one in node.args)
-    if node.op != "call_function" or not known or not fit:
+    if not known or not fit:
         return None
     arguments = [None if isinstance(one, Node) else one for one in node.args]
     return json.dumps([home, name, arguments])
@@ -201,7 +241,7 @@ def _taking_tensors(overload: Any, names: tuple[str, ...]) -> Any:
 
         return run
 
-    name, _, form = functional_name(overload).partition(".")
+    name, _, form = functional_name(overload).rpartition("::")[2].partition(".")
     schema_text = f"{name}.{'_'.join((form or 'default', *names))}({text}"
     kernel, described = with_numbers(Tensor.item), with_numbers(_stand_in)
     return define(schema_text, kernel, described, tuple(overload.tags))

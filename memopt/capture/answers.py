@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from memopt.capture.activation_numbers import IN_PYTHON, of_math
 from memopt.capture.input_values import computed_from_inputs, is_drawn, value_now
 from memopt.capture.usual_outcome import usual_outcome
 from memopt.errors import CaptureError
@@ -106,7 +107,7 @@ class Answering(KnownValues):
         elif is_drawn(node):
             value = None
         elif items:
-            value = self._of_numbers(node, items)
+            value = self._of_numbers(node)
         else:
             value = self._answer(heard)
         if value is None:
@@ -119,7 +120,9 @@ class Answering(KnownValues):
 
     def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
         """Return the number in a tensor, or for `nested` all in nested lists."""
-        if not nested:
+        if node.target is IN_PYTHON:
+            self._values[node] = of_math(node, self._number_of)
+        elif not nested:
             self._values[node] = self._hear(place)
         example = node.meta["example_value"]
         real = example.is_floating_point() or example.is_complex()
@@ -168,14 +171,20 @@ class Answering(KnownValues):
         value, drawn = value_now(compute, truth, self._call.leaves)
         return (None, None) if drawn else (compute, None if self._again else value)
 
-    def _of_numbers(self, node: Node, items: tuple[Node, ...]) -> Any:
+    def _of_numbers(self, node: Node) -> Any:
         if self._again:
             return self._answer(None)
+        number = self._number_of(node)
+        return None if number is None else self._answer(bool(number))
+
+    def _number_of(self, node: Any) -> Any:
+        """Return the number that a node computes in the example; None: not known."""
+        items = items_of(node) if isinstance(node, Node) else ()
         numbers = [self._values.get(item.all_input_nodes[0]) for item in items]
-        if None in numbers:
-            return None
+        if not items or None in numbers:
+            return None if isinstance(node, Node) else node
         compute = computed_by(node, items)
-        return self._answer(bool(numbers[0] if compute is None else compute(*numbers)))
+        return numbers[0] if compute is None else compute(*numbers)
 
     def _answer(self, value: Any) -> Any:
         if self._again:
@@ -215,11 +224,11 @@ class _Numbers(CallsThrough):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[Place, list[Any]] = {}
-        self._read = private(_READ)
+        self._reads = private(_READ), torch.ops.aten.equal.default, torch.ops.aten.allclose.default
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
-        if func is self._read:
+        if func in self._reads:
             frame = sys._getframe(1)
             while is_library(frame.f_code.co_filename) and frame.f_back is not None:
                 frame = frame.f_back

@@ -57,7 +57,8 @@ def reused_capture(
         found = ref()
         if found is None or known != kind or found.dependencies.changed(model) is not None:
             continue
-        if next(other_values(found.dependencies.values, call.leaves), None) is not None:
+        other = next(other_values(found.dependencies.values, call.leaves), None)
+        if other is not None or found.odds.have_turned:
             continue
         if found.outputs.gradients == gradients():
             made = replace(found, call=call)

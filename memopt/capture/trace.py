@@ -74,7 +74,7 @@ from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
-from memopt.user_code.restored_state import libraries_ready
+from memopt.user_code.restored_state import forward_restored, libraries_ready
 
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
@@ -121,7 +121,6 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
     if settled is not None:
         return settled
     effects = side_effects(model, call, TraceReader(model, guards))
-    plain = module
     if effects.made_by_call:
         try:
             with values_returned(effects.places(model, call)):
@@ -132,17 +131,20 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
             raise CaptureError(why_not_left_behind(effects.shown)) from error
         if len(after.values) > len(guards.values):  # what is left behind is known now
             return _trace(model, call, to_be_run)
-    if effects.set_other_constants(model, call):
-        with effects.constants_set(model, call):
-            with arguments_compared(call):
-                later, after = _dynamo_trace(model, call)
-            after = lasting_changes(model, call, later, after)
-            same = _digest(later, model, call, after) == _digest(plain, model, call, guards)
-            again = side_effects(model, call, TraceReader(model, after))
-            if not same or str(again) != str(effects):
-                raise CaptureError(why_not_left_behind(effects.shown))
+    if effects.set_other_constants(model, call) and not _is_built_once(model, call):
+        raise CaptureError(why_not_left_behind(effects.shown))
     module.meta[EFFECTS] = effects
     return module, Dependencies.of(model, guards, call)
+
+
+def _is_built_once(model: nn.Module, call: Call) -> bool:
+    """Return whether a second call would set no other constants than the first, as where that
+    builds a cache: the call after it has a plan of its own."""
+    with forward_restored(model, call), arguments_compared(call):
+        later, after = _dynamo_trace(model, call)
+        after = lasting_changes(model, call, later, after)
+        again = side_effects(model, call, TraceReader(model, after))
+        return not again.set_other_constants(model, call)
 
 
 def _digest(module: GraphModule, model: nn.Module, call: Call, guards: TraceGuards) -> str:

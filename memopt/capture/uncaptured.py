@@ -358,8 +358,8 @@ def _reassigned(
             raise
         except Exception as error:
             raise CaptureError(
-                f"the forward assigns to {', '.join(map(python_name, sources))}, and computes "
-                "with numbers of tensors, or looks at values in another order than its trace "
+                f"the forward assigns to {', '.join(map(python_name, sources))}, and selects by a "
+                "mask, computes with numbers of tensors, or looks at values in another order "
                 f"({first_line(error)}): update the tensors there in place (self.steps.add_(1), "
                 "not self.steps += 1)"
             ) from error

@@ -19,8 +19,9 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.capture.activation_numbers import with_tensors_of_numbers
+from memopt.capture.activation_numbers import IN_PYTHON, with_tensors_of_numbers
 from memopt.capture.answers import REFUSED, Answering, Looking
+from memopt.capture.usual_outcome import usual_outcome
 from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
 from memopt.step.input_values import LOOKED, READ, VALUES, InputValue
@@ -85,7 +86,7 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
     answers = Answering(model, call, looking)
     with (
         comparisons_open(),
-        branches_decided(answers) as branches,
+        branches_decided(answers, IN_PYTHON) as branches,
         branches_returned(branches.begin, values_met),
     ):
 
@@ -115,7 +116,8 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
 
 
 def _assumed(met: Met) -> Assumption:
-    return Assumption(met.goes, shown(met.node), met.raises, len(met.variables), met.decide)
+    usual = usual_outcome(met.node) is not None
+    return Assumption(met.goes, shown(met.node), met.raises, len(met.variables), met.decide, usual)
 
 
 def _read_out(met: Met) -> Any:

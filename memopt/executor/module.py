@@ -23,7 +23,7 @@ from memopt.executor.guard import Guard
 from memopt.executor.refused_outputs import handed_out
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import tell_of_stop, why_not_inside
-from memopt.step.assumed import AssumptionError, Odds
+from memopt.step.assumed import AssumptionError
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call, align, asks_for_gradients
@@ -49,12 +49,16 @@ class _Inside:
     guard: Guard
     calls: Calls = field(default_factory=Calls)
     twice: set[Any] = field(default_factory=set)
-    odds: Odds = field(default_factory=Odds)
     arrived: Arrived | None = None
     other_loss: OtherLoss | None = None
     fewer_outputs: OtherLoss | None = None
     other_order: OtherOrder | None = None
     run_again: Callable[[str], None] | None = None
+
+    def check_odds(self) -> None:
+        """Check that branches go as planned, if another plan can be made."""
+        if self.on_mismatch is not None:
+            self.captured.odds.check()
 
 
 class PlannedModule(nn.Module):
@@ -201,6 +205,7 @@ class PlannedModule(nn.Module):
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)
+            own.check_odds()
         except GuardError as error:
             if not asks_for_gradients(model, call):
                 calls.original += 1
@@ -211,12 +216,13 @@ class PlannedModule(nn.Module):
                 instead = own.on_mismatch(model, call, error)
             except ProfilerBusyError as busy:
                 return calls.fall_back(model, str(busy), model(*args, **kwargs))
+            own.captured.odds.turned = 0
             if instead is model:
                 return calls.fall_back(model, str(error), model(*args, **kwargs))
             calls.replanned += 1
             return instead.forward(*args, **kwargs)  # hooks on all modules are in its step
         wants_gradients = pattern(call)
-        if wants_gradients in own.twice or own.odds.leave_out():
+        if wants_gradients in own.twice or own.captured.odds.leave_out():
             calls.original += 1
             return model(*args, **kwargs)
         calls.planned += 1
@@ -238,8 +244,6 @@ class PlannedModule(nn.Module):
             captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
         )
         run, otherwise = _ran(own, held, call, again)
-        if captured.assumed:
-            own.odds.note(bool(otherwise))
         if otherwise:  # what the call has computed is freed by now
             calls.planned -= 1
             calls.fall_back(model, otherwise)  # what it looked at may have it fail
@@ -338,15 +342,19 @@ def has_backward(planned: PlannedModule, positions: frozenset[int]) -> bool:
 def _ran(own: _Inside, held: list[Any], call: Call, again: AsOriginal) -> tuple[Any, str]:
     """Return the output of a planned call, and why it has to run unplanned instead; "" if it has
     not."""
+    turned = False
     try:
-        return own.runtime.run(own.program, held, call, again, own.arrived), ""
+        found = own.runtime.run(own.program, held, call, again, own.arrived), ""
     except AssumptionError as error:
         if error.__cause__ and ranks_of(own.model):  # the others run its collectives, and wait
             raise error.__cause__ from None
-        return None, str(error)
+        found, turned = (None, str(error)), getattr(error, "turned", False)
     except Exception as error:
         tell_of_stop(error, own.captured.effects.shown)
         raise
+    if own.captured.assumed:
+        own.captured.odds.note(bool(found[1]), turned)
+    return found
 
 
 def for_sizes(planned: PlannedModule, program: Installed, call: Call) -> PlannedModule:
@@ -372,6 +380,7 @@ def accepts(planned: PlannedModule, call: Call) -> bool:
     kwargs = as_planned(own.captured.call, call.kwargs)
     try:
         own.guard.check(own.model, align(own.model, own.captured.call, call.args, kwargs))
+        own.captured.odds.check()
     except GuardError:
         return False
     return True

@@ -11,10 +11,12 @@ import torch
 from torch.fx import GraphModule
 
 from memopt.errors import ExecutionError, MemoptError
+from memopt.step.input_values import InputValueError
 
 ASSUMED = "assumed"
 _MOST_OTHERWISE = 8
 _CALLS_UNTRIED = 64
+_TURNED = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Assumption:
         raises: whether the forward raises an error where it goes the other way.
         values: how many tensors decide it.
         decide: computes the truth from their numbers; None: it is the one tensor's.
+        usual: whether it goes so as a rule, whatever the example was.
     """
 
     goes: bool
@@ -34,21 +37,42 @@ class Assumption:
     raises: bool = False
     values: int = 1
     decide: GraphModule | None = None
+    usual: bool = False
 
 
 @dataclass
 class Odds:
     """Tells which calls run unplanned at once, since most calls before went otherwise than assumed:
-    then the plan is tried in one call of many."""
+    then the plan is tried in one call of many.
 
+    Attributes:
+        turned: how many calls in succession went otherwise than the example did.
+    """
+
+    turned: int = 0
     _otherwise: int = 0
     _untried: int = 0
 
-    def note(self, otherwise: bool) -> None:
+    def note(self, otherwise: bool, turned: bool = False) -> None:
         """Note how a planned call went."""
+        self.turned = self.turned + 1 if turned else 0
         self._otherwise = max(0, self._otherwise + (1 if otherwise else -1))
         if self._otherwise == _MOST_OTHERWISE:
             self._otherwise, self._untried = _MOST_OTHERWISE - 1, _CALLS_UNTRIED
+
+    @property
+    def have_turned(self) -> bool:
+        """Return whether calls go otherwise than the example by now."""
+        return self.turned >= _TURNED
+
+    def check(self) -> None:
+        """Check that calls go as the example did.
+
+        Raises:
+            InputValueError: the last ones did not, and have a plan of their own.
+        """
+        if self.have_turned:
+            raise InputValueError("a branch on a value goes another way than planned by now")
 
     def leave_out(self) -> bool:
         """Return whether the next call runs unplanned."""
@@ -61,7 +85,13 @@ class AssumptionError(ExecutionError):
 
 
 class BranchError(AssumptionError):
-    """A branch goes on another way than assumed, or may have to."""
+    """A branch goes on another way than assumed, or may have to.
+
+    Attributes:
+        turned: whether a plan made for such a call would go that way.
+    """
+
+    turned = False
 
 
 def assumptions_of(traced: GraphModule) -> tuple[Assumption, ...]:
@@ -122,11 +152,13 @@ def check_assumed(assumed: Sequence[Assumption], values: Sequence[torch.Tensor])
             continue
         if one.raises:
             raise AssumptionError(f"a check in the forward fails: {one.shown}")
-        raise BranchError(
+        error = BranchError(
             f"a branch of the forward depends on a value ({one.shown}) that is {not one.goes} in "
             f"this call, and planned as {one.goes}: if that happens often, write that part with "
             "tensor operators (torch.where)"
         )
+        error.turned = not one.usual
+        raise error
 
 
 def alone(run: Callable[..., Any], _part: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from memopt.step.assumed import Assumption, check_assumed, values_of
+from memopt.step.assumed import Assumption, Odds, check_assumed, values_of
 from memopt.step.dependencies import Dependencies
 from memopt.step.inputs import Call
 from memopt.step.joint_graph import (
@@ -148,6 +148,7 @@ class Captured:
             returns a pair of the model's output and these values.
         assumed: how branches on values are assumed to go. If there are some, `compiled` returns a
             pair: what it would return else, and the values that decide them.
+        odds: how often they go so.
         looked: what its trace was told of values, see `Call.looked`.
     """
 
@@ -169,6 +170,7 @@ class Captured:
     other_results: tuple[Any, ...] = ()
     effects: SideEffects = NO_EFFECTS
     assumed: tuple[Assumption, ...] = ()
+    odds: Odds = field(default_factory=Odds)
     looked: tuple[Any, ...] = ()
 
     @property

@@ -39,6 +39,11 @@ class Traced:
 
 
 @dataclass(frozen=True)
+class Number(Traced):
+    """A number that each call reads out of tensors."""
+
+
+@dataclass(frozen=True)
 class Array(Traced):
     """A NumPy array that each call makes, or a container with one in it."""
 
@@ -79,6 +84,10 @@ class Change:
         if "attribute" not in self.kind:
             return (self.source,)
         return f"{self.source}.{self.name}", f"{self.source}.__dict__[{self.name!r}]"
+
+    def in_its_place(self, name: str) -> bool:
+        """Return whether a guard's expression reads what one attribute or item is set to."""
+        return name in (*self.places[-2:], f"{self.source}[{self.name!r}]")
 
 
 REGISTRIES = ("._parameters", "._buffers", "._modules")
@@ -179,7 +188,7 @@ def _of_container(variable: Any, source: str) -> Iterator[Change]:
         yield Change(source, "append", stay, tuple(map(_value, items[stay:])))
     elif _is_a(variable, "SetVariable"):
         now, before = _keys(variable.items), _keys(variable.original_items)
-        if Traced() in now:
+        if any(isinstance(key, Traced) for key in now):
             yield Change(source, "tensor in a set")
             return
         for kind, these, others in (("add", now, before), ("discard", before, now)):
@@ -225,7 +234,9 @@ def _value(variable: Any) -> Value:
     variable = _unwrapped(variable)
     if _holds_array(variable):
         return Array()
-    is_tensor = _is_a(variable, "TensorVariable", "SymNodeVariable")
+    if _is_a(variable, "SymNodeVariable"):
+        return Number()
+    is_tensor = _is_a(variable, "TensorVariable")
     if _has_place(variable):
         return Traced() if is_tensor else Existing(expression_of(variable.source))
     return Traced() if is_tensor else _constant(variable) or Traced()

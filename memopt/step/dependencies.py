@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from memopt.step.assumed import assumptions_of
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.input_values import InputValue
 from memopt.step.inputs import Call
@@ -29,6 +30,7 @@ from memopt.step.reader import (
     UNREADABLE,
     Dependency,
     TraceReader,
+    described,
     read,
     same,
 )
@@ -169,11 +171,13 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
             found.update(f"{name}: {module.code}".encode())
     for value in dependencies.values:
         found.update(f"{value.compute.code} {value.truth} {value.planned}".encode())
+    for one in assumptions_of(traced):
+        found.update(f"{one.goes} {one.raises} {one.decide and one.decide.code}".encode())
     known = {id(tensor) for _, tensor in dependencies.tensors}
     known |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, tensor in (*traced.named_parameters(), *traced.named_buffers()):
-        if id(tensor) not in known:
-            found.update(f"{name} {tensor.tolist()}".encode())
+        elements = () if id(tensor) in known else tensor.tolist()
+        found.update(f"{name} {described(tensor)} {elements}".encode())
     return found.hexdigest()
 
 

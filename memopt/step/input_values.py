@@ -19,6 +19,8 @@ VALUES = "values"
 """Key under which a traced graph's `meta` has what the forward reads of its inputs' values."""
 READ = "read"
 """Key of what the forward reads out of tensors, in order; None where the trace does not know it."""
+NUMBERS = "numbers"
+"""Key of the positions of results in whose places the model returns, or leaves, a number."""
 LOOKED = "looked"
 """Key of all answers that its trace got, see `Call.looked`."""
 

@@ -27,6 +27,7 @@ from memopt.models.record import ANY_LOSS, OutputGradients
 from memopt.step.assumed import assumptions_of, values_of
 from memopt.step.dropped_outputs import without
 from memopt.step.inner_outputs import inner_outputs
+from memopt.step.input_values import NUMBERS
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
 from memopt.torch_private import pytree
@@ -61,6 +62,7 @@ class TracedOutputs:
         shared: differentiable outputs that share elements with another one or with an input: a
             change in place of one would go unnoticed by autograd for the other.
         inner: differentiable outputs from which others are computed.
+        numbers: outputs in whose places the model returns a number.
         gradients: the facts known of the loss when they were traced.
         makes_zeros: whether the forward calls functions of several results, for whose missing
             gradients autograd makes zeros: custom functions, and reentrant checkpoints.
@@ -75,6 +77,7 @@ class TracedOutputs:
     given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     inner: frozenset[int] = frozenset()
+    numbers: frozenset[int] = frozenset()
     gradients: OutputGradients = ANY_LOSS
     makes_zeros: bool = False
     recomputes: bool = False
@@ -100,18 +103,18 @@ def separate_outputs(
     """
     output: Any = traced.graph.output_node()
     leaves = list(output.args[0])
-    known = (*gradients.unused, *gradients.dropped, *(i for i, _ in gradients.strides))
-    last = max(known, default=-1)
+    used = (i for i, _ in gradients.strides)
+    last = max((*gradients.unused, *gradients.dropped, *used), default=-1)
     if last >= len(leaves):
         raise CaptureError(
             f"the model returned {len(leaves)} values when it was captured and at least "
             f"{last + 1} when its loss was measured; memopt needs the same in every step"
         )
-    inputs = [n for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
+    inputs = [_value(n) for n in traced.graph.nodes if n.op in ("placeholder", "get_attr")]
     values = [None if i in gradients.dropped else _value(leaf) for i, leaf in enumerate(leaves)]
     if orders:
         gradients = _laid_out(gradients, orders, values)
-    outputs = _outputs(values, [_value(n) for n in inputs], gradients)
+    outputs = _outputs(values, inputs, gradients)
     strides = dict(gradients.strides)
     earlier = dict(outputs.repeated)
     inner = inner_outputs(leaves[: len(leaves) - values_of(assumptions_of(traced))])
@@ -128,9 +131,13 @@ def separate_outputs(
             leaves[position] = leaf
     output.args = (tuple(leaves),)
     traced.recompile()
-    recomputes = any(_is_checkpoint(node) for node in _all_nodes(traced))
-    makes_zeros = _makes_zeros(traced)
-    return replace(outputs, inner=inner, makes_zeros=makes_zeros, recomputes=recomputes)
+    return replace(
+        outputs,
+        inner=inner,
+        numbers=traced.meta.get(NUMBERS, frozenset()),
+        makes_zeros=_makes_zeros(traced),
+        recomputes=any(map(_is_checkpoint, _all_nodes(traced))),
+    )
 
 
 def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> OutputGradients:
@@ -196,14 +203,11 @@ def gradients_of(
     """Return which leaves of an output get gradients from a loss, and in which layouts."""
     unused, strides = [], []
     for position, rank in enumerate(ranks):
-        if rank is None:
-            continue
-        if rank not in arrived:
-            unused.append(position)
-            continue
-        gradient = arrived[rank]
+        gradient = None if rank is None else arrived.get(rank)
+        if gradient is None:
+            unused += [position] * (rank is not None)
         # Recorded even if they equal the output's strides: a fake output may have others.
-        if is_dense(gradient.shape, gradient.stride()):
+        elif is_dense(gradient.shape, gradient.stride()):
             strides.append((position, tuple(gradient.stride())))
     return OutputGradients(tuple(unused), tuple(strides), held_bytes)
 
@@ -362,10 +366,10 @@ def handed_out(value: Any, shared: bool) -> Any:
 
 
 def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
-    """Return a traced model's output with repeated tensors in their places, stand-ins for outputs
-    that are not returned, and an autograd node for each output."""
+    """Return a traced model's output with numbers and repeated tensors in their places, stand-ins
+    for outputs that are not returned, and an autograd node for each output."""
     output = without(output, outputs.gradients.dropped)
-    if not outputs.repeated and len(outputs.copied) < 2:
+    if not (outputs.repeated or outputs.numbers) and len(outputs.copied) < 2:
         return output
     leaves, spec = pytree.tree_flatten(output)
     nodes = Counter(leaves[position].grad_fn for position in outputs.copied)
@@ -376,6 +380,8 @@ def as_users_see(output: Any, outputs: TracedOutputs) -> Any:
             leaves[position] = _OwnNode.apply(leaves[position], is_view)  # type: ignore[no-untyped-call]
     for position, earlier in outputs.repeated:
         leaves[position] = leaves[earlier]
+    for position in outputs.numbers:
+        leaves[position] = leaves[position].item()
     return pytree.tree_unflatten(leaves, spec)
 
 

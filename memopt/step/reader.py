@@ -45,9 +45,14 @@ def same(found: Any, planned: Any) -> bool:
         return False
     if isinstance(found, (float, complex)):
         return repr(found) == repr(planned)
-    if isinstance(found, tuple):
+    if isinstance(found, (list, tuple)):
         return len(found) == len(planned) and all(map(same, found, planned))
-    return bool(found == planned)
+    if isinstance(found, torch.Tensor):
+        return described(found) == described(planned)
+    try:
+        return bool(found == planned)
+    except (RuntimeError, ValueError):  # tensors or arrays, inside
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,6 +264,11 @@ class TraceReader:
     def changes(self) -> tuple[Change, ...]:
         """Return the forward's changes to objects that existed before it."""
         return self._guards.changes
+
+    def takes_for_constant(self, change: Change) -> bool:
+        """Return whether the trace read a number where the forward sets another."""
+        read = (one.name for one in self._guards.guards if change.in_its_place(one.name))
+        return any(type(self._read(self._expression(one))) in (int, float) for one in read)
 
     def read_later(self, source: str) -> Callable[..., Any]:
         """Return a function that reads one of Dynamo's expressions, given the model (and

@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ from memopt.step.changes import (
     Change,
     Constant,
     Existing,
+    Number,
 )
 from memopt.step.inputs import Call
 from memopt.step.reader import GONE, TraceReader, same
@@ -134,23 +135,6 @@ class SideEffects:
         for change, owner, values in steps:
             _make(change, owner, values)
 
-    @contextmanager
-    def constants_set(self, model: nn.Module, call: Call) -> Iterator[None]:
-        """Set attributes and items inside to the constants that the forward sets them to."""
-        steps = [
-            (one.change, one.owner(model, call), one.resolved(model, call))
-            for one in self.effects
-            if one.change.kind in ("attribute", "item") and not one.is_made_by_call
-        ]
-        restore = [_as_it_is(change, owner) for change, owner, _ in steps]
-        try:
-            for change, owner, values in steps:
-                _make(change, owner, values)
-            yield
-        finally:
-            for one in reversed(restore):
-                one()
-
     def set_other_constants(self, model: nn.Module, call: Call) -> bool:
         """Return whether attributes or items get constants other than their present values."""
         for one in self.effects:
@@ -189,6 +173,12 @@ def side_effects(model: nn.Module, call: Call, reader: TraceReader) -> SideEffec
                 f"the forward leaves a NumPy array in {effect.shown}, and planned steps would "
                 "leave a tensor there: keep the tensor (h.detach()), and call .numpy() on it "
                 "outside of the model"
+            )
+        if Number() in change.values and reader.takes_for_constant(change):
+            raise CaptureError(
+                f"the forward makes {effect.shown} of its last value and of a number of a tensor, "
+                "so that each step would need a plan of its own: keep it in a buffer, and update "
+                "that by tensor operators (self.mean.lerp_(x.mean().detach(), 0.1))"
             )
         if _is_a_setting(change, effect.owner, model, call):
             raise CaptureError(why_not_set(effect.shown))
@@ -294,16 +284,6 @@ def _make(change: Change, owner: Any, values: Sequence[Any]) -> None:
             owner.update(values)
         case _:
             owner.difference_update(values)
-
-
-def _as_it_is(change: Change, owner: Any) -> Callable[[], None]:
-    """Return a function that restores an attribute's or item's present value."""
-    name = change.name
-    if change.kind == "item":
-        value, setter, gone = _item(owner, name), _dict(owner).__setitem__, _dict(owner).__delitem__
-    else:
-        value, setter, gone = _attribute(owner, name), _setter(owner), delattr
-    return lambda: gone(owner, name) if value is GONE else setter(owner, name, value)
 
 
 def _item(owner: Any, name: Any) -> Any:

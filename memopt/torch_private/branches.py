@@ -67,12 +67,14 @@ _CHECKS = {
 }
 """Functions that raise where a tensor is not true, and which argument it is."""
 _OF_NUMBERS = {math.isfinite: "isfinite", math.isinf: "isinf", math.isnan: "isnan"}
+_COMPUTED = (math.cos, math.exp, math.log, math.log10, math.log2, math.pow, math.sin, math.tanh)
 _CASTS = ("sym_float", "sym_int")
 
 
 @dataclass
 class _Branches:
     answers: KnownValues
+    in_python: Any = None
     met: list[Met] = field(default_factory=list)
     tensor: Any = field(default_factory=lambda: private(_TENSOR))
     number: Any = field(default_factory=lambda: private(_NUMBER))
@@ -265,6 +267,15 @@ class _Branches:
             return given.call_method(translator, name, [], {})
         return usual(function, translator, *args) if usual else None
 
+    def computed(self, usual: Any, function: Any, translator: Any, *args: Any) -> Any:
+        """Compute a function of a tensor's number in Python when the graph runs."""
+        found = [one.realize() for one in args]
+        if not any(self.is_known(translator, one) for one in found):
+            return usual(function, translator, *args) if usual else None
+        given = [constant(function.value.__name__), *found]
+        made = type(function)(self.in_python).call_function(translator, given, {})
+        return made.call_method(translator, "item", [], {})
+
     def check(
         self, usual: Any, position: int, function: Any, translator: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -328,15 +339,15 @@ def values_met() -> Any:
 
 
 @contextlib.contextmanager
-def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
+def branches_decided(answers: KnownValues, in_python: Any = None) -> Iterator[_Branches]:
     """Trace inside with branches on tensors that go past an error that the forward would raise, or
     as `answers` tell. Where neither tells, Dynamo refuses them, as it does all in a graph inside
-    the graph.
+    the graph. `in_python` is the operator that computes a function of math's.
 
     Returns:
         What collects the values that are met; let it `begin` when a trace does.
     """
-    branches, several = _Branches(answers), private(_TUPLE)
+    branches, several = _Branches(answers, in_python), private(_TUPLE)
     functions = {private(name): position for name, position in _CHECKS.items()}
     usual = handlers()
     replaced: dict[Any, Any] = {
@@ -345,6 +356,8 @@ def branches_decided(answers: KnownValues) -> Iterator[_Branches]:
     }
     for one, method in _OF_NUMBERS.items():
         replaced[one] = partial(branches.of_number, usual.get(one), method)
+    computed = _COMPUTED if in_python is not None else ()
+    replaced |= {one: partial(branches.computed, usual.get(one)) for one in computed}
     replaced |= branches.selections.functions()
     dependent: Any = is_dependent  # whether the parameter of a distribution has no check
     replaced[dependent] = lambda _self, _tx, one: constant(dependent(one.realize().value))

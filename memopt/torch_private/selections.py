@@ -1,5 +1,6 @@
 """Selections by tensors' values (`x[mask]`, `nonzero()`) in a trace: Dynamo makes symbols of their
-sizes. Where these are known, operators of fixed sizes take their place, which compute the same."""
+sizes. Where these are known, operators of fixed sizes take their place, which compute the same. So
+do tensors in the place of comparisons whose result is Python's (`torch.equal`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from memopt.torch_private.dynamo import constant, handlers, variables
 Count = Callable[[Any, Any, str], int | None]
 """(translator, variable of a tensor, method) → the number that the method computes; None: it is not
 known."""
-_METHODS = ("argwhere", "masked_select", "nonzero", "repeat_interleave")
+_COMPARED = {"allclose": "isclose", "equal": "eq"}
+_METHODS = (*_COMPARED, "argwhere", "masked_select", "nonzero", "repeat_interleave")
 _WHERE = torch.where
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -58,6 +60,8 @@ class Selections:
             return self._repeated(translator, variable, given, kwargs)
         if name == "masked_select" and len(given) == 1 and not kwargs:
             return self._masked(translator, variable, given[0])
+        if name in _COMPARED and given:
+            return self._compared(translator, variable, name, given, kwargs)
         if name == "__setitem__":
             return self._set(translator, variable, *given)
         if given or name not in ("argwhere", "nonzero", "where"):
@@ -92,6 +96,20 @@ class Selections:
         if not masks or not self._is_ours(translator, variable):
             return None
         return self._tuple(made) if several or len(made) > 1 else made[0]
+
+    def _compared(
+        self, translator: Any, variable: Any, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._is_ours(translator, args[0]):
+            return None
+        one, other = _value(variable), _value(args[0])
+        if name == "equal" and one.shape != other.shape:
+            return constant(False)
+        if one.dtype is not other.dtype:
+            return None
+        found = variable.call_method(translator, _COMPARED[name], args, kwargs)
+        whole = found.call_method(translator, "all", [], {})
+        return whole.call_method(translator, "item", [], {})
 
     def _set(self, translator: Any, variable: Any, index: Any, value: Any) -> Any:
         # One number is set by the mask itself.

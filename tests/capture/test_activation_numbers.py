@@ -78,6 +78,17 @@ def _reversed(h: Tensor) -> Tensor:
     return h.mean().item() - h + h.mean().item() / (h + 2)
 
 
+def _whole(h: Tensor) -> Tensor:
+    m = h.norm().item()
+    return h * round(m) + round(m, 2)
+
+
+def _of_math(h: Tensor) -> Tensor:
+    m, at = h.abs().max().item(), int(h[0].argmax())
+    scale = math.exp(-m) * math.log(m + 1, 3)
+    return h * scale + math.pow(at + 1, 1.5) if 0 < scale < at + 9 else h
+
+
 def _beside_branch(h: Tensor) -> Tensor:
     m = h.abs().max().item()
     return h / m if 0.5 < m < math.inf else h
@@ -94,7 +105,17 @@ def _trained(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-CALLS = [_in_place, _kept_apart, _several, _rounded, _given, _reversed, _beside_branch]
+CALLS = [
+    _in_place,
+    _kept_apart,
+    _several,
+    _rounded,
+    _given,
+    _reversed,
+    _whole,
+    _of_math,
+    _beside_branch,
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda one: one.__name__)
@@ -116,6 +137,85 @@ def test_numbers_beside_a_buffer_that_is_assigned_anew() -> None:
     planned = memopt.wrap(model, None, progress=False, improve=False)
     assert all(map(torch.equal, _trained(planned, inputs), expected))
     assert (int(planned.steps), memopt.running(planned).calls.planned) == (3, 3)
+
+
+class _Logging(nn.Module):
+    """Leaves numbers behind, and returns some."""
+
+    def __init__(self, changes: Callable[[_Logging, float], None] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.changes, self.mean = nn.Linear(8, 4), changes, 0.0
+        self.log: dict[str, Any] = {"norms": []}
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.last(x)
+        self.mean = h.mean().item() if self.changes is None else self.mean
+        if self.changes is not None:
+            self.changes(self, h.abs().max().item())
+        self.log["norms"] = [h.norm().item(), {"at": int(h.argmax()), "rows": len(x)}]
+        return h.square().mean(), {"loss": h.square().mean().item(), "twice": (self.mean, h)}
+
+
+def test_numbers_that_a_forward_leaves_behind_or_returns() -> None:
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    twin = _Logging()
+    model = memopt.wrap(copy.deepcopy(twin), "min", progress=False, improve=False)
+    for x in inputs:
+        left = []
+        for one in (twin, model):
+            loss, returned = one(x)
+            loss.backward()
+            returned["twice"] = (returned["twice"][0], returned["twice"][1].tolist())
+            left.append((loss.item(), returned, one.mean, one.log))
+        assert repr(left[0]) == repr(left[1])
+    assert memopt.running(model).calls.planned == 3
+
+
+def _average(model: _Logging, number: float) -> None:
+    model.mean = 0.9 * model.mean + 0.1 * number
+
+
+def _largest(model: _Logging, number: float) -> None:
+    if number > model.mean:
+        model.mean = number
+
+
+@pytest.mark.parametrize("changes", [_average, _largest])
+def test_numbers_made_of_their_last_value_are_refused(
+    changes: Callable[[_Logging, float], None],
+) -> None:
+    with pytest.raises(CaptureError, match=r"model\.mean of its last value .* in a buffer"):
+        memopt.plan(_Logging(changes), torch.ones(4, 8), strategy="store-all", progress=False)
+
+
+LIMITS = {"most": 1e-6}
+
+
+class _Limited(_Numbered):
+    def forward(self, x: Tensor) -> Any:
+        h = self.last(torch.tanh(self.first(x)))
+        return h * 2 if h.abs().max().item() > LIMITS["most"] else h
+
+
+def test_a_number_that_is_compared_with_another_global_is_looked_at() -> None:
+    model, x = _Limited(torch.sin), torch.ones(4, 8)
+    planned = memopt.wrap(copy.deepcopy(model), None, "store-all", progress=False)
+    for limit in (1e-6, 9.0, 1e-6):
+        LIMITS["most"] = limit
+        assert torch.equal(planned(x), model(x))
+
+
+class _Selecting(_Counting):
+    def forward(self, x: Tensor) -> Any:
+        self.steps = self.steps + 1
+        return self.last(x[x[:, 0] > 0])
+
+
+def test_a_selection_beside_a_buffer_that_is_assigned_anew_is_refused() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"selects by a mask.*add_\(1\)"):
+        memopt.plan(_Selecting(), x, strategy="store-all", progress=False)
 
 
 def _is_nan(h: Tensor) -> Tensor:

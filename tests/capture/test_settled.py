@@ -81,13 +81,85 @@ def test_a_tensor_beside_them_is_kept_by_each_step() -> None:
     assert torch.equal(model.seen, x.sum())
 
 
-@pytest.mark.parametrize("kind", [Counts, First])
-def test_others_are_refused_and_left_as_they_were(kind: type[Clamps]) -> None:
-    model, x = kind(), torch.randn(6, 8)
+def test_others_are_refused_and_left_as_they_were() -> None:
+    model, x = Counts(), torch.randn(6, 8)
     with pytest.raises(CaptureError, match="changes Python state"):
         memopt.plan(model, (x,), progress=False)
     assert (model.window, model.shift) == (16, 4)
     assert not hasattr(model, "seen")
+
+
+def test_the_plan_of_a_first_call_is_for_that_call() -> None:
+    torch.manual_seed(0)
+    model, x = First(), torch.randn(6, 8)
+    expected = copy.deepcopy(model)(x)
+    planned = memopt.plan(model, (x,), progress=False).apply(model)
+    assert torch.equal(planned(x), expected)
+    with pytest.raises(memopt.GuardError, match=r"window.*call the model once before planning"):
+        planned(x)
+
+
+class Rotates(Clamps):
+    """Keeps a table for its last length, in tensors and a number."""
+
+    table: Tensor | None = None
+
+    def settle(self, x: Tensor) -> None:
+        if self.window != x.shape[0]:
+            self.window, self.shift = x.shape[0], 0
+            self.table = torch.arange(x.shape[0]).cos()[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settle(x)
+        assert self.table is not None
+        return super().forward(x * self.table)
+
+
+class Masks(Rotates):
+    """Cuts its mask from the largest so far, as fairseq's decoders do."""
+
+    def settle(self, x: Tensor) -> None:
+        self.window, self.shift = x.shape[0], 0
+        if self.table is None or self.table.shape[0] < x.shape[0]:
+            self.table = torch.ones(x.shape[0], 8).triu()
+        self.table = self.table.to(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settle(x)
+        assert self.table is not None
+        return Clamps.forward(self, x + self.table[: x.shape[0]])
+
+
+class Compares(Rotates):
+    """Asks its mask how long it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] != x.shape[0]:
+            self.table = torch.ones(x.shape[0], x.shape[0])
+        result: Tensor = self.linear(self.table @ x)
+        return result
+
+
+@pytest.mark.parametrize("kind", [Rotates, Masks, Compares])
+def test_a_cache_is_built_anew_where_eager_does(kind: type[Rotates]) -> None:
+    torch.manual_seed(0)
+    twin = kind()
+    twin.table = None
+    model = memopt.wrap(copy.deepcopy(twin), None, "store-all", progress=False)
+    short, long = torch.randn(4, 8), torch.randn(6, 8)
+    for x, trains in ((short, True), (short, True), (long, False), (short, True), (long, True)):
+        found = []
+        for one in (model, twin):
+            one.zero_grad()
+            with torch.set_grad_enabled(trains):
+                output = one(x)
+            if trains:
+                output.sum().backward()
+            found.append([output, one.table])
+            found[-1] += [p.grad for p in one.parameters() if trains]
+        assert all(map(torch.equal, *found))
+        assert model.window == twin.window
+    assert (model.calls.planned, model.calls.original) == (4, 1)
 
 
 class Says(nn.Module):

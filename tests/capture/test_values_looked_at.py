@@ -3,6 +3,7 @@ from failing: planned, it does and raises what eager does."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.executor.module import captured_of
+from memopt.executor.self_planning import planning_of
 
 
 class Looking(nn.Module):
@@ -194,3 +197,57 @@ def test_a_counting_model_that_looks_in_another_order_is_told_how_to_count() -> 
         memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
     model.in_place = True
     memopt.plan(model, torch.randn(8, 16), strategy="store-all", progress=False)
+
+
+class Flips(Looking):
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        h = self.linear(x)
+        return h * 2 if h.sum() > 0 else h
+
+
+def test_a_branch_that_goes_another_way_by_now_is_planned_so() -> None:
+    torch.manual_seed(0)
+    model, x = Flips(), torch.randn(8, 16)
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, None, "store-all", progress=False)
+    planning, captures = planning_of(model), set[int]()
+    assert planning is not None
+    for calls in ((4, 0), (6, 2), (8, 4)):
+        for _ in range(4):
+            outputs = [one(x) for one in (model, twin)]
+            assert torch.equal(*outputs)
+            outputs[0].sum().backward()
+            model.zero_grad()
+        counted = memopt.running(model).calls
+        assert (counted.planned, counted.original) == calls
+        captures |= {id(captured_of(one.module).module) for one in planning.plans.made()}
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *twin.parameters()):
+                parameter.neg_()
+    assert len(captures) == 2
+
+
+class Agrees(Looking):
+    """Asks whether inputs, activations and parameters agree."""
+
+    same = False
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        h = self.linear(x)
+        self.same = torch.equal(x[0], x[1])
+        if torch.allclose(h, h.tanh(), atol=0.5) and not h.equal(self.last(h)):
+            h = h * 2
+        return h * 3 if self.same or torch.allclose(self.linear.weight, self.last.weight) else h
+
+
+def test_tensors_that_agree_in_the_example_and_others_that_do_not() -> None:
+    torch.manual_seed(0)
+    model, x = Agrees(), torch.randn(8, 16)
+    alike = x[:1].expand(8, 16).clone()
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, None, "store-all", progress=False)
+    for one in (x, alike, 0.01 * x, x, x):
+        assert torch.equal(model(one), twin(one))
+        assert model.same is twin.same
+    calls = memopt.running(model).calls
+    assert (calls.planned, calls.original) == (4, 1)

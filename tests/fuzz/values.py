@@ -107,7 +107,7 @@ def _step(made: RandomModule, model: nn.Module, kind: Inputs, step: int) -> dict
                 parameter.sub_(parameter.grad, alpha=0.002)
             parameter.grad = None
     record |= {f"state {name}": v.detach().clone() for name, v in model.state_dict().items()}
-    record |= {k: (type(v), v) for k, v in vars(model).items() if isinstance(v, (int, float))}
+    record |= {k: (type(v), v) for k, v in vars(model).items() if isinstance(v, (int, float, list))}
     return record
 
 

@@ -39,6 +39,18 @@ ACTIVATIONS = [
     several("{n} = F.dropout({a}, {p})", "{t} = {n} * {c} if {n}.detach().sum() > 0 else {n}"),
     several("{n} = max({a}.detach().abs().max().item(), {c})", "{t} = {a} / {n}"),
     several("{t} = {a} * float({a}.detach().abs().mean() > {c})"),
+    several("{m} = {a}.detach().abs().mean().item()", "{t} = {a} / (1 + {m})", setup=_COUNTED),
+    several("{m} = [{a}.detach().max().item(), int({a}.detach().argmax())]", "{t} = {a} * {c}",
+            setup=_COUNTED),
+    several("{t} = {a} * round(math.exp(-{a}.detach().abs().mean().item()), 2)"),
+    several("{n} = math.log({a}.detach().abs().sum().item() + {c})",
+            "{t} = {a} * {n} if {n} > {c} else {a}"),
+    several("{t} = {a} * 2 if torch.allclose({a}, {a}.detach().tanh(), atol={c}) else {a}"),
+    several("if {m} is None or {m}.shape != {a}.shape[-1:]:",
+            "    {m}, {m}_size = torch.linspace(0, 1, {a}.shape[-1]), {a}.shape[-1]",
+            "{t} = {a} * {m} + {m}_size", setup=("{m}, {m}_size = None, 0",)),
+    several("if {m} == 0:", "    {m}.fill_(1)", "    {t} = {a} * 2", "else:", "    {t} = {a} + {m}",
+            setup=("self.register_buffer('{n}', torch.zeros(()))",)),
 ]  # fmt: skip
 
 INPUTS = [
@@ -47,6 +59,7 @@ INPUTS = [
     _of_ids("{n} = {i}[0].tolist()", "{t} = {a} * {n}[0] + sum({n})"),
     _of_ids("{t} = {a}", "for {n} in range(int({i}[0, 0])):", "    {t} = {t} + {n}"),
     _of_ids("{t} = {a}[{i}[:, 0] > 1].sum(0) + {a}"),
+    _of_ids("{t} = {a}.sin() if torch.equal({i}[:, 0], {i}[:, 1]) else {a} + 1"),
     _of_ids("{t} = {a}[torch.nonzero({i}[:, 0] > 1)[:, 0]].sum(0, keepdim=True) + {a}"),
     _of_ids("{t} = {a}[:max(1, int({i}[:, 1].max()))]"),
     _of_ids("{n} = len(set({i}.flatten().tolist()))", "{t} = {a} / {n}"),
