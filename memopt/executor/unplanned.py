@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from memopt.errors import GuardError
 from memopt.step.rank_errors import is_of_group, lost
-from memopt.step.ranks import ranks_among, ranks_of
+from memopt.step.ranks import note_failure, ranks_among, ranks_of
 from memopt.step.shards import holders_of
 from memopt.torch_private.engine_hooks import has_engine
 
@@ -54,8 +55,9 @@ _EVALUATED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def beside_ranks(model: nn.Module, evaluates: bool) -> Iterator[None]:
     """Run a call of a model, of which other ranks may hold parts, beside theirs. A plan has other
     collectives than the model: ranks meet where they begin to evaluate, or to train again. A
-    process group's error in the call becomes the one that says where the ranks are. (An engine's
-    hooks communicate the same way around both, and have their own errors.)
+    process group's error in the call becomes the one that says where the ranks are; one that was
+    not planned is noted for those that wait for it in vain. (An engine's hooks communicate the same
+    way around both, and have their own errors.)
 
     Raises:
         RankError: a rank is gone, or not all evaluate.
@@ -72,3 +74,7 @@ def beside_ranks(model: nn.Module, evaluates: bool) -> Iterator[None]:
         if ranks is None:
             raise
         raise lost(error, "a call runs unplanned", ranks.members) from error
+    except GuardError as error:
+        if ranks_of(model) is not None:
+            note_failure("a call is compared with its plan", error)
+        raise

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import memopt
-from memopt.errors import RankError
+from memopt.errors import GuardError, RankError
 from memopt.executor.in_step import InStep
 from memopt.executor.runtime import Installed
 from memopt.step.assumed import AssumptionError, nothing_assumed
@@ -164,7 +164,7 @@ def test_ranks_whose_forwards_fail_on_all_are_in_step(
         assert bool(failed) == bool(ranks.group.failed)
 
 
-def test_a_call_that_runs_unplanned_names_lost_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_a_plan_beside_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gathers(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
@@ -179,3 +179,8 @@ def test_a_call_that_runs_unplanned_names_lost_ranks(monkeypatch: pytest.MonkeyP
     for one in (applied.eval(), wrapped.eval()):
         with pytest.raises(RankError, match=r"another rank is gone.*a call runs unplanned"):
             one(x)
+    noted = mock.Mock()
+    monkeypatch.setattr("memopt.executor.unplanned.note_failure", noted)
+    with pytest.raises(GuardError):
+        applied.train()(torch.ones(3, 4))
+    noted.assert_called_once()
