@@ -50,8 +50,9 @@ def gathering(model: nn.Module) -> Charges:
 
 def zero_charges(model: nn.Module) -> Charges:
     """Return the memory that DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's
-    parameters: master weights, state, and gradients of other micro-batches; in a backward also the
-    larger of the buckets in which it reduces gradients and the gradients of its own partition."""
+    parameters: master weights, state, and gradients of other micro-batches; once the backward has
+    run, and hands its gradients over, also the larger of the buckets in which it reduces them and
+    the gradients of its own partition."""
     optimizer = optimizer_of_engine(model)
     own = [] if optimizer is None else list(model.parameters())
     if not own:
@@ -62,7 +63,7 @@ def zero_charges(model: nn.Module) -> Charges:
     item_bytes = max(one.itemsize for one in own)
     return Charges(
         state_bytes=max(0, size_of(held) - own_bytes),
-        bucket_bytes=_bucket_elements(optimizer) * item_bytes,
+        update_bytes=_bucket_elements(optimizer) * item_bytes,
     )
 
 

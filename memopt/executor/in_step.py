@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from memopt.errors import ExecutionError, RankError
+from memopt.errors import RankError
 from memopt.executor.handover import Handed, Yielding
 from memopt.executor.partial_backward import Partial, PartialBackward
 from memopt.executor.runtime import Installed
@@ -40,17 +40,17 @@ class InStep:
 
     Attributes:
         ranks: the ranks that run it.
-        failed: how a step of this rank failed; "": none did.
         step: the number of this rank's last call of a whole step, from 1.
         refused: why this rank did not run that call; "": it did.
         key: of the step among others, the same on all ranks.
+        otherwise: whether the last forward went another way than assumed on every rank.
     """
 
     ranks: Ranks
-    failed: str = ""
     step: int = 0
     refused: str = ""
     key: str = ""
+    otherwise: bool = False
 
     def check_plan(self, plan: PlanRecord) -> None:
         """Raise RankError on every rank, which says what differs, unless all are to run the same
@@ -109,24 +109,48 @@ class InStep:
         ask = self._failing(told, "the forward")
 
         def looks(outputs: list[Any]) -> None:
-            for rank, why in zip(self.ranks.members, ask(outputs), strict=True):
+            answers = ask(outputs)
+            self.otherwise = all(answers)
+            for rank, why in zip(self.ranks.members, answers, strict=True):
                 if why:
                     raise AssumptionError(f"rank {rank}: {why}")
 
         return looks
 
     def _unplanned(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Make a function that all ranks run fail on all, also where only some wait in it."""
+        """Make a function that all ranks run fail on all, also where only some wait in it. If it
+        fails on each by itself, they are in step as before."""
 
-        def together(*arguments: Any, **named: Any) -> Any:
-            found = run(*arguments, **named)
+        def together(*arguments: Any, **named: Any) -> tuple[Any, Exception | None, list[str]]:
+            found, own, how = None, None, ""
             try:
-                self.ranks.exchanged("", "a forward runs unplanned")
+                found = run(*arguments, **named)
+            except Exception as error:
+                if not self.otherwise or is_of_group(error):
+                    raise  # others may be amid its collectives
+                own, how = error, f"{type(error).__name__}: {error}"
+            try:
+                told = self.ranks.exchanged(how, "a forward runs unplanned")
             except RankError as error:
-                raise error.__cause__ or error from None  # why is told as that of a step
+                raise own or error.__cause__ or error from None  # why is told as that of a step
+            if own and not all(told):
+                raise own
+            return found, own, told
+
+        failing = self._failing(together, part)
+
+        def runs(*arguments: Any, **named: Any) -> Any:
+            found, own, told = failing(*arguments, **named)
+            if own is not None:
+                raise own
+            for rank, how in zip(self.ranks.members, told, strict=True):
+                if how:
+                    there = f"rank {rank} failed in {part} of a planned step: {how}"
+                    self.ranks.group.failed = there
+                    raise RankError(_OVER.format(there))
             return found
 
-        return self._failing(together, part)
+        return runs
 
     def _partial(self, find: Partial) -> Partial:
         def found(missing: frozenset[int]) -> PartialBackward | None:
@@ -140,7 +164,7 @@ class InStep:
 
     def _failing(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
         def runs(*arguments: Any, **named: Any) -> Any:
-            self._check()
+            self.ranks.group.check_in_step()
             try:
                 return run(*arguments, **named)
             except BaseException as error:
@@ -159,10 +183,10 @@ class InStep:
             ExecutionError: a step failed on this rank.
             RankError: this rank refused the call before, and others did not.
         """
-        self._check()
+        self.ranks.group.check_in_step()
         if self.refused and not all_are_here(f"{self.key}/{self.step}", self.ranks.members):
-            self.failed = f"{self.refused}, which other ranks did not refuse"
-            raise RankError(_OVER.format(self.failed))
+            self.ranks.group.failed = f"{self.refused}, which other ranks did not refuse"
+            raise RankError(_OVER.format(self.ranks.group.failed))
         self.step, self.refused = self.step + 1, ""
         try:
             yield
@@ -175,23 +199,16 @@ class InStep:
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks, which wait for this one, that it does not run a call."""
-        if self.failed:
+        if self.ranks.group.failed:
             return
         self.step += 1
         self.refused = f"rank {torch.distributed.get_rank()} refused its call: {error}"
         note_here(f"{self.key}/{self.step}")
         self.ranks.report_failure(f"refused its call: {error}", self.step)
 
-    def _check(self) -> None:
-        if self.failed:
-            raise ExecutionError(
-                f"a step failed on this rank ({self.failed}), and the ranks are not in step "
-                "any more: start them again from the last checkpoint"
-            )
-
     def _told(self, error: BaseException, part: str) -> BaseException:
         """Tell the other ranks of an error; return the one to raise here."""
-        if self.failed:
+        if self.ranks.group.failed:
             return error
         told = error
         if isinstance(error, Exception) and is_of_group(error):
@@ -202,10 +219,11 @@ class InStep:
                 told = RankError(f"{reported[1]}. {_AHEAD}")
             else:
                 told = RankError(_OVER.format(reported[1]))
-        self.failed = f"{type(told).__name__}: {told}"
+        self.ranks.group.failed = how = f"{type(told).__name__}: {told}"
         elsewhere = isinstance(error, RankError) and self.ranks.reported_failure() is not None
         if told is error and not elsewhere:
-            there = self.ranks.report_failure(f"failed in {part}: {self.failed}", self.step)
+            there = self.ranks.report_failure(f"failed in {part}: {how}", self.step)
+            self.ranks.group.failed = there
             error.add_note(_OVER.format(there))
         return told
 

@@ -23,6 +23,7 @@ from memopt.executor.guard import Guard
 from memopt.executor.refused_outputs import handed_out
 from memopt.executor.runtime import Arrived, Installed, Runtime
 from memopt.executor.saved_tensor_hooks import tell_of_stop, why_not_inside
+from memopt.executor.unplanned import beside_ranks
 from memopt.step.assumed import AssumptionError
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
@@ -192,7 +193,9 @@ class PlannedModule(nn.Module):
         """
         if captured_around():
             return original_of(self)(*args, **kwargs)
-        return with_engine_around(original_of(self), self._run, args, kwargs)
+        model = original_of(self)
+        with beside_ranks(model, _inside(self).guard.evaluating(model)):
+            return with_engine_around(model, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         own = _inside(self)

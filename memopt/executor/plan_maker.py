@@ -254,11 +254,11 @@ class PlanMaker:
         return not can_plan
 
     def _largest(self, own: Charges, kind: int = 0) -> Charges:
-        """Return the largest of each charge that any rank has; none if ranks run calls of different
-        kinds, for which they would make no plan together."""
+        """Return the largest of each charge on any rank; none if ranks run calls of other kinds."""
         ranks = None if self.alone else ranks_of(self._model)
         if ranks is None:
             return own
+        ranks.group.check_in_step()  # else it would wait for the others
         told = ranks.exchanged((kind, own), "what is met around a step is charged")
         alike = all(one == kind for one, _ in told)
         return reduce(Charges.largest, (one for _, one in told)) if alike else NO_CHARGES

@@ -41,7 +41,7 @@ from memopt.executor.planning_in_backward import PlanningInBackward
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
-from memopt.executor.unplanned import passes_on, unplanned
+from memopt.executor.unplanned import beside_ranks, passes_on, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
@@ -218,7 +218,7 @@ class SelfPlanning:
             return plain_call(model, *args, **kwargs)
         self.around.settled |= torch.is_grad_enabled()
         if not (model.training and torch.is_grad_enabled()):
-            with unplanned():
+            with unplanned(), beside_ranks(model, evaluates=True):
                 output = plain_call(model, *args, **kwargs)
                 return self.calls.fall_back(model, PARTLY_TRAINING, output)
         self.around.before_engine(has_engine(model))
@@ -227,7 +227,7 @@ class SelfPlanning:
     def _training_call(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model in training, without an engine's hooks."""
         model, plain = self.model, partial(plain_call, self.model)
-        with unplanned():
+        with unplanned(), beside_ranks(model, evaluates=False):
             if (looked_at := why_not_inside()) is not None:
                 self.calls.fall_back(model, looked_at)
                 return plain(*args, **kwargs)

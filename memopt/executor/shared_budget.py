@@ -131,6 +131,8 @@ class SharedBudget:
         self._now = kind
         charges = self._around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
+        # A part hands gradients over while others await their backward.
+        beside_bytes += self._around.certain().update_bytes
         if self._ranks is not None:
             agreed_bytes = self._agreed(self._ranks, last, beside_bytes)
             beside_bytes = kind.beside_bytes if agreed_bytes is None else agreed_bytes

@@ -1,12 +1,19 @@
-"""Switches planning of wrapped models off for a thread."""
+"""Switches planning of wrapped models off for a thread, and lets ranks meet that call a model."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from memopt.errors import GuardError
+from memopt.step.rank_errors import is_of_group, lost
+from memopt.step.ranks import note_failure, ranks_among, ranks_of
+from memopt.step.shards import holders_of
+from memopt.torch_private.engine_hooks import has_engine
 
 _HERE = threading.local()
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -38,3 +45,36 @@ def unplanned() -> Iterator[None]:
         yield
     finally:
         _HERE.running = before
+
+
+_EVALUATED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Model → whether its last call was evaluation."""
+
+
+@contextlib.contextmanager
+def beside_ranks(model: nn.Module, evaluates: bool) -> Iterator[None]:
+    """Run a call of a model, of which other ranks may hold parts, beside theirs. A plan has other
+    collectives than the model: ranks meet where they begin to evaluate, or to train again. A
+    process group's error in the call becomes the one that says where the ranks are; one that was
+    not planned is noted for those that wait for it in vain. (An engine's hooks communicate the same
+    way around both, and have their own errors.)
+
+    Raises:
+        RankError: a rank is gone, or not all evaluate.
+    """
+    if not has_engine(model) and _EVALUATED.get(model) is not evaluates:
+        _EVALUATED[model] = evaluates
+        ranks = ranks_among(holders_of(model), model)
+        if ranks is not None:
+            ranks.exchanged(None, "a model is evaluated" if evaluates else "a model is trained")
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = ranks_of(model) if is_of_group(error) and not has_engine(model) else None
+        if ranks is None:
+            raise
+        raise lost(error, "a call runs unplanned", ranks.members) from error
+    except GuardError as error:
+        if ranks_of(model) is not None:
+            note_failure("a call is compared with its plan", error)
+        raise

@@ -36,8 +36,8 @@ class Charges:
         kept_graphs: 1 if a backward frees nothing of what the forward has saved (retain_graph).
         kept_gradients: 1 if the second half of a backward keeps its graph, for which it copies the
             parameters' gradients.
-        update_bytes: needed by an optimizer that steps in hooks on gradients, beside all of these,
-            once the backward has run.
+        update_bytes: needed by hooks on gradients, beside all of these, once the backward has run:
+            by an optimizer that steps there, by DeepSpeed's to reduce gradients.
         given_gradients: 1 if the loop holds, until a backward is over, the gradients of the outputs
             that it gives to it.
     """
@@ -119,7 +119,7 @@ class Charges:
             (self.state_bytes, "optimizer state"),
             (self.forward_bytes, "the last outputs (or fully_shard's buffer), in the forward"),
             (self.held_bytes, "gradients that are dropped before the backward"),
-            (self.update_bytes, "updates inside the backward"),
+            (self.update_bytes, "updates, or ZeRO's buckets, inside the backward"),
             (self.bucket_bytes, "buckets, or fully_shard's shards, or a pipeline's buffers"),
         )
         found = [f"{format_bytes(size)} of {what}" for size, what in sizes if size]

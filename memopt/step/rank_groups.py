@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed
 
-from memopt.errors import RankError
+from memopt.errors import ExecutionError, RankError
 from memopt.step.collectives import let_go
 from memopt.torch_private.access import private
 from memopt.torch_private.distributed import timeout_of
@@ -42,11 +42,13 @@ class RankGroup:
         members: the ranks, ascending.
         failures: kind of model → how often this process failed alone with one.
         closed: how many groups of these ranks are closed.
+        failed: how a step of theirs failed on this one, which runs no other; "": none did.
     """
 
     members: tuple[int, ...]
     failures: dict[str, int]
     closed: int = 0
+    failed: str = ""
     _open: Any = field(default=None, repr=False)
     _met: set[str] = field(default_factory=set, repr=False)
 
@@ -91,6 +93,14 @@ class RankGroup:
         self._met.clear()
         self.closed += 1
         return reason
+
+    def check_in_step(self) -> None:
+        """Raise ExecutionError if a step has failed on this rank."""
+        if self.failed:
+            raise ExecutionError(
+                f"a step failed on this rank ({self.failed}), and the ranks are not in step "
+                "any more: start them again from the last checkpoint"
+            )
 
     def _key(self) -> str:
         named = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]

@@ -60,19 +60,22 @@ class Ranks:
         return [value for _, value in self._exchange((doing, value), doing)]
 
     def _exchange(self, word: tuple[str, Any], doing: str) -> list[tuple[str, Any]]:
-        """Exchange (activity, value) between the ranks, or (FAILED, sentence); raise RankError if
-        one of them failed or does something else."""
+        """Exchange (activity, value), or (FAILED, sentence); raise RankError where one differs."""
         with self._lost_ranks(doing):
             found = self.group.gathered(word, self.kind)
         forget_words()
-        for rank, (what, value) in zip(self.members, found, strict=True):
-            if what == _FAILED != word[0]:
+        if word[0] == _FAILED:
+            return found
+        for what, value in found:
+            if what == _FAILED:
                 raise RankError(value)
-            if what != word[0] != _FAILED:
+        for rank, (what, _) in zip(self.members, found, strict=True):
+            if what != found[0][0]:
                 failed = self.reported_failure()  # of a step, which a loop may have gone on from
+                why = _SAME if failed is None else f"Before that, {failed[1]}"
                 raise RankError(
-                    f"the ranks are at different places: here {doing}, on rank {rank} {what}. "
-                    f"{_SAME if failed is None else f'Before that, {failed[1]}'}"
+                    f"the ranks are at different places: on rank {self.members[0]} {found[0][0]}, "
+                    f"on rank {rank} {what}. {why}"
                 )
         return found
 
@@ -125,6 +128,7 @@ class Ranks:
 
     def forget_failure(self) -> None:
         """Drop the message of steps before: ranks call it before they meet."""
+        self.group.failed = ""
         with suppress(RuntimeError, ValueError):
             default_store().delete_key(_WORD)
 
@@ -372,12 +376,12 @@ def sharers_of(model: nn.Module) -> tuple[int, ...]:
 def ranks_of(model: nn.Module) -> Ranks | None:
     """Return the processes that run a model together (`members_of`); None: this one runs it by
     itself, or is alone (the `fake` process group's ranks do not exist)."""
-    return _ranks(members_of(model), model)
+    return ranks_among(members_of(model), model)
 
 
 def ranks_in(mesh: DeviceMesh, model: nn.Module) -> Ranks | None:
     """Return the processes of a mesh, over which a model is sharded; None as for `ranks_of`."""
-    return _ranks(members_in(mesh), model)
+    return ranks_among(members_in(mesh), model)
 
 
 def members_in(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -385,7 +389,8 @@ def members_in(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _ranks(members: tuple[int, ...], model: nn.Module) -> Ranks | None:
+def ranks_among(members: tuple[int, ...], model: nn.Module) -> Ranks | None:
+    """Return these ranks, as those of a model; None as for `ranks_of`."""
     distributed = torch.distributed
     if len(members) < 2 or not distributed.is_available() or not distributed.is_initialized():
         return None

@@ -56,6 +56,20 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.data = data
 
 
+def holders_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ranks that hold other parts of a model's parameters than this one, and this one,
+    ascending: along the sharded dimensions of their mesh. None if that is not one mesh."""
+    specs = [spec_of(one) for one in model.parameters() if hasattr(one, SHARD)]
+    meshes = {spec.mesh for spec in specs}
+    if len(meshes) != 1:
+        return ()
+    (mesh,) = meshes
+    split = {i for spec in specs for i, one in enumerate(spec.placements) if one.is_shard()}
+    place = enumerate(mesh.get_coordinate() or ())
+    along = tuple(slice(None) if i in split else at for i, at in place)
+    return tuple(sorted(mesh.mesh[along].flatten().tolist()))
+
+
 def held_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the gradients that a model's parameters hold. (Computed tensors hold none, which
     `torch.func.functional_call` puts in the parameters' places; torch warns of asking them.)"""

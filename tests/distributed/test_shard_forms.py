@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memopt
+from memopt.step.shards import holders_of
 from tests.distributed import cases, processes
 
 
@@ -363,3 +364,10 @@ def test_refusals(eight_fake_ranks: Any) -> None:
             whole_step=True,
             progress=False,
         )
+
+
+def test_who_holds_parts_of_a_model(eight_fake_ranks: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
+    assert holders_of(memopt.shard(nn.Linear(8, 8), eight_fake_ranks)) == tuple(range(8))
+    assert holders_of(memopt.shard(nn.Linear(8, 8), mesh)) == (0, 1, 2, 3)
+    assert holders_of(nn.Linear(8, 8)) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import memopt
+from memopt.errors import GuardError, RankError
 from memopt.executor.in_step import InStep
 from memopt.executor.runtime import Installed
-from memopt.step.assumed import nothing_assumed
+from memopt.step.assumed import AssumptionError, nothing_assumed
+from memopt.step.rank_groups import RankGroup
 from tests.distributed import cases, processes
 
 STEPS = 5
@@ -126,3 +129,58 @@ def test_a_forward_that_looks_at_nothing_exchanges_nothing() -> None:
     program = Installed(nothing, nothing, (), (), "", partial=nothing)
     ranks: Any = None  # not asked
     assert InStep(ranks).installed(program).look is nothing_assumed
+
+
+@pytest.mark.parametrize(
+    ("fails", "elsewhere", "told", "failed"),
+    [
+        (True, "KeyError: 1", KeyError, ""),
+        (True, "", KeyError, "rank 0 failed in the unplanned forward of a planned step: KeyError"),
+        (False, "KeyError: 1", RankError, "rank 1 failed in the unplanned forward of a planned"),
+    ],
+)
+def test_ranks_whose_forwards_fail_on_all_are_in_step(
+    fails: bool, elsewhere: str, told: type[Exception], failed: str
+) -> None:
+    def look(_: Any) -> None:
+        raise AssumptionError("otherwise")
+
+    def forward() -> None:
+        if fails:
+            raise KeyError(1)
+
+    def exchanged(own: str, doing: str) -> list[str]:
+        return [own, "otherwise" if "looks" in doing else elsewhere]
+
+    ranks: Any = mock.Mock(members=(0, 1), group=RankGroup((0, 1), {}), exchanged=exchanged)
+    ranks.report_failure = lambda how, _: f"rank 0 {how}"
+    program = InStep(ranks).installed(Installed(look, look, (), (), "", look=look, partial=look))
+    for _ in range(1 if failed else 2):
+        with pytest.raises(AssumptionError):
+            program.look([])
+        with pytest.raises(told):
+            program.failing(forward, "the unplanned forward")()
+        assert ranks.group.failed.startswith(failed)
+        assert bool(failed) == bool(ranks.group.failed)
+
+
+def test_a_call_without_a_plan_beside_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gathers(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if not self.training:
+                raise RuntimeError("[gloo/transport] Timed out waiting 12ms for send operation")
+            return super().forward(input)
+
+    model, x = Gathers(4, 4), torch.ones(2, 4)
+    applied = memopt.plan(model, x, strategy="store-all", progress=False).apply(model)
+    wrapped = memopt.wrap(Gathers(4, 4), "min", progress=False)
+    lost = mock.Mock(members=(0, 1))
+    monkeypatch.setattr("memopt.executor.unplanned.ranks_of", lambda _: lost)
+    for one in (applied.eval(), wrapped.eval()):
+        with pytest.raises(RankError, match=r"another rank is gone.*a call runs unplanned"):
+            one(x)
+    noted = mock.Mock()
+    monkeypatch.setattr("memopt.executor.unplanned.note_failure", noted)
+    with pytest.raises(GuardError):
+        applied.train()(torch.ones(3, 4))
+    noted.assert_called_once()

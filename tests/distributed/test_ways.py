@@ -1,5 +1,6 @@
-"""Ranks of a tensor-parallel model, of which one alone does something else in a step: what the
-model takes unplanned it takes planned, and all else ends every rank in time, in the same words."""
+"""Ranks of a model cut or sharded over them, of which one alone does something else in a step: what
+the model takes unplanned it takes planned, and all else ends every rank in time, in the same
+words."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import memopt
 from tests.distributed import cases, processes
 
 TIMEOUT_S, MARGIN_S = 15, 5
-AT, STEPS = 2, 4
-"""The step in which one rank does something else, and how many there are."""
+AT = 2
+"""The step in which one rank does something else."""
 
 
 class Checked(nn.Module):
@@ -40,7 +41,8 @@ class Checked(nn.Module):
 class Way:
     """How one rank, here if it is `own`, does a step. It may go on from an error."""
 
-    goes_on = False
+    goes_on = sharded = False
+    at = AT
 
     def __init__(self, own: bool) -> None:
         self.own = own
@@ -85,6 +87,24 @@ class CheckFailsAndGoesOn(Way):
         return torch.randn(64, 16) + 1e9 * self.own
 
 
+class AllChecksFail(Way):
+    goes_on = True
+
+    def input(self) -> Tensor:
+        return torch.randn(64, 16) + 1e9
+
+
+class Evaluates(Way):
+    def begin(self, model: nn.Module) -> None:
+        model.train(not self.own)
+
+
+class EvaluatesShards(Evaluates):
+    """At a step whose charges are not metered."""
+
+    sharded, at = True, 7
+
+
 class Interrupted(Way):
     def backward(self, loss: Tensor) -> None:
         if self.own:
@@ -108,14 +128,15 @@ class Threads(Way):
 
 
 def trained(
-    way: type[Way], rank: int, ranks: int, planned: bool, at: int = AT
+    way: type[Way], rank: int, ranks: int, planned: bool, at: int
 ) -> tuple[str, list[float], list[Tensor], float]:
     """Train; return the error, losses, this rank's parameters, and the seconds since the step in
     which the last rank does something else."""
     model: Any = Checked()
     cut: Any = {f"inner.{block}.0": ColwiseParallel() for block in range(2)}
     cut |= {f"inner.{block}.2": RowwiseParallel() for block in range(2)}
-    parallelize_module(model, init_device_mesh("cpu", (ranks,)), cut)
+    mesh = init_device_mesh("cpu", (ranks,))
+    memopt.shard(model, mesh) if way.sharded else parallelize_module(model, mesh, cut)
     if planned:
         memopt.wrap(model, "min", "store-all", progress=False)
     kind = torch.optim.SGD if way is Threads and rank else torch.optim.Adam
@@ -123,7 +144,7 @@ def trained(
     torch.manual_seed(1)
     begin_s = time.monotonic()
     try:
-        for step in range(STEPS):
+        for step in range(max(at, AT) + 2):
             one = (way if step == at else Way)(rank == ranks - 1)
             begin_s = time.monotonic() if step <= at else begin_s
             with (
@@ -143,7 +164,7 @@ def trained(
 
 
 def ended(rank: int, ranks: int, way: type[Way]) -> tuple[str, float]:
-    text, *_, seconds = trained(way, rank, ranks, True)
+    text, *_, seconds = trained(way, rank, ranks, True, way.at)
     return text, seconds
 
 
@@ -153,6 +174,8 @@ ENDED: dict[type[Way], str] = {
     NoBackward: "",
     GradientsHookFails: "KeyError",
     CheckFailsAndGoesOn: "",
+    Evaluates: "",
+    EvaluatesShards: "",
     Interrupted: "KeyboardInterrupt",
 }
 """Way → the kind of the error that one rank has of its own; "": it has the others'."""
@@ -169,7 +192,7 @@ def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
         assert own.startswith(ENDED[way])
     else:
         assert own.startswith(("RankError: ", "ExecutionError: "))
-    if way in (LossFailsAndGoesOn, NoBackward):
+    if way in (LossFailsAndGoesOn, NoBackward, Evaluates, EvaluatesShards):
         assert told == own
     if way is CheckFailsAndGoesOn:
         for text in (told, own):
@@ -179,8 +202,8 @@ def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
 def alike(rank: int, ranks: int) -> dict[str, bool]:
     """Whether planned steps are the unplanned ones, for each way that a model takes unplanned."""
     found = {}
-    for way in (Retains, Hooked, Threads):
-        expected, own = trained(way, rank, ranks, False, 0), trained(way, rank, ranks, True, 0)
+    for way, at in ((Retains, 0), (Hooked, 0), (Threads, 0), (AllChecksFail, AT)):
+        expected, own = (trained(way, rank, ranks, planned, at) for planned in (False, True))
         same = expected[:2] == own[:2] and cases.same(expected[2], own[2])
         found[way.__name__] = same and not own[0]
     return found

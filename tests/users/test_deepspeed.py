@@ -7,6 +7,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,7 +75,6 @@ def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
     before.__module__ = "deepspeed.runtime.engine"
     model.register_forward_pre_hook(before, with_kwargs=True)
     elements = engine.optimizer.flat.numel()
-    buckets_bytes = 4 * (200 + 100)  # its own part of the gradients is larger than one bucket
     resident = []
     for steps in range(2):
         wrapped(inputs).sum().backward()
@@ -86,12 +86,55 @@ def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
         model.zero_grad()
     wrapped(inputs).sum().backward()
     resident.append(max(one.resident_bytes for one in memopt.running(model).plans))
-    assert resident[0] == alone.resident_bytes + 8 * elements + buckets_bytes
+    assert resident[0] == alone.resident_bytes + 8 * elements
     state_bytes = 2 * 8 * elements + 4  # two moments, a number of steps
     assert resident[1] == resident[0] + state_bytes
     # The model's own gradients are charged already where a micro-batch comes after another.
     wrapped(inputs).sum().backward()
     assert memopt.running(model).around.certain().state_bytes == 8 * elements + state_bytes
+    # Buckets are there with all gradients, when the backward has run and its peak is over.
+    assert all(one.budget == one.peak_bytes for one in memopt.running(model).plans)
+    model.zero_grad()
+    engine.optimizer.reduce_bucket_size = 10000
+    wrapped(inputs).sum().backward()
+    plan = memopt.running(model).plans[-1]
+    gradients_bytes = sum(one.nbytes for one in model.parameters())
+    output_bytes = 4 * 16 * 4
+    assert plan.budget == plan.resident_bytes + gradients_bytes + output_bytes + 2 * 4 * 10000
+
+
+class _Parts(nn.Sequential):
+    """Reads a value behind its first block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        return super().forward(x * (1 + (x.sum().item() > 1e9)))
+
+
+@pytest.mark.filterwarnings("ignore:.*can.* be captured as one graph")
+def test_buckets_are_there_while_other_parts_of_a_model_await_their_backward() -> None:
+    def peak_bytes(bucket_size: int) -> int | None:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+        model = _Parts(*blocks)
+        engine = SimpleNamespace(optimizer=_ZeroOptimizer(model))
+        engine.optimizer.reduce_bucket_size, engine.optimizer.overlap_comm = bucket_size, False
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            assert engine.optimizer is not None
+
+        before.__module__ = "deepspeed.runtime.engine"
+        memopt.wrap(model, "min", "store-all", parts="auto", progress=False)
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        for _ in range(4):
+            model(torch.ones(16, 8)).sum().backward()
+            model.zero_grad()
+        found: int | None = memopt.running(model).parts.shared.peak_bytes()
+        return found
+
+    small, large = map(peak_bytes, (200, 10200))
+    assert small is not None
+    assert large == small + 4 * 10000
 
 
 def test_buckets_that_a_version_does_not_name_are_warned_of_once() -> None:
