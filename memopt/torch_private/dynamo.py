@@ -19,7 +19,7 @@ from memopt.torch_private.access import (
     patched,
     private,
 )
-from memopt.torch_private.inner_gradients import gradients_traced
+from memopt.torch_private.inner_gradients import gradients_traced, makers_of_leaves
 from memopt.torch_private.rows import TABLE
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, kernels_kept_whole
 
@@ -73,7 +73,7 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         _not_exporting(),
         # Dynamo decomposes addcdiv with a factor whatever its settings: the quotient, product and
         # sum round otherwise.
-        handlers_replaced({torch.addcdiv: None}),
+        handlers_replaced({torch.addcdiv: None, **makers_of_leaves(handlers())}),
         _no_hooks_around(),
     ):
         _in_capture = True
