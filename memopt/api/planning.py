@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from memopt.api.cluster import on_mesh, with_cluster
@@ -162,13 +163,21 @@ def plan(
     )
     if inputs is None and mesh is None and _is_module(model):
         return deferred(model, wanted)
-    with on_mesh(model, mesh, mode) as built:
+    with _naming_parts(model), on_mesh(model, mesh, mode) as built:
         return Plan.of(with_cluster(make_plan(built, inputs, wanted), mesh, inputs))
 
 
 def _is_module(model: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _naming_parts(model: Any) -> AbstractContextManager[None]:
+    if not _is_module(model):
+        return nullcontext()
+    from memopt.executor.part_names import naming_parts
+
+    return naming_parts(model)
 
 
 def solve(

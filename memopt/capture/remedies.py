@@ -22,6 +22,12 @@ _GRAD = ("autograd.grad", "Tensor.backward()", "does not require grad")
 
 _SAID: tuple[tuple[str, str], ...] = (
     (
+        r"in get_rope_index\b",
+        "it computes the positions of its tokens in Python, out of their values: call its "
+        "get_rope_index before, where batches are put together, and pass the model what that "
+        "returns first as position_ids",
+    ),
+    (
         r"element of type Sym(Int|Float|Bool)|SymIntArrayRef expected to contain only concrete"
         r"|SymNodeVariable\(\) is not a constant",
         "it reads a size or a factor out of a tensor (.item(), int(x), or a tensor given as one), "

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from memopt.torch_private.access import known, patched, private
 
 _TRACED = "torch._dynamo.config.trace_autograd_ops"
 _BACKWARD = "torch._dynamo.variables.TensorVariable.method_backward"
 _LEAVES = "torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs"
+_MAKERS = (
+    *("empty", "full", "ones", "rand", "randn", "zeros"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+    *("arange", "eye", "linspace", "tensor"),
+)
+"""Functions of torch's that make a leaf where they are told so."""
 
 
 @contextlib.contextmanager
@@ -53,3 +61,25 @@ def _leaves_used() -> Iterator[None]:
 
     with patched(_LEAVES, checked):
         yield
+
+
+def makers_of_leaves(handlers: Mapping[Any, Any]) -> dict[Any, Callable[..., Any]]:
+    """Return handlers by which Dynamo traces `torch.zeros(..., requires_grad=True)` in a forward as
+    `torch.zeros(...).requires_grad_()`, given its own; none where it traces no such leaves.
+
+    It refuses the first, which the second is, bit for bit.
+    """
+    makers = [getattr(torch, name) for name in _MAKERS] if known(_LEAVES) else []
+    return {one: _making(handlers.get(one)) for one in makers}
+
+
+def _making(other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def made(variable: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("requires_grad")
+        if asked is None or asked.as_python_constant() is not True:
+            return other and other(variable, translator, *args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name != "requires_grad"}
+        tensor = variable.call_function(translator, list(args), rest)
+        return tensor.call_method(translator, "requires_grad_", [], {})
+
+    return made

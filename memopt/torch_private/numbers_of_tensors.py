@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ _IN_PLACE = {
     if name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
 } - {operator.index, operator.inv, operator.invert}
 """Python's operators that change their first operand in place."""
+
+_SIZED = ("arange", "empty", "eye", "ones", "rand", "randn", "zeros")
+"""Functions of torch's that read a number out of each tensor that they are given."""
 
 
 def items_of(node: Node) -> tuple[Node, ...]:
@@ -152,3 +155,21 @@ def updated_by(node: Node) -> Node | None:
     changed = node.kwargs.get("out", node.args[0] if node.args else None)
     in_place = name.endswith("_") or node.target in _IN_PLACE or "out" in node.kwargs
     return changed if in_place and isinstance(changed, Node) else None
+
+
+def readers_of_numbers(handlers: Mapping[Any, Any]) -> dict[Any, Callable[..., Any]]:
+    """Return handlers by which Dynamo, given its own, traces `torch.arange(lengths.sum())` as
+    `torch.arange(lengths.sum().item())`: what is read in the first is open."""
+    return {one: _reading(handlers.get(one)) for one in (getattr(torch, name) for name in _SIZED)}
+
+
+def _reading(other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def made(variable: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(one.is_tensor() for one in args):
+            return other and other(variable, translator, *args, **kwargs)
+        numbers = [
+            one.call_method(translator, "item", [], {}) if one.is_tensor() else one for one in args
+        ]
+        return variable.call_function(translator, numbers, kwargs)
+
+    return made

@@ -74,6 +74,13 @@ def _jacobian(network: nn.Module, x: Tensor) -> Any:
     return rows.square().mean()
 
 
+def _of_made_leaves(network: nn.Module, x: Tensor) -> Any:
+    z = torch.zeros_like(x, requires_grad=network.training)
+    scale = torch.full((1,), 2.0, requires_grad=True) + torch.ones(1, requires_grad=False)
+    u = network(x + z) * scale
+    return grad(u.square().sum(), z, create_graph=True)[0].square().mean(), u
+
+
 def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
     torch.manual_seed(5)
     x = x.detach().clone().requires_grad_(x.requires_grad)
@@ -95,6 +102,7 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
         pytest.param(_residual, marks=own_leaves),
         pytest.param(_sampled, marks=own_leaves),
         pytest.param(_jacobian, marks=own_leaves),
+        pytest.param(_of_made_leaves, marks=own_leaves),
     ],
 )
 def test_a_forward_that_differentiates_is_planned(way: Callable[..., Any]) -> None:
@@ -160,6 +168,11 @@ def _with_autocast(network: nn.Module, x: Tensor) -> Any:
     return grad(u.sum(), x, create_graph=True)[0].square().sum()
 
 
+def _returned_where_made(network: nn.Module, x: Tensor) -> Any:
+    z = torch.zeros_like(x, requires_grad=True)
+    return network(x + z).sum(), z
+
+
 def _backward(network: nn.Module, x: Tensor) -> Any:
     functional.mse_loss(network(x), x).backward()
     return network(x).sum()
@@ -180,6 +193,7 @@ def _returned(network: nn.Module, x: Tensor) -> Any:
         (_with_autocast, "runs under autocast.*without autocast"),
         (_backward, r"in a way that no graph holds \(backward\(\)"),
         (_returned, r"requires_grad_\(\).*not returned"),
+        pytest.param(_returned_where_made, r"requires_grad_\(\).*not returned", marks=own_leaves),
     ],
 )
 def test_a_derivative_that_no_trace_follows_is_refused(way: Callable[..., Any], words: str) -> None:

@@ -55,6 +55,7 @@ class Numbers(Reading):
         h = functional.pad(h[:, :longest], (0, 0, 0, h.shape[1] - longest))
         for count in torch.bincount(ids.flatten(), minlength=WORDS)[:2].tolist():
             h = h * (1 + count)
+        h = h * torch.arange(lengths.max()).sum()
         return h + torch.stack(means).unsqueeze(1)
 
 

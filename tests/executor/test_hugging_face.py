@@ -114,19 +114,72 @@ class Masking(nn.Module):
         return hidden
 
 
-def test_masks_of_other_names_are_left_out_and_computed_ones_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Encoding(Masking):
+    """Hands the mask on, and gives an encoder one that it computes."""
+
+    def __init__(self, model: nn.Module, encoder: nn.Module) -> None:
+        super().__init__(model)
+        self.encoder = encoder
+
+    def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
+        seen = self.encoder(tokens, attention_mask=(tokens >= 0).long()).last_hidden_state
+        hidden: Tensor = super().forward(tokens, kept) + seen
+        return hidden
+
+
+def _sharing() -> nn.Module:
+    """A decoder whose queries share keys and values."""
     assert torchvision_shim.__file__
     from transformers import LlamaConfig, LlamaModel
 
-    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
     config = LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=8, num_key_value_heads=2, attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Masking(LlamaModel(config)).bfloat16().train()
+    return LlamaModel(config)
+
+
+def test_a_mask_is_left_out_beside_one_of_another_kind_that_the_model_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept, and the gradients of keys and values had other last bits."""
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    decoder = _sharing()
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    encoder = BertModel(BertConfig(vocab_size=300, num_attention_heads=4, **sizes))
+    model = Encoding(decoder, encoder).train()
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, budget="min", strategy="rotor", progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*attention mask")
+        for one in (model, twin):
+            torch.manual_seed(1)
+            one(IDS, torch.ones_like(IDS)).square().mean().backward()
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert parameter.grad is other.grad is None or torch.equal(parameter.grad, other.grad), name
+    assert model.calls.planned == 1
+
+
+def test_a_plan_that_keeps_a_mask_which_masks_nothing_says_so() -> None:
+    model = Masking(_sharing()).train()
+    whole = torch.ones_like(IDS)
+    with pytest.warns(UserWarning, match="mask of the example masks nothing.*memopt.wrap"):
+        memopt.plan(model, (IDS, whole), strategy="store-all", progress=False)
+    whole[1, 20:] = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*attention mask")
+        memopt.plan(model, (IDS, whole), strategy="store-all", progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masks_of_other_names_are_left_out_and_computed_ones_are_warned_of(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    model = Masking(_sharing()).to(dtype).train()
     twin = copy.deepcopy(model)
     memopt.wrap(model, budget="min", progress=False)
     whole = torch.ones_like(IDS)

@@ -17,10 +17,13 @@ from transformers import (
     LlavaForConditionalGeneration,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
 import memopt
+from memopt.errors import CaptureError
 from tests.users.test_parts import in_parts, training
 
 IMAGE = 98
@@ -114,3 +117,40 @@ def test_tokens_that_do_not_match_the_image_are_refused_by_the_model() -> None:
     with pytest.raises(ValueError, match="do not match"), pytest.warns(match="a check in the"):
         model(**wrong)
     assert memopt.running(model).calls.planned == 1
+
+
+def qwen() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model that computes its tokens' positions out of their kinds, and its batch."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "depth": 1, "patch_size": 4,
+        "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    text = {**_LAYERS, **_TEXT, "rope_parameters": rope, "use_cache": False}
+    config = Qwen3VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    inputs = batch("qwen")
+    inputs["pixel_values"] = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
+    inputs["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
+    torch.manual_seed(0)
+    return Qwen3VLForConditionalGeneration(config).train(), inputs
+
+
+def test_positions_that_are_computed_before_the_call() -> None:
+    """The refusal of a model that computes them says so."""
+    plain, inputs = qwen()
+    with pytest.raises(CaptureError, match=r"get_rope_index before.*position_ids"):
+        memopt.plan(plain, inputs, progress=False)
+    del inputs["attention_mask"]  # of ones
+    kinds, grid = inputs["mm_token_type_ids"], inputs["image_grid_thw"]
+    inputs["position_ids"] = plain.model.get_rope_index(inputs["input_ids"], kinds, grid)[0]
+
+    def loss_of(one: Any) -> torch.Tensor:
+        loss: torch.Tensor = one(**inputs).loss
+        return loss
+
+    model = memopt.wrap(copy.deepcopy(plain), "min", "rotor", progress=False)
+    expected, _ = training(plain, 3, loss_of=loss_of)
+    losses, _ = training(model, 3, loss_of=loss_of)
+    assert all(map(torch.equal, losses, expected))
+    assert memopt.running(model).calls.planned == 3

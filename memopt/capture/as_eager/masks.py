@@ -1,12 +1,12 @@
 """Traces attention masks that mask nothing as eager treats them.
 
 Hugging Face's models check whether an attention mask masks anything and, if not, drop it; a trace
-cannot check and keeps it. Most models compute the same numbers either way. Two kinds do not, in low
-precision. Of models that add a learned position bias to the scores (T5 and its kin), with a mask
-each sequence has its own bias, whose gradients are rounded before they are summed over the batch;
-without one, all share one bias, summed first. Models whose queries share keys and values (Llama and
-its kin) repeat these for every query under a mask, and round each gradient before they are summed;
-without one, the kernel sums them. So such calls are captured without the mask, and a model that
+cannot check and keeps it. Most models compute the same numbers either way. Two kinds do not. Models
+whose queries share keys and values (Llama and its kin) repeat these for every query under a mask,
+and gradients are summed behind the kernel; without one, the kernel sums them. In low precision, of
+models that add a learned position bias to the scores (T5 and its kin), with a mask each sequence
+has its own bias, whose gradients are rounded before they are summed over the batch; without one,
+all share one bias, summed first. So such calls are captured without the mask, and a model that
 plans its own calls (`memopt.wrap`) checks each call's masks, as eager does.
 """
 
@@ -25,6 +25,7 @@ from torch.fx import Node
 from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
+from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.dynamo import captured_around, comptime
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def masks_nothing(call: Call) -> tuple[int, ...]:
         number
         for number, leaf in enumerate(call.leaves)
         if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, FakeTensor)
         and (leaf.dim(), leaf.layout, leaf.is_meta) == (2, torch.strided, False)
         and bool((leaf == 1).all())
     )
@@ -75,51 +77,85 @@ _ONES = {"ones", "new_ones", "ones_like"}
 
 def with_whole_masks(model: nn.Module, call: Call, trace: Callable[[], T]) -> T:
     """Run `trace` without the masks that mask nothing, as eager leaves them out, if all are known
-    to: they are arguments of ones, or ones that the model makes. Warn of a mask that the model
-    computes."""
+    to: they are arguments of ones, or ones that the model makes. Warn of masks that are kept and
+    may mask nothing."""
     if not rounds_by_mask(model):
         return trace()
-    # Dynamo's names of the flat arguments.
-    whole = {f"l_flat_args_{number}_" for number in call.whole_masks}
-    leaves_out = bool(whole)
+    leaves_out = (bool(call.whole_masks),) * 2
     with _masks_seen(leaves_out) as masks:
         traced = trace()
-    sources = [_sources(mask) for mask in masks]
-    known = bool(sources) and all(reads is not None and reads <= whole for reads in sources)
-    if None in sources and _rounds_much(model):
-        warn(
-            "the model computes an attention mask. The planned step keeps it where the unplanned "
-            "model leaves it out, since it masks nothing: last bits may differ then. Pass the mask "
-            "as an argument"
-        )
-    if not sources or known == leaves_out:
+    sources = [list(map(_sources, kind)) for kind in masks]
+    known = tuple(
+        _are_of(kind, call.whole_masks) if kind else out
+        for kind, out in zip(sources, leaves_out, strict=True)
+    )
+    _warn_of_kept(model, call, sources)
+    if known == leaves_out:
         return traced
     with _masks_seen(known):
         return trace()
 
 
-def _rounds_much(model: nn.Module) -> bool:
-    """Return whether a model computes in less than single precision."""
+def _are_of(sources: list[set[str] | None], leaves: tuple[int, ...]) -> bool:
+    """Return whether masks are copies of these flat arguments, or made of ones."""
+    names = {f"l_flat_args_{number}_" for number in leaves}  # Dynamo's
+    return all(reads is not None and reads <= names for reads in sources)
+
+
+def _warn_of_kept(model: nn.Module, call: Call, sources: list[list[set[str] | None]]) -> None:
+    """Warn of masks that a trace keeps, and eager may not; `sources`: of the causal masks, and of
+    the others."""
+    kept = [
+        kind
+        for is_causal, kind in zip((True, False), sources, strict=True)
+        if not _are_of(kind, call.whole_masks) and _rounds(model, is_causal)
+    ]
+    if any(None in kind for kind in kept):
+        warn(
+            "the model computes an attention mask. The planned step keeps it where the unplanned "
+            "model leaves it out, since it masks nothing: last bits may differ then. Pass the mask "
+            "as an argument"
+        )
+    elif any(_are_of(kind, masks_nothing(call)) for kind in kept):
+        warn(
+            "an attention mask of the example masks nothing. The unplanned model leaves such a "
+            "mask out, and the planned step keeps it: last bits of gradients may differ. Plan "
+            "without the mask if nothing is padded; memopt.wrap(model) looks at each batch's"
+        )
+
+
+def _rounds(model: nn.Module, causal: bool) -> bool:
+    """Return whether a model computes other bits with a mask of this kind that masks nothing: its
+    queries share keys and values there, or it computes in less than single precision."""
+    if any(
+        getattr(module, "num_key_value_groups", 1) != 1
+        and getattr(module, "is_causal", causal) == causal
+        for module in model.modules()
+    ):
+        return True
     parameters = list(model.parameters())
     low = any(one.is_floating_point() and one.itemsize < 4 for one in parameters)
     return low or any(torch.is_autocast_enabled(one.device.type) for one in parameters[:1])
 
 
 @contextmanager
-def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
-    """Trace inside, with masks left out as if they masked nothing, or with them.
+def _masks_seen(leaves_out: tuple[bool, ...]) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Trace inside, with masks left out as if they masked nothing, or with them: the causal ones,
+    and the others.
 
     Yields:
-        The nodes of Dynamo's trace from which masks are made; filled while tracing.
+        The nodes of Dynamo's trace from which masks of each kind are made; filled while tracing.
     """
     masking: Any = sys.modules["transformers.masking_utils"]
     at_trace = comptime()
-    masks: list[Node] = []
+    masks: tuple[list[Node], list[Node]] = ([], [])
 
-    def look(context: Any) -> None:
-        masks.append(context.get_local("padding_mask").as_proxy().node)
+    def seen(name: str, leaves_out: bool, masks: list[Node]) -> Any:
+        original: Callable[..., bool] = getattr(masking, name)
 
-    def seen(original: Callable[..., bool]) -> Callable[..., bool]:
+        def look(context: Any) -> None:
+            masks.append(context.get_local("padding_mask").as_proxy().node)
+
         def skips(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
             if not captured_around():  # another thread's call
                 return original(padding_mask, *args, **kwargs)
@@ -127,13 +163,11 @@ def _masks_seen(leaves_out: bool) -> Iterator[list[Node]]:
                 at_trace(look)
             return original(None if leaves_out else padding_mask, *args, **kwargs)
 
-        return skips
+        return mock.patch.object(masking, name, skips)
 
-    causal, both_ways = masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa
-    with (
-        mock.patch.object(masking, "_ignore_causal_mask_sdpa", seen(causal)),
-        mock.patch.object(masking, "_ignore_bidirectional_mask_sdpa", seen(both_ways)),
-    ):
+    names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+    causal, both_ways = map(seen, names, leaves_out, masks)
+    with causal, both_ways:
         yield masks
 
 
