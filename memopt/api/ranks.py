@@ -141,7 +141,7 @@ def _facts(model: Any, inputs: Any, wanted: PlanRequest) -> dict[str, str]:
     import torch
 
     from memopt.capture.training_call import training_call
-    from memopt.step.reader import described, described_text
+    from memopt.step.described import described, described_text
 
     shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
     leaves = training_call(model, inputs).leaves

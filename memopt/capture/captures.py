@@ -19,9 +19,9 @@ from torch import nn
 from memopt.capture.capture import capture
 from memopt.models.record import OutputGradients
 from memopt.step.captured import Captured
+from memopt.step.described import described
 from memopt.step.input_values import other_values
 from memopt.step.inputs import Call, device_of, repeated
-from memopt.step.reader import described
 from memopt.step.record import record_of
 from memopt.user_code.aside import aside
 

@@ -14,8 +14,8 @@ from memopt.errors import CaptureError
 from memopt.executor.differentiated import DIFFERENTIATED, PARTIAL, REMEDIES
 from memopt.models.budget import format_bytes
 from memopt.models.warned import warn
+from memopt.step.described import described_text
 from memopt.step.memory_layout import storage_of
-from memopt.step.reader import described_text
 from memopt.step.shards import held_gradients, local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import hooks_on_all_forwards

@@ -14,8 +14,9 @@ from memopt.errors import CaptureError
 from memopt.models.warned import warn
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
+from memopt.step.described import same
 from memopt.step.inputs import Call
-from memopt.step.reader import Dependency, same
+from memopt.step.reader import Dependency
 from memopt.torch_private.engine_hooks import engine_off
 from memopt.user_code.aside import aside
 

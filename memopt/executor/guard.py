@@ -15,10 +15,11 @@ from memopt.executor.dependency_check import DependencyCheck
 from memopt.step.backend import autocast_state
 from memopt.step.captured import Captured
 from memopt.step.dependencies import Dependencies
+from memopt.step.described import described, described_text, same
 from memopt.step.input_values import InputValue, InputValueError, other_values
 from memopt.step.inputs import Call, repeated
 from memopt.step.objects import Opened
-from memopt.step.reader import GONE, Dependency, described, described_text, same
+from memopt.step.reader import GONE, Dependency
 from memopt.torch_private.modules import TENSOR_REGISTRIES, buffers_of, parameters_of
 
 _LOG = logging.getLogger(__name__)

@@ -56,11 +56,6 @@ class _Inside:
     other_order: OtherOrder | None = None
     run_again: Callable[[str], None] | None = None
 
-    def check_odds(self) -> None:
-        """Check that branches go as planned, if another plan can be made."""
-        if self.on_mismatch is not None:
-            self.captured.odds.check()
-
 
 class PlannedModule(nn.Module):
     """A model whose training step runs under a plan.
@@ -208,7 +203,7 @@ class PlannedModule(nn.Module):
         call = align(model, captured.call, args, as_planned(captured.call, kwargs))
         try:
             guard.check(model, call)
-            own.check_odds()
+            captured.odds.check(own.on_mismatch is not None)
         except GuardError as error:
             if not asks_for_gradients(model, call):
                 calls.original += 1
@@ -383,7 +378,7 @@ def accepts(planned: PlannedModule, call: Call) -> bool:
     kwargs = as_planned(own.captured.call, call.kwargs)
     try:
         own.guard.check(own.model, align(own.model, own.captured.call, call.args, kwargs))
-        own.captured.odds.check()
+        own.captured.odds.check(True)
     except GuardError:
         return False
     return True

@@ -24,9 +24,9 @@ from memopt.models.budget import format_bytes
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.warned import warn
 from memopt.programs.charged import backward_bytes, needed_bytes
+from memopt.step.described import described, described_text
 from memopt.step.inputs import Call
 from memopt.step.ranks import ranks_of
-from memopt.step.reader import described, described_text
 from memopt.step.shards import held_gradients
 
 if TYPE_CHECKING:

@@ -45,9 +45,9 @@ from memopt.executor.unplanned import beside_ranks, passes_on, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
+from memopt.step.described import described
 from memopt.step.inputs import Call, asks_for_gradients, device_of, in_order, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
-from memopt.step.reader import described
 from memopt.step.shards import held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around

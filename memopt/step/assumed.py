@@ -65,13 +65,16 @@ class Odds:
         """Return whether calls go otherwise than the example by now."""
         return self.turned >= _TURNED
 
-    def check(self) -> None:
+    def check(self, another: bool) -> None:
         """Check that calls go as the example did.
+
+        Args:
+            another: whether another plan can be made.
 
         Raises:
             InputValueError: the last ones did not, and have a plan of their own.
         """
-        if self.have_turned:
+        if another and self.have_turned:
             raise InputValueError("a branch on a value goes another way than planned by now")
 
     def leave_out(self) -> bool:

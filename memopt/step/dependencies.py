@@ -21,19 +21,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from memopt.step.assumed import assumptions_of
+from memopt.step.described import described, same
 from memopt.step.dynamo_guards import TraceGuards
 from memopt.step.input_values import InputValue
 from memopt.step.inputs import Call
 from memopt.step.late import is_late, last_name, late_names
-from memopt.step.reader import (
-    GONE,
-    UNREADABLE,
-    Dependency,
-    TraceReader,
-    described,
-    read,
-    same,
-)
+from memopt.step.reader import GONE, UNREADABLE, Dependency, TraceReader, read
 from memopt.torch_private.tensors import TensorsKnown
 
 EFFECTS = "side_effects"

@@ -14,6 +14,7 @@ import operator
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import has_side_effect
 
 from memopt.step.operators import Substitute
 
@@ -54,7 +55,10 @@ def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor
     return x.mul(noise), noise.to(torch.bool)
 
 
-EAGER_DROPOUT = Substitute(_ATEN.native_dropout.default, lambda _, *args: dropout(*args))
+EAGER_DROPOUT = has_side_effect(
+    Substitute(_ATEN.native_dropout.default, lambda _, *args: dropout(*args))
+)
+"""It draws: passes of AOTAutograd keep it where nothing reads its results."""
 
 
 def dropout_as_eager(module: GraphModule) -> None:

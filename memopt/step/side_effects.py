@@ -32,8 +32,9 @@ from memopt.step.changes import (
     Existing,
     Number,
 )
+from memopt.step.described import same
 from memopt.step.inputs import Call
-from memopt.step.reader import GONE, TraceReader, same
+from memopt.step.reader import GONE, TraceReader
 from memopt.step.traced_arguments import Place, with_arguments
 
 Read: TypeAlias = Callable[[nn.Module, Call], Any]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from memopt.errors import CaptureError, led_to
 from memopt.step.operators import RUN_ONCE
@@ -50,6 +51,7 @@ def tell_layouts(name: str) -> bool:
     for overload in overloads:
         form = overload.name() if overload.name() != f"{name}.default" else name
         torch.library.register_fake(form, _described(name, overload), lib=library)
+        has_side_effect(overload)
     RUN_ONCE.update(overloads)
     return True
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memopt.step.described import described
 from memopt.step.inputs import Call, align, to_call
-from memopt.step.reader import described
 
 X, Y = torch.zeros(2), torch.ones(2)
 
