@@ -36,7 +36,7 @@ class Layers(nn.Module):
 class Item(Layers):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        return y * round(y.sum().item(), 2)
+        return y * math.erf(y.sum().item())
 
 
 class Chance(Layers):

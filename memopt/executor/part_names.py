@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from memopt.errors import CaptureError, NothingToTrainError
@@ -96,7 +97,9 @@ def naming_parts(model: nn.Module | None) -> Iterator[None]:
     except NothingToTrainError:
         raise
     except CaptureError as error:
-        names = [] if model is None else names_of_parts(model, error.modules)
+        if model is None or isinstance(model, torch.jit.ScriptModule):
+            raise
+        names = names_of_parts(model, error.modules)
         if not names:
             raise
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

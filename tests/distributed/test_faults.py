@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -68,7 +69,7 @@ class Raising(torch.nn.Module):
         if self.how == "raises":
             raise KeyError("not on this rank")
         if self.how == "reads":
-            input = input * round(input.detach().max().item(), 2)
+            input = input * math.erf(input.detach().max().item())
         found: torch.Tensor = self.inner(input)
         return found
 

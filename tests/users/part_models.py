@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 def nothing(x: torch.Tensor) -> float:
     """Return 0, computed from a number in Python that no graph can hold."""
-    return 0.0 * round(x.detach().mean().item(), 2)
+    return 0.0 * math.erf(x.detach().mean().item())
 
 
 def layers(width: int = 64) -> nn.Sequential:
