@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from memopt.errors import ExecutionError, GuardError
 from memopt.executor.guard import Guard
 from memopt.executor.hooked_outputs import INNER, REMEDY, InnerOutputs, gradients_of
 from memopt.executor.random_state import RandomStates
+from memopt.executor.tensors_again import apart, replaced_since
 from memopt.executor.unplanned import unplanned
 from memopt.step.backend import autocast_as, autocast_state
 from memopt.step.captured import Captured
@@ -29,7 +31,7 @@ from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import engine_off
 from memopt.torch_private.modes import is_batch
 from memopt.torch_private.operators import OpOverload, schema_of
-from memopt.user_code.own_backward import reaches
+from memopt.user_code.own_backward import holding
 from memopt.user_code.restored_state import state_restored
 
 _STATISTICS = ("running_mean", "running_var")
@@ -88,6 +90,7 @@ class AsOriginal:
     Args:
         captured: the captured model.
         model: the user's model.
+        held: what it holds in this call, as of `Captured.held_values`.
         call: the call, before it runs.
         guard: checks whether the call is still the planned one.
         random: random states of the device; None: the call draws no random numbers.
@@ -107,6 +110,7 @@ class AsOriginal:
         self,
         captured: Captured,
         model: nn.Module,
+        held: Sequence[Any],
         call: Call,
         guard: Guard,
         random: RandomStates | None,
@@ -117,7 +121,7 @@ class AsOriginal:
         self._other_order, self._fewer_outputs = other_order, fewer_outputs
         self._captured, self._model, self._call, self._guard = captured, model, call, guard
         self._autocast, self._used, self._counted = autocast_state(), used, False
-        self._random = random
+        self._random, self._held = random, held
         self._replay = [] if random is None else random.replay_from_now()
 
     def check_unchanged(self, values: Sequence[Any]) -> None:
@@ -198,9 +202,11 @@ class AsOriginal:
 
         def run() -> tuple[Any, ...]:
             self._check_runs_again(OTHER_LOSS)
-            inner, asked = _apart(self._call, wanted, OTHER_LOSS)
+            refusal = partial(_cannot, OTHER_LOSS)
+            replaced = replaced_since(self._captured, self._model, self._held, refusal)
+            inner, asked = apart(self._call, wanted, replaced, refusal)
             instead = self._planned(planned, inner)
-            leaves = self._outputs_again(inner, OTHER_LOSS, instead)
+            leaves = self._outputs_again(inner, OTHER_LOSS, replaced, instead)
             pairs = [(leaves[position], gradient) for position, gradient in gradients.items()]
             retained = self.inner.hooked(leaves, gradients)
             del leaves
@@ -214,20 +220,22 @@ class AsOriginal:
             return planned(call)
 
     def _gradients(self, tangents: list[Any], why: str, planned: Again | None) -> tuple[Any, ...]:
-        captured, model, call = self._captured, self._model, self._call
+        captured, call, held = self._captured, self._call, iter(self._held)
         wanted = [i for i, gradient in enumerate(captured.gradients) if gradient is not None]
-        given = [captured.primals[i].value(model, call.leaves) for i in wanted]
-        inner, primals = _apart(call, given, why)
+        values = [
+            next(held) if one.held else one.value(self._model, call.leaves)
+            for one in captured.primals
+        ]
+        refusal = partial(_cannot, why)
+        replaced = replaced_since(captured, self._model, self._held, refusal)
+        inner, primals = apart(call, [values[i] for i in wanted], replaced, refusal)
         instead = None if planned is None else self._planned(planned, inner)
-        found = self._outputs_again(inner, why, instead)
+        found = self._outputs_again(inner, why, replaced, instead)
         begun = zip(captured.tangents, tangents, strict=True)
         pairs = [(_leaf_of(one, why), tangent) for one, tangent in begun if tangent is not None]
         if any(leaf >= len(found) for leaf, _ in pairs):
-            raise ExecutionError(
-                f"{why}; its forward cannot run again for that: a gradient comes from "
-                f"{', '.join(captured.effects.shown)}, where it leaves tensors behind. You can "
-                f"{REMEDIES[why]}"
-            )
+            shown = ", ".join(captured.effects.shown)
+            raise refusal(f"a gradient comes from {shown}, where it leaves tensors behind")
         retained = self.inner.hooked(found, dict(pairs))
         computed = gradients_of([(found[leaf], one) for leaf, one in pairs], primals, retained)
         by_position = dict(zip(wanted, computed, strict=True))
@@ -236,18 +244,14 @@ class AsOriginal:
     def _check_runs_again(self, why: str) -> None:
         """Raise ExecutionError if the forward reads what it updates, or draws under vmap."""
         if why is BATCHED and self._random is not None:
-            raise ExecutionError(
-                f"{why}; its forward cannot run again for that: it draws random numbers, which "
-                f"vmap refuses. You can {REMEDIES[why]}"
-            )
+            raise _cannot(why, "it draws random numbers, which vmap refuses")
         written = next(_read_and_written(self._captured), None)
         if written is not None:
-            raise ExecutionError(
-                f"{why}; its forward cannot run again for that: it has updated {written}, which it "
-                f"reads. You can {REMEDIES[why]}"
-            )
+            raise _cannot(why, f"it has updated {written}, which it reads")
 
-    def _outputs_again(self, inner: Call, why: str, instead: nn.Module | None = None) -> list[Any]:
+    def _outputs_again(
+        self, inner: Call, why: str, replaced: Mapping[int, Any], instead: nn.Module | None
+    ) -> list[Any]:
         """Run the unplanned forward, or `instead`, as this call's forward ran; return the leaves of
         its output."""
         model, call = self._model, self._call
@@ -256,6 +260,7 @@ class AsOriginal:
             stack.enter_context(state_restored(model, call))
             stack.enter_context(unplanned())
             stack.enter_context(engine_off(model))
+            stack.enter_context(holding(model, replaced))
             for one in self._replay:
                 stack.enter_context(one)
             stack.enter_context(autocast_as(self._autocast))
@@ -272,33 +277,10 @@ class AsOriginal:
             return list(pytree.tree_leaves((instead or model)(*inner.args, **inner.kwargs)))
 
 
-def _apart(call: Call, wanted: Sequence[torch.Tensor], why: str) -> tuple[Call, list[torch.Tensor]]:
-    """Return the call, and the tensors `wanted`, with aliases in place of arguments. Aliases have
-    none of the user's hooks, and pass no gradient on to what the arguments were computed from:
-    autograd adds the arguments' gradients there, so it would be added twice.
-
-    Raises:
-        ExecutionError: a second derivative goes on through them, and reaches a parameter.
-    """
-    made: dict[int, torch.Tensor] = {}
-    differentiated = torch.is_grad_enabled()
-
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        stays = not differentiated or isinstance(tensor, nn.Parameter) or not tensor.requires_grad
-        if id(tensor) not in made and not (tensor.is_leaf and stays):
-            with torch.enable_grad():
-                past = tensor if differentiated else tensor.detach().requires_grad_()
-                made[id(tensor)] = past.view_as(tensor)
-        return made.get(id(tensor), tensor)
-
-    inner = call.with_tensors(one)
-    held = [tensor for tensor in wanted if id(tensor) not in made]
-    if differentiated and any(reaches(tensor, held) for tensor in call.tensors()):
-        raise ExecutionError(
-            f"{why}; its forward cannot run again for that: an argument of it is computed from "
-            f"its parameters. You can {REMEDIES[why]}"
-        )
-    return inner, [made.get(id(tensor), tensor) for tensor in wanted]
+def _cannot(why: str, cause: str) -> ExecutionError:
+    return ExecutionError(
+        f"{why}; its forward cannot run again for that: {cause}. You can {REMEDIES[why]}"
+    )
 
 
 def why_not_planned(tangents: Sequence[Any], again: AsOriginal) -> str | None:
@@ -344,10 +326,7 @@ def _leaf_of(tangent: Node, why: str) -> int:
     """Return the index of the output leaf that a tangent is the gradient of."""
     output, index = getattr(tangent.meta["desc"], "output", None), _index_of(tangent)
     if index is None:
-        raise ExecutionError(
-            f"{why}; its forward cannot run again for that: a gradient of {output!r} is asked for. "
-            f"You can {REMEDIES[why]}"
-        )
+        raise _cannot(why, f"a gradient of {output!r} is asked for")
     return index
 
 

@@ -239,7 +239,7 @@ class PlannedModule(nn.Module):
 
         random = own.runtime.random
         again = AsOriginal(
-            captured, model, call, guard, random, used, own.other_order, own.fewer_outputs
+            captured, model, held, call, guard, random, used, own.other_order, own.fewer_outputs
         )
         run, otherwise = _ran(own, held, call, again)
         if otherwise:  # what the call has computed is freed by now

@@ -39,6 +39,7 @@ from memopt.step.profiled import Baseline, Profiled
 from memopt.step.ranks import check_same_step, check_together, largest
 from memopt.step.record import record_of
 from memopt.user_code.aside import aside
+from memopt.user_code.own_backward import computed_as_leaves
 from memopt.user_code.restored_state import state_restored
 
 P = TypeVar("P", bound=Profiled)
@@ -95,7 +96,8 @@ def profile_model(
     """
     check_together(model)
     call = training_call(model, inputs)
-    with state_restored(model, call, *(loss.parts if loss else ())):
+    restored = state_restored(model, call, *(loss.parts if loss else ()))
+    with computed_as_leaves(model), restored:
         report = forward_only(progress)
         found = _profiled(model, call, loss, optimizer, options, output_gradients, kernels, report)
         return with_looks(found, found.captured, call)

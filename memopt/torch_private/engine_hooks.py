@@ -16,16 +16,17 @@ from memopt.torch_private.tensors import hooks_on_the_way
 _DEEPSPEED = "deepspeed.runtime.engine"
 _ENGINES = ("torch.distributed.", _DEEPSPEED)
 _TRAINERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+_OTHERS = (*_ENGINES, *_TRAINERS, "memopt.")
 
 
 def users_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the hooks on a tensor's gradient on its way that no engine or trainer has set: theirs
-    prepare what comes next, and read no gradient."""
+    """Return the hooks on a tensor's gradient on its way that no engine or trainer has set, nor
+    memopt for what another planned call computes of it: theirs change no gradient."""
     found = []
     for hook in (hooks_on_the_way(tensor) or {}).values():
         owner = getattr(hook, "__self__", None)
         made_by = getattr(hook, "func", hook) if owner is None else type(owner)
-        if not str(getattr(made_by, "__module__", "")).startswith((*_ENGINES, *_TRAINERS)):
+        if not str(getattr(made_by, "__module__", "")).startswith(_OTHERS):
             found.append(hook)
     return found
 

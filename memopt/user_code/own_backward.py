@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from memopt.step.backend import autocast_off
 from memopt.torch_private.modes import function_of
+from memopt.torch_private.modules import buffers_of, parameters_of
 from memopt.torch_private.tensors import GRADIENT_HOOKS, held_once
 
 
@@ -31,6 +33,34 @@ def gradient_hooks_off(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             if getattr(leaf, name) is not hooks:
                 setattr(leaf, name, OrderedDict())  # torch goes on calling what None replaces
                 setattr(leaf, name, hooks)
+
+
+@contextmanager
+def holding(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[None]:
+    """Register in a model other tensors in the place of those with these ids."""
+    found = [
+        (registry, name, now)
+        for module in (model.modules() if replaced else ())
+        for registry in (parameters_of(module), buffers_of(module))
+        for name, now in registry.items()
+        if id(now) in replaced
+    ]
+    for registry, name, now in found:
+        registry[name] = replaced[id(now)]
+    try:
+        yield
+    finally:
+        for registry, name, now in found:
+            registry[name] = now
+
+
+@contextmanager
+def computed_as_leaves(model: nn.Module) -> Iterator[None]:
+    """Register leaves with the values of the parameters that are computed
+    (`torch.func.functional_call`), so that planning's backwards end there."""
+    computed = [one for one in model.parameters() if not one.is_leaf]
+    with holding(model, {id(one): one.detach().requires_grad_() for one in computed}):
+        yield
 
 
 class OwnBackward:

@@ -176,3 +176,34 @@ def test_hooks_of_trainers_are_left_where_they_are() -> None:
         (predicted.sum() + h.sum()).backward()
     assert len(heard) == 4
     assert memopt.running(planned).calls.planned == 2
+
+
+class Decoder(nn.Module):
+    """Uses features several times, so that the parts of their gradient are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, predicted: Tensor, h: Tensor) -> Tensor:
+        return predicted * self.layer(h) * self.layer(h.tanh())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_memopts_own_hooks_are_no_users(autocast: bool) -> None:
+    """Another planned model that is called with the features looks how their gradient arrives."""
+    model, planned = both_ways()
+    torch.manual_seed(3)
+    decoder = Decoder()
+    behind = memopt.wrap(copy.deepcopy(decoder), None, progress=False, improve=False)
+
+    def trained(first: nn.Module, last: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = last(*first(torch.randn(4, 8))).float().square().sum()
+            loss.backward()
+        return [one.grad for part in (first, last) for one in part.parameters()]
+
+    assert_equal(trained(planned, behind), trained(model, decoder))
+    assert [memopt.running(one).calls.planned for one in (planned, behind)] == [3, 3]

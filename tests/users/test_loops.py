@@ -280,6 +280,53 @@ def test_a_product_with_a_hessian(wrapped: bool) -> None:
     assert planned.calls == memopt_calls(planned=1, original=1)
 
 
+@pytest.mark.parametrize("way", ["functional_call", "set anew"])
+def test_a_call_runs_again_with_the_tensors_that_it_had(way: str) -> None:
+    """Other parameters are the model's again, or since, when the backward is differentiated."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(6, 8)
+    planned = memopt.wrap(copy.deepcopy(model), "min", progress=False)
+
+    def gradients(one: nn.Module) -> tuple[torch.Tensor, ...]:
+        given = {name: 2 * value for name, value in one.named_parameters()}
+        if way == "functional_call":
+            loss = torch.func.functional_call(one, given, (x,)).square().mean()
+        else:
+            given, loss = dict(one.named_parameters()), one(x).square().mean()
+            one.get_submodule("2").weight = nn.Parameter(torch.ones(8, 8))
+        return torch.autograd.grad(loss, list(given.values()), create_graph=True)
+
+    with pytest.warns(UserWarning, match="differentiated itself"):
+        found = gradients(planned)
+    assert same(list(found), list(gradients(model)))
+    assert planned.calls == memopt_calls(planned=0, original=1)
+
+
+def test_a_first_call_with_computed_parameters() -> None:
+    """Planning's backwards end there: they freed the user's graph, and failed."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(6, 8)
+    planned = memopt.wrap(copy.deepcopy(model), "min", progress=False)
+
+    def gradients(one: nn.Module) -> list[Any]:
+        given = {"2.weight": one.get_parameter("0.weight").exp()}
+        torch.func.functional_call(one, given, (x,)).square().mean().backward()
+        return [parameter.grad for parameter in one.parameters() if parameter.grad is not None]
+
+    assert same(gradients(planned), gradients(model))
+    assert planned.calls == memopt_calls(planned=1)
+
+
+def test_a_call_some_of_whose_parameters_are_computed_from_others_is_refused() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(6, 8)
+    memopt.wrap(model, "min", progress=False)
+    first = next(model.parameters())
+    loss = torch.func.functional_call(model, {"2.weight": first * 2}, (x,)).square().mean()
+    with pytest.raises(memopt.ExecutionError, match=r"from other .*memopt\.unwrap\(model\)"):
+        torch.autograd.grad(loss, first, create_graph=True)
+
+
 def test_a_forward_that_cannot_run_again_is_refused_with_a_remedy() -> None:
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
     memopt.wrap(model, "min", progress=False)
