@@ -22,7 +22,7 @@ from memopt.pricing.memory import metered
 from tests.fuzz.loops import OPTIONS
 from tests.sweeps.grammar import RandomModule, random_module
 from tests.sweeps.grammar_values import VALUE_LINES
-from tests.sweeps.modules import Found, compare, returned, sentence
+from tests.sweeps.modules import Found, compare, descended, returned, sentence
 
 STEPS, KINDS = 12, 5
 """Steps of a case, and the different inputs that these draw from."""
@@ -100,12 +100,7 @@ def _step(made: RandomModule, model: nn.Module, kind: Inputs, step: int) -> dict
     record["random state"] = torch.get_rng_state()
     for i, value in enumerate(inputs):
         record[f"input {i}"], record[f"input {i} gradient"] = value.detach(), value.grad
-    for name, parameter in model.named_parameters():
-        record[f"gradient {name}"] = parameter.grad
-        if parameter.grad is not None:
-            with torch.no_grad():
-                parameter.sub_(parameter.grad, alpha=0.002)
-            parameter.grad = None
+    record |= descended(model, 0.002)
     record |= {f"state {name}": v.detach().clone() for name, v in model.state_dict().items()}
     record |= {k: (type(v), v) for k, v in vars(model).items() if isinstance(v, (int, float, list))}
     return record

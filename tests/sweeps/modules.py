@@ -279,15 +279,22 @@ def train(
         for i, value in enumerate(inputs):
             record[f"{step} input {i}"] = value.detach().clone()
             record[f"{step} input {i} gradient"] = value.grad
-        for name, parameter in model.named_parameters():
-            record[f"{step} gradient {name}"] = parameter.grad
-            if parameter.grad is not None:
-                with torch.no_grad():
-                    parameter.sub_(parameter.grad, alpha=0.05)
-                parameter.grad = None
+        record |= descended(model, 0.05, f"{step} ")
         for name, value in model.state_dict().items():
             record[f"{step} state {name}"] = value.detach().clone()
         record[f"{step} random state"] = torch.get_rng_state()
+    return record
+
+
+def descended(model: nn.Module, rate: float, label: str = "") -> dict[str, Any]:
+    """Update a model by its gradients, which it then has no more; those by name."""
+    record = {}
+    for name, parameter in model.named_parameters():
+        record[f"{label}gradient {name}"] = parameter.grad
+        if parameter.grad is not None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=rate)
+            parameter.grad = None
     return record
 
 
