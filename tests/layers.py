@@ -63,6 +63,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Running knows nothing of how a step was captured and priced...
     "memopt.executor": _EXECUTOR,
     # ...but where a model's planned call begins,
+    "memopt.executor.guard": (*_EXECUTOR, "memopt.capture.as_eager.masks"),
     "memopt.executor.module": (*_EXECUTOR, "memopt.capture.training_call"),
     "memopt.executor.train_step": (*_EXECUTOR, "memopt.capture.training_call"),
     "memopt.executor.step_checks": (*_EXECUTOR, "memopt.capture.remedies"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.as_eager.masks import KeptMasks
 from memopt.errors import GuardError
 from memopt.executor.dependency_check import DependencyCheck
 from memopt.step.backend import autocast_state
@@ -133,6 +134,7 @@ class Guard:
         dependencies: everything else that the trace relied on; None: not known.
         attributes: those of the arguments that it read, see `Dependencies.arguments`.
         values: what it read of the arguments' values, see `Dependencies.values`.
+        masks: warns of masks that mask nothing.
     """
 
     spec: Any
@@ -149,6 +151,7 @@ class Guard:
     dependencies: DependencyCheck | None = None
     attributes: tuple[tuple[int, str, Any], ...] = ()
     values: tuple[InputValue, ...] = ()
+    masks: KeptMasks | None = None
 
     @staticmethod
     def of(
@@ -192,6 +195,7 @@ class Guard:
             dependencies=checked,
             attributes=relied.arguments,
             values=relied.values,
+            masks=KeptMasks(model, call),
         )
 
     def of_sizes(self, call: Call) -> Guard:
@@ -214,6 +218,8 @@ class Guard:
         other = next(other_values(self.values, call.leaves), None)
         if other is not None:
             raise InputValueError(f"{other}; {_OF_VALUES}")
+        if self.masks is not None:
+            self.masks.look(call)
 
     def late_difference(self, model: nn.Module, values: Sequence[Any]) -> str | None:
         """Check as `DependencyCheck.late_difference` does."""

@@ -161,7 +161,7 @@ def digest(traced: GraphModule, model: nn.Module, dependencies: Dependencies) ->
     found.update(str(traced.meta.get(EFFECTS, "")).encode())
     for name, module in traced.named_modules():
         if isinstance(module, GraphModule):
-            found.update(f"{name}: {module.code}".encode())
+            found.update(f"{name}: {module.graph.python_code('self').src}".encode())
     for value in dependencies.values:
         found.update(f"{value.compute.code} {value.truth} {value.planned}".encode())
     for one in assumptions_of(traced):

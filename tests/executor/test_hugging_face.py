@@ -163,6 +163,21 @@ def test_a_mask_is_left_out_beside_one_of_another_kind_that_the_model_computes(
     assert model.calls.planned == 1
 
 
+def test_a_plan_of_padded_inputs_says_once_that_a_later_mask_masks_nothing() -> None:
+    """Last bits of gradients differed without a word."""
+    padded, whole = torch.ones_like(IDS), torch.ones_like(IDS)
+    padded[0, -2:] = 0
+    model = _sharing().train()
+    planned = memopt.plan(model, (IDS, padded), budget="min", progress=False).apply(model)
+    with pytest.warns(UserWarning, match="mask of this call masks nothing.*memopt.wrap"):
+        planned(IDS, whole)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*attention mask")
+        for mask in (padded, whole):
+            planned(IDS, mask)
+    assert planned.calls.planned == 3
+
+
 def test_a_plan_that_keeps_a_mask_which_masks_nothing_says_so() -> None:
     model = Masking(_sharing()).train()
     whole = torch.ones_like(IDS)

@@ -138,6 +138,41 @@ def _rounds(model: nn.Module, causal: bool) -> bool:
     return low or any(torch.is_autocast_enabled(one.device.type) for one in parameters[:1])
 
 
+class KeptMasks:
+    """Warns once, when a call's mask masks nothing and its plan, made for padded inputs, keeps it.
+
+    Args:
+        model: the planned model.
+        call: the call that it is planned for.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        rounds = rounds_by_mask(model) and (_rounds(model, True) or _rounds(model, False))
+        whole = masks_nothing(call) if rounds else ()
+        self._leaves = {
+            number
+            for number, leaf in enumerate(call.leaves if rounds else ())
+            if number not in whole and isinstance(leaf, torch.Tensor) and _like_mask(leaf)
+        }
+
+    def look(self, call: Call) -> None:
+        """Look at the masks of a call that runs planned."""
+        if self._leaves and not self._leaves.isdisjoint(masks_nothing(call)):
+            self._leaves = set()
+            warn(
+                "an attention mask of this call masks nothing, and the plan is of padded inputs. "
+                "The unplanned model leaves such a mask out, and the planned step keeps it: last "
+                "bits of gradients may differ. memopt.wrap(model) has a plan for each"
+            )
+
+
+def _like_mask(leaf: torch.Tensor) -> bool:
+    """Return whether an example's argument may be an attention mask."""
+    if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.layout != torch.strided:
+        return False
+    return leaf.dim() == 2 and bool(((leaf == 0) | (leaf == 1)).all())
+
+
 @contextmanager
 def _masks_seen(leaves_out: tuple[bool, ...]) -> Iterator[tuple[list[Node], list[Node]]]:
     """Trace inside, with masks left out as if they masked nothing, or with them: the causal ones,
