@@ -74,7 +74,11 @@ from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 from memopt.user_code.left_out import leaving_out_words
-from memopt.user_code.restored_state import forward_restored, libraries_ready
+from memopt.user_code.restored_state import (
+    forward_restored,
+    lets_tensors_train,
+    libraries_ready,
+)
 
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
 
@@ -258,7 +262,8 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             raise refusal from error
         if function is not None:
             declare_opaque(function)
-        if function is not None or hooks_set(model, call, error) or looks_at_values(model, error):
+        again = hooks_set(model, call, error) or lets_tensors_train(model, call, error)
+        if function is not None or again or looks_at_values(model, error):
             return _dynamo_trace(model, call)
         own = {name for name, _ in model.named_modules(remove_duplicate=False)}
         inside = tuple(name for name in names_of_modules(failing) if name in own)

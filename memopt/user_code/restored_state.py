@@ -15,7 +15,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -240,6 +240,28 @@ def forward_restored(
         with unheard():
             output = (way or model)(*call.args, **call.kwargs)
         yield output
+
+
+def lets_tensors_train(model: nn.Module, call: Call, error: Exception) -> bool:
+    """Let those tensors of a model require gradients that its first call does
+    (`self.zero.requires_grad_()`), and whose trace fails for that.
+
+    Returns:
+        Whether there are any, so that another trace is worth trying.
+    """
+    if "Unsupported Tensor.requires_grad_() call" not in str(error):
+        return False
+    frozen = [one for one in (*model.parameters(), *model.buffers()) if not one.requires_grad]
+    trained: list[torch.Tensor] = []
+    with suppress(Exception), forward_restored(model, call):
+        trained = [one for one in frozen if one.requires_grad]
+
+    def change() -> None:
+        for one in trained:
+            one.requires_grad_()
+
+    outlasting(change)
+    return bool(trained)
 
 
 def _settings() -> Callable[[], None]:

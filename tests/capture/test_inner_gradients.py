@@ -199,3 +199,33 @@ def _returned(network: nn.Module, x: Tensor) -> Any:
 def test_a_derivative_that_no_trace_follows_is_refused(way: Callable[..., Any], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         memopt.plan(Differentiates(way), torch.randn(6, 8, requires_grad=True), progress=False)
+
+
+class Quantizer(nn.Module):
+    """Its first training call lets a buffer require gradients, as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("zero", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.zero
+        if self.training:
+            loss.requires_grad_()
+        return loss + self.linear(x).square().mean()
+
+
+def test_a_buffer_that_the_first_call_lets_train_has_eagers_gradients() -> None:
+    """It was refused."""
+    model = Quantizer()
+    twin = copy.deepcopy(model)
+    planned = memopt.plan(model, torch.ones(3, 4), budget="min", progress=False).apply(model)
+    for step in range(3):
+        x = torch.full((3, 4), float(step))
+        for one in (planned, twin):
+            one(x).sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert torch.equal(model.zero.grad, twin.zero.grad)
+    assert planned.calls.planned == 3
