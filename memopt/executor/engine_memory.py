@@ -50,34 +50,40 @@ def gathering(model: nn.Module) -> Charges:
 
 def zero_charges(model: nn.Module) -> Charges:
     """Return the memory that DeepSpeed's optimizer (ZeRO-1, ZeRO-2) holds beside a model's
-    parameters: master weights, state, and gradients of other micro-batches; once the backward has
-    run, and hands its gradients over, also the larger of the buckets in which it reduces them and
-    the gradients of its own partition."""
+    parameters: master weights, state, and gradients and buckets of other micro-batches; once the
+    backward has run, and hands its gradients over, also what it reduces them in."""
     optimizer = optimizer_of_engine(model)
     own = [] if optimizer is None else list(model.parameters())
     if not own:
         return Charges()
     device = own[0].device
-    held = memory_of(one for one in _tensors_in(optimizer, own) if one.device == device)
+    tensors = [one for one in _tensors_in(optimizer, own) if one.device == device]
+    held = memory_of(tensors)
     own_bytes = sum(one.nbytes for one in own if one.untyped_storage().data_ptr() in held)
     item_bytes = max(one.itemsize for one in own)
     return Charges(
         state_bytes=max(0, size_of(held) - own_bytes),
-        update_bytes=_bucket_elements(optimizer) * item_bytes,
+        update_bytes=_bucket_elements(optimizer, tensors, [*map(torch.numel, own)]) * item_bytes,
     )
 
 
-def _bucket_elements(optimizer: Any) -> int:
-    """Return the number of elements of the buckets in which ZeRO reduces gradients, or of its
-    partitions if these are larger; warn of a version that does not tell."""
+def _bucket_elements(optimizer: Any, held: Iterable[torch.Tensor], sizes: list[int]) -> int:
+    """Return the most elements that ZeRO allocates to reduce gradients of these sizes, without the
+    buckets among the tensors that it holds (as between micro-batches): its buckets, or the
+    gradients of its partitions, beside what the largest leaves empty in a bucket and is copied to.
+    Warn of a version that does not tell."""
     if not type(optimizer).__module__.startswith(_ZERO):
         return 0
     unknown = tuple(name for name in _BUCKETS if name not in vars(optimizer))
     if unknown:
         _warn_of_buckets(unknown)
     size, parts, overlaps = [vars(optimizer).get(name) for name in _BUCKETS]
-    bucket = int(size or 0)
-    return max(bucket, sum(int(one) for one in parts or ())) + (bucket if overlaps else 0)
+    bucket, own, twice = int(size or 0), [int(one) for one in parts or ()], 2 * max(sizes)
+    most = bucket + (twice if twice > 2 * bucket else 0)  # a larger one is reduced by itself
+    if sum(sizes) > bucket:
+        most = max(most, sum(own) + min(bucket, twice))
+    kept = () if bucket in own else (one for one in held if one.numel() == bucket)
+    return max(0, most + (bucket if overlaps else 0) - sum(map(torch.numel, kept)))
 
 
 @functools.cache

@@ -9,8 +9,10 @@ about a kind of model.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import pickle
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -218,6 +220,19 @@ def fail_alone(members: tuple[int, ...], kind: str, reason: str) -> None:
 def note_alone(reason: str) -> None:
     """Leave the sentence with which this rank has failed, for those that wait in vain for it."""
     default_store().set(_ALONE, reason)
+
+
+@atexit.register
+def _note_leaving() -> None:
+    """Leave a note of the user's own error with which this process ends for ranks that wait in vain
+    for it."""
+    error = getattr(sys, "last_value", None)
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not initialized or isinstance(error, RankError | None) or not _known().of:
+        return
+    with suppress(RuntimeError, ValueError):
+        rank = torch.distributed.get_rank()
+        note_alone(f"rank {rank} left with {type(error).__name__}: {error}")
 
 
 def last_failure_alone() -> str:

@@ -13,7 +13,7 @@ import torch
 from memopt.torch_private.access import known, patched, private
 
 _TRACED = "torch._dynamo.config.trace_autograd_ops"
-_BACKWARD = "torch._dynamo.variables.TensorVariable.method_backward"
+_METHOD = "torch._dynamo.variables.TensorVariable.call_method"
 _LEAVES = "torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs"
 _MAKERS = (
     *("empty", "full", "ones", "rand", "randn", "zeros"),
@@ -32,13 +32,14 @@ def gradients_traced() -> Iterator[None]:
     """
     private(_TRACED)
     config: Any = importlib.import_module("torch._dynamo.config")
-    backward = private(_BACKWARD)
+    call = private(_METHOD)
 
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(trace_autograd_ops=False):
-            return backward(*args, **kwargs)
+    def called(own: Any, translator: Any, name: str, *args: Any) -> Any:
+        refused = config.patch(trace_autograd_ops=False)
+        with refused if name == "backward" else contextlib.nullcontext():
+            return call(own, translator, name, *args)
 
-    with config.patch(trace_autograd_ops=True), patched(_BACKWARD, refused), _leaves_used():
+    with config.patch(trace_autograd_ops=True), patched(_METHOD, called), _leaves_used():
         yield
 
 

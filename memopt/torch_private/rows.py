@@ -347,7 +347,6 @@ NUMPY = (
 
 INNER_GRADIENTS = (
     *rows("trace derivatives in a forward", "torch._dynamo.config", "trace_autograd_ops"),
-    *rows("refuse backwards", "torch._dynamo.variables", "TensorVariable.method_backward"),
     *rows(
         "trace derivatives in a forward",
         "torch._dynamo.output_graph.OutputGraph",

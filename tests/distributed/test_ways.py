@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,27 @@ def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
     if way is CheckFailsAndGoesOn:
         for text in (told, own):
             assert "rank 1 failed in the unplanned forward of a planned step: Assert" in text
+
+
+def leaves() -> None:
+    """A script, an error of whose own code ends rank 1 between forward and backward."""
+    torch.distributed.init_process_group("gloo")
+    model = memopt.shard(Checked(), init_device_mesh("cpu", (2,)))
+    memopt.wrap(model, "min", "store-all", progress=False)
+    for step in range(2):
+        loss = model(torch.randn(64, 16)).sum()
+        _raising() if step and torch.distributed.get_rank() else loss.backward()
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_is_named_with_its_own_error(tmp_path: Path) -> None:
+    script = f"from {__name__} import leaves; leaves()"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "--no-python", sys.executable, "-c", script]
+    own = {**os.environ, "MEMOPT_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False, timeout=90)
+    assert "RankError: another rank is gone" in done.stderr
+    assert "Before that, rank 1 left with KeyError: 'here alone'" in done.stderr
 
 
 def alike(rank: int, ranks: int) -> dict[str, bool]:

@@ -100,7 +100,14 @@ def test_what_deepspeeds_optimizer_holds_is_charged() -> None:
     plan = memopt.running(model).plans[-1]
     gradients_bytes = sum(one.nbytes for one in model.parameters())
     output_bytes = 4 * 16 * 4
-    assert plan.budget == plan.resident_bytes + gradients_bytes + output_bytes + 2 * 4 * 10000
+    most_bytes = gradients_bytes + output_bytes + 2 * 4 * 10000
+    assert plan.budget == plan.resident_bytes + most_bytes
+    # Those that a micro-batch has left are charged once.
+    engine.optimizer.buffers = [torch.empty(10000) for _ in range(2)]
+    model.zero_grad()
+    wrapped(inputs).sum().backward()
+    charged = memopt.running(model).around.certain()
+    assert (charged.update_bytes, charged.state_bytes) == (0, 8 * elements + state_bytes + 80000)
 
 
 class _Parts(nn.Sequential):
@@ -134,7 +141,8 @@ def test_buckets_are_there_while_other_parts_of_a_model_await_their_backward() -
 
     small, large = map(peak_bytes, (200, 10200))
     assert small is not None
-    assert large == small + 4 * 10000
+    # In a small one not all gradients fit: it may be half empty beside a partition's.
+    assert large == small + 4 * (10200 - 400)
 
 
 def test_buckets_that_a_version_does_not_name_are_warned_of_once() -> None:

@@ -16,12 +16,13 @@ from torch.fx import GraphModule, Node
 from memopt.step.memory_layout import storage_of
 from memopt.torch_private.access import private
 
+_SET = getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)  # from torch 2.14 on
 _READ = private("torch._C._autograd._get_data_attr")
 
 
 def write_assigned_data(traced: GraphModule) -> None:
     """Replace assignments to `.data` in Dynamo's graph by copies where both are the same."""
-    for node in traced.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+    for node in traced.graph.find_nodes(op="call_function", target=_SET):
         owner, *given = node.args
         if not isinstance(owner, Node) or owner.op != "get_attr" or len(given) != 1:
             continue
