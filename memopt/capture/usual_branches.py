@@ -108,7 +108,7 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             if left is not None:
                 warn(
                     f"planned steps leave out a check of values ({shown(left)}), which stands in "
-                    "a checkpoint or another function that torch traces by itself: put it outside"
+                    "a function that torch traces by itself: put it outside"
                 )
             return False
 

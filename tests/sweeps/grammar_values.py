@@ -46,6 +46,8 @@ ACTIVATIONS = [
     several("{n} = math.log({a}.detach().abs().sum().item() + {c})",
             "{t} = {a} * {n} if {n} > {c} else {a}"),
     several("{t} = {a} * 2 if torch.allclose({a}, {a}.detach().tanh(), atol={c}) else {a}"),
+    several("{t} = checkpoint(lambda v: v.sin() if v.detach().mean() > 0 else"
+            " v / (1 + v.detach().abs().max().item()), {a}, use_reentrant={k} % 2 > 0)"),
     several("if {m} is None or {m}.shape != {a}.shape[-1:]:",
             "    {m}, {m}_size = torch.linspace(0, 1, {a}.shape[-1]), {a}.shape[-1]",
             "{t} = {a} * {m} + {m}_size", setup=("{m}, {m}_size = None, 0",)),
