@@ -98,6 +98,7 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             without_unread(traced, known)
             if answers.left_open(traced):
                 return True
+            branches.selections.sizes_counted(traced)
             with_tensors_of_numbers(traced)
             late = (one for one in branches.met if one.compute is None)
             traced.meta[ASSUMED] = tuple(map(_assumed, late))

@@ -83,12 +83,13 @@ class _Branches:
     thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
-        self.selections = Selections(self.count, self.in_whole)
+        self.selections = Selections(self.count, self.in_whole, partial(self.truth, goes=True))
 
     def begin(self) -> None:
         """Forget what an earlier trace has met."""
         self.met.clear()
         self.numbers.clear()
+        self.selections.open.clear()
         self.answers.begin()
 
     def in_whole(self, translator: Any, value: Any) -> bool:
@@ -219,7 +220,10 @@ class _Branches:
     def count(self, translator: Any, variable: Any, how: str) -> int | None:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
-        answer = self.read(translator, variable.call_method(translator, how, [], {}), True)
+        number = variable.call_method(translator, how, [], {})
+        answer = self.read(translator, number, True)
+        if answer is None:
+            self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)
 
     def setting(self, usual: Callable[..., Any]) -> Callable[..., Any]:
