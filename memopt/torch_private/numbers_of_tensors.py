@@ -101,6 +101,11 @@ def _reads_numbers(graph: Graph) -> bool:
     return bool(read) or any(map(_has_open_size, graph.nodes))
 
 
+def has_open_sizes(traced: GraphModule) -> bool:
+    """Return whether tensors' values decide a graph's sizes."""
+    return any(map(_has_open_size, traced.graph.nodes))
+
+
 def _has_open_size(node: Node) -> bool:
     made = node.meta.get("example_value")
     sizes = made.shape if isinstance(made, torch.Tensor) else ()

@@ -252,6 +252,35 @@ def test_a_value_is_looked_at_as_it_was() -> None:
     assert (step.calls.planned, step.calls.original) == (2, 2)
 
 
+class Cutting(nn.Module):
+    """Cuts and pads by a number in a buffer."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.linear, self.moves = nn.Linear(16, 16), moves
+        self.register_buffer("width", torch.tensor(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)[:, : self.width]
+        h = torch.nn.functional.pad(h, (int(self.width), 0))
+        if self.moves:
+            self.width += 1
+        return h
+
+
+def test_sizes_are_those_in_a_buffer() -> None:
+    model = Cutting()
+    step, x = planned(model), torch.randn(8, 16)
+    assert step(x).shape == (8, 10)
+    assert torch.equal(step(x), model(x))
+    model.width.fill_(6)
+    with pytest.warns(UserWarning, match=r"self\.width"):
+        assert step(x).shape == (8, 12)
+    assert (step.calls.planned, step.calls.original) == (2, 1)
+    with pytest.raises(CaptureError, match=r"a number of a buffer that decides.*index_copy_"):
+        planned(Cutting(moves=True))
+
+
 def test_another_thread_compiles_as_ever() -> None:
     found: list[BaseException] = []
 
