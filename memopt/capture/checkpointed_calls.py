@@ -117,7 +117,7 @@ def _written_out(tx: Any, args: Any, kwargs: dict[str, Any], reentrant: bool) ->
     with private(_SCOPE)(), undone:
         found = args[0].call_function(tx, args[1:], kwargs)
     for node in itertools.takewhile(lambda one: one is not last, reversed(graph.nodes)):
-        node.meta |= {CHECKPOINTED: 0, REENTRANT: reentrant}
+        node.meta[CHECKPOINTED] = REENTRANT if reentrant else 0
     return found
 
 

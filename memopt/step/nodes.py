@@ -24,10 +24,12 @@ _BATCH_NORM_TRAINING_ARGUMENT = {
     "aten._batch_norm_with_update_functional.default": None,
 }
 
+CHECKPOINT = "tag_activation_checkpoint"
+"""Name of what calls a checkpoint in Dynamo's graph."""
 CHECKPOINTED = "ac_graph_id"
 """Torch's key in the `meta` of nodes that a checkpoint recomputes."""
-REENTRANT = "reentrant"
-"""The key beside it of those that are in Dynamo's graph itself: whether the checkpoint is so."""
+REENTRANT = -1
+"""Its value, in Dynamo's graph itself, of those of a reentrant checkpoint."""
 ANY_OFFSET = "any_offset"
 """Key in the meta of views whose fake value starts where its root does, wherever they start."""
 HOST_RESULTS: dict[Any, tuple[int, ...]] = (
