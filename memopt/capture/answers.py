@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from memopt.capture.activation_numbers import IN_PYTHON, of_math
-from memopt.capture.input_values import computed_from_inputs, is_drawn, value_now
+from memopt.capture.input_values import computed_from_inputs, is_drawn, is_state, value_now
 from memopt.capture.usual_outcome import usual_outcome
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -26,7 +26,12 @@ from memopt.step.ranks import ranks_of
 from memopt.torch_private.access import private
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.instructions import Place, is_library
-from memopt.torch_private.numbers_of_tensors import computed_by, has_numbers, items_of
+from memopt.torch_private.numbers_of_tensors import (
+    computed_by,
+    has_numbers,
+    has_open_sizes,
+    items_of,
+)
 from memopt.torch_private.values_met import KnownValue, KnownValues
 from memopt.user_code.restored_state import forward_restored
 
@@ -46,6 +51,7 @@ class Looking:
         records: whether values that depend on more than the inputs have to be known.
         pending: where numbers of the inputs were read that a trace left open.
         compared: where others were read whose comparisons were answered; a shape may need them.
+        held: where numbers of parameters and buffers were read, which a size may need.
         unknown: whether the truth of a value that depends on more was asked for.
     """
 
@@ -53,11 +59,13 @@ class Looking:
     records: bool = False
     pending: set[Place] = field(default_factory=set)
     compared: set[Place] = field(default_factory=set)
+    held: set[Place] = field(default_factory=set)
     unknown: bool = False
     recorded: tuple[weakref.ref[Call], dict[Place, list[Any]]] | None = None
 
-    def asks_more(self) -> bool:
-        """Return whether the next trace gets more answers than the last, which was refused."""
+    def asks_more(self, sized: bool = True) -> bool:
+        """Return whether the next trace gets more answers than the last, which was refused, or
+        leaves sizes open if `sized`."""
         if not self.pending <= self.numbers:
             self.numbers |= self.pending
             return True
@@ -66,6 +74,9 @@ class Looking:
             return True
         more = not self.compared <= self.numbers
         self.numbers |= self.compared
+        if not more and sized and not self.held <= self.numbers:
+            self.numbers |= self.held
+            return True
         return more
 
 
@@ -90,6 +101,7 @@ class Answering(KnownValues):
         self._values: dict[Node, Any] = {}
         self._open: dict[Node, Place] = {}
         self._looking.pending, self._looking.compared = set(), set()
+        self._looking.held = set()
         self._looking.unknown = False
         found = self._recorded() if self._knows and self._looking.records else {}
         self._heard = {place: deque(values) for place, values in found.items()}
@@ -130,7 +142,11 @@ class Answering(KnownValues):
             return None
         compute, found = self._of_inputs(node, truth=False, item=not nested)
         looks = not nested and example.dtype is torch.bool and not is_drawn(node)
-        if compute is None and not looks:
+        held = compute is None and not nested and not looks and is_state(node)
+        if compute is None and not looks and not held:
+            return None
+        if held and place not in self._looking.numbers:
+            self._looking.held.add(place)
             return None
         if not nested and place not in self._looking.numbers:
             self._open[node] = place
@@ -151,7 +167,8 @@ class Answering(KnownValues):
         Raises:
             CaptureError: it left such a comparison open, and no trace knows more.
         """
-        if (has_numbers(traced) or self._looking.unknown) and self._looking.asks_more():
+        asks = has_numbers(traced) or self._looking.unknown
+        if asks and self._looking.asks_more(has_open_sizes(traced)):
             return True
         if self._looking.unknown:
             raise CaptureError(

@@ -50,6 +50,7 @@ from memopt.step.joint_graph import (
 )
 from memopt.step.late import last_name
 from memopt.step.model_outputs import RETURNS_DTENSOR, TracedOutputs, hand_out, separate_outputs
+from memopt.step.nodes import CHECKPOINTED
 from memopt.step.unheard import unheard
 from memopt.torch_private import aot
 from memopt.user_code.told_layouts import operator_without_fake, tell_layouts
@@ -137,7 +138,7 @@ def check_not_set_before_read(captured: Captured) -> None:
     for primal in captured.primals:
         if not captured.sets(primal):
             continue
-        again = any("ac_graph_id" in user.meta for user in primal.node.users)
+        again = any(CHECKPOINTED in user.meta for user in primal.node.users)
         if again or late is None or last_name(primal.name) in late:
             raise CaptureError(
                 f"the forward sets {primal.name} to another tensor, and what it read before is "

@@ -3,19 +3,27 @@ recomputed."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch.utils.checkpoint import noop_context_fn
+import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memopt.errors import CaptureError
-from memopt.torch_private.access import patched, private
+from memopt.step.nodes import CHECKPOINTED, REENTRANT, is_reentrant
+from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.dynamo import variables
 from memopt.torch_private.modes import TorchDispatchMode
 
 _CALL = "torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable._call_function"
+_UNDONE = "torch._dynamo.side_effects.SideEffects.defer_side_effect_checks"
+_SCOPE = "torch._dynamo.current_scope_id.enter_new_scope"
+_OWN = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"}
+"""Arguments of `checkpoint` that the function does not get."""
 _FUNCTIONS = (
     "UserMethodVariable",
     "UserFunctionVariable",
@@ -33,10 +41,15 @@ _OTHER_CONTEXTS = (
 )
 
 
-@contextlib.contextmanager
-def checkpoints_as_called() -> Iterator[None]:
+@contextmanager
+def checkpoints_as_called(written_out: bool) -> Iterator[None]:
     """Trace every `context_fn` that eager takes (dynamo takes only functions from outside the
-    forward), and without `debug`, which checks a recomputation that a plan does not make."""
+    forward), and without `debug`, which checks a recomputation that a plan does not make.
+
+    Args:
+        written_out: whether to trace what they call into the graph, as is needed where it looks at
+            values.
+    """
     call = private(_CALL)
     (user_function,) = variables("UserFunctionVariable")
 
@@ -47,10 +60,65 @@ def checkpoints_as_called() -> Iterator[None]:
             function = _function_of(given.pop("context_fn"))
             if function is not noop_context_fn:
                 given["context_fn"] = user_function(_checked(function))
-        return call(self, tx, args, given)
+        reentrant = is_reentrant(
+            {key: one.as_python_constant() for key, one in given.items() if key == "use_reentrant"}
+        )
+        own = {key: one for key, one in given.items() if key not in _OWN}
+        if reentrant and torch.is_grad_enabled() and not any(map(_requires_gradient, args)):
+            return user_function(_without_graph).call_function(tx, args, own)
+        if written_out and tx.output.current_tracer is tx.output.root_tracer:
+            if "context_fn" in given:
+                given["context_fn"].fn()
+            found = _written_out(tx, args, own, reentrant)
+        else:
+            found = call(self, tx, args, given)
+        if not reentrant or found.is_tensor():
+            return found
+        return user_function(_as_reentrant).call_function(tx, [found], {})
 
     with patched(_CALL, taken):
         yield
+
+
+def _requires_gradient(variable: Any) -> bool:
+    one = variable.realize()
+    return one.is_tensor() and bool(one.as_proxy().node.meta["example_value"].requires_grad)
+
+
+def _without_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a reentrant checkpoint is given whose arguments require no gradient: its results do
+    not either."""
+    with torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _as_reentrant(found: Any) -> Any:
+    """Return a reentrant checkpoint's results: tensors have a gradient only by themselves or in the
+    outermost tuple."""
+    if type(found) is not tuple:
+        return _detached(found)
+    return tuple([one if isinstance(one, torch.Tensor) else _detached(one) for one in found])
+
+
+def _detached(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        return found.detach()
+    if type(found) is dict:
+        return {key: _detached(one) for key, one in found.items()}
+    return type(found)([_detached(one) for one in found]) if type(found) in (list, tuple) else found
+
+
+def _written_out(tx: Any, args: Any, kwargs: dict[str, Any], reentrant: bool) -> Any:
+    """Trace a checkpoint's function into the graph, in nodes that are marked. Changes of objects
+    outside of it are refused as a checkpoint's are."""
+    graph = tx.output.graph
+    last = next(iter(reversed(graph.nodes)), None)
+    undone = private(_UNDONE)(tx.output.side_effects) if known(_UNDONE) else nullcontext()
+    with private(_SCOPE)(), undone:
+        found = args[0].call_function(tx, args[1:], kwargs)
+    for node in itertools.takewhile(lambda one: one is not last, reversed(graph.nodes)):
+        node.meta[CHECKPOINTED] = REENTRANT if reentrant else 0
+    return found
 
 
 def _function_of(variable: Any) -> Callable[[], Any]:

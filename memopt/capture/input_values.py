@@ -67,6 +67,14 @@ def is_drawn(node: Node) -> bool:
     return all(one.op in ("call_function", "call_method") for one in ancestors(node, _read_by))
 
 
+def is_state(node: Node) -> bool:
+    """Return whether a value is computed from parameters and buffers alone, which the graph has not
+    changed so far."""
+    made = ancestors(node, _read_by)
+    kinds = {one.op for one in made}
+    return "get_attr" in kinds and "placeholder" not in kinds and not any(map(_updates, made))
+
+
 def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> tuple[Any, bool]:
     """Compute a value from the flat arguments.
 

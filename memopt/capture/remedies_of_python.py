@@ -19,7 +19,7 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "hands over: call memopt.wrap(model, budget=...) instead, which takes such hooks",
     ),
     (
-        r"Unsafe side effect[^\0]*Higher Order Operator: torch\.utils\.checkpoint",
+        r"(Unsafe|Non-nullified) side effect[^\0]*Higher Order Operator: torch\.utils\.checkpoint",
         "a checkpointed block changes a Python object outside of it, and how often it runs is for "
         "the plan to decide: do that outside of the block, or call it without checkpoint(), which "
         "memopt replaces",

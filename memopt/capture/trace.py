@@ -209,7 +209,7 @@ def _captured(
 ) -> tuple[Any, TraceGuards]:
     with (
         ONE_TRACE_AT_A_TIME,
-        checkpoints_as_called(),
+        checkpoints_as_called(written_out=is_looking(model)),
         known_attributes() as attributes_set,
         own_lists_given(),
         once as reused,

@@ -21,7 +21,9 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.activation_numbers import IN_PYTHON, with_tensors_of_numbers
 from memopt.capture.answers import REFUSED, Answering, Looking
+from memopt.capture.input_values import is_state
 from memopt.capture.usual_outcome import usual_outcome
+from memopt.errors import CaptureError
 from memopt.models.warned import warn
 from memopt.step.assumed import ASSUMED, Assumption
 from memopt.step.input_values import LOOKED, READ, VALUES, InputValue
@@ -38,6 +40,11 @@ from memopt.torch_private.numbers_of_tensors import (
 )
 from memopt.torch_private.values_met import Met
 
+_MOVING = (
+    "the forward reads a number of a buffer that decides what its graph holds, and changes it, so "
+    "that each step would need another plan ({}): compute with the buffer itself "
+    "(queue.index_copy_(1, (pointer + torch.arange(n)) % size, keys))"
+)
 _LOOKING: weakref.WeakKeyDictionary[nn.Module, Looking] = weakref.WeakKeyDictionary()
 """Models whose trace met such a value."""
 
@@ -98,8 +105,12 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             without_unread(traced, known)
             if answers.left_open(traced):
                 return True
+            branches.selections.sizes_counted(traced)
             with_tensors_of_numbers(traced)
-            late = (one for one in branches.met if one.compute is None)
+            late = [one for one in branches.met if one.compute is None]
+            for one in late:
+                if one.number is not None and not is_state(one.node):
+                    raise CaptureError(_MOVING.format(shown(one.node)))
             traced.meta[ASSUMED] = tuple(map(_assumed, late))
             traced.meta[VALUES] = tuple(map(_read, early))
             traced.meta[READ] = tuple(map(_read_out, branches.met))
@@ -108,7 +119,7 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             if left is not None:
                 warn(
                     f"planned steps leave out a check of values ({shown(left)}), which stands in "
-                    "a checkpoint or another function that torch traces by itself: put it outside"
+                    "a function that torch traces by itself: put it outside"
                 )
             return False
 
@@ -122,7 +133,8 @@ def _assumed(met: Met) -> Assumption:
 
 def _read_out(met: Met) -> Any:
     computed = met.decide is not None or (met.truth and items_of(met.node) not in ((), (met.node,)))
-    return None if computed else met.goes
+    read = met.goes if met.number is None else met.number
+    return None if computed else read
 
 
 def _read(met: Met) -> InputValue:

@@ -34,6 +34,7 @@ from memopt.step.captured import Captured
 from memopt.step.input_values import UNREADABLE
 from memopt.step.inputs import Call, device_of
 from memopt.step.loss import Loss
+from memopt.step.nodes import CHECKPOINTED
 from memopt.step.optimizer_state import optimizer_state
 from memopt.step.profiled import Baseline, Profiled
 from memopt.step.ranks import check_same_step, check_together, largest
@@ -284,7 +285,7 @@ def checkpoint_notes(captured: Captured) -> tuple[str, ...]:
     names = [
         repr(captured.primals[index].name)
         for index, value in updated
-        if isinstance(value, Node) and "ac_graph_id" in value.meta
+        if isinstance(value, Node) and CHECKPOINTED in value.meta
     ]
     if not names:
         return ()

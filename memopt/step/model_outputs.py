@@ -30,6 +30,7 @@ from memopt.step.inner_outputs import inner_outputs
 from memopt.step.input_values import NUMBERS
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
+from memopt.step.nodes import CHECKPOINT, CHECKPOINTED, REENTRANT, is_reentrant
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import descriptor_types
 from memopt.torch_private.tensors import version_of
@@ -151,27 +152,26 @@ def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> 
 
 
 def _makes_zeros(traced: GraphModule) -> bool:
-    """Return whether a dynamo graph calls a function for whose missing gradients autograd makes
-    zeros, see `TracedOutputs.makes_zeros`."""
+    """Return what `TracedOutputs.makes_zeros` is for a dynamo graph."""
     for node in _all_nodes(traced):
-        if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
-            return True
+        called = str(node.target) == CHECKPOINT and is_reentrant(node.kwargs)
         results = node.meta.get("example_value")
         several = isinstance(results, (tuple, list)) and len(results) > 1
-        if several and str(node.target) == "autograd_function_apply":
+        custom = several and str(node.target) == "autograd_function_apply"
+        if called or custom or node.meta.get(CHECKPOINTED) == REENTRANT:
             return True
     return False
 
 
 def _all_nodes(traced: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of the graphs inside it."""
+    """Yield the nodes of a graph and of those inside it."""
     for module in traced.modules():
         if isinstance(module, GraphModule):
             yield from module.graph.nodes
 
 
 def _is_checkpoint(node: Node) -> bool:
-    return str(node.target) == "tag_activation_checkpoint"
+    return str(node.target) == CHECKPOINT or CHECKPOINTED in node.meta
 
 
 def _copy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,12 @@ _BATCH_NORM_TRAINING_ARGUMENT = {
     "aten._batch_norm_with_update_functional.default": None,
 }
 
+CHECKPOINT = "tag_activation_checkpoint"
+"""Name of what calls a checkpoint in Dynamo's graph."""
+CHECKPOINTED = "ac_graph_id"
+"""Torch's key in the `meta` of nodes that a checkpoint recomputes."""
+REENTRANT = -1
+"""Its value, in Dynamo's graph itself, of those of a reentrant checkpoint."""
 ANY_OFFSET = "any_offset"
 """Key in the meta of views whose fake value starts where its root does, wherever they start."""
 HOST_RESULTS: dict[Any, tuple[int, ...]] = (
@@ -43,6 +49,11 @@ addresses (attention.cu, note "Seed and Offset Device"; on ROCm all is on the de
 
 inputs_of = operator.attrgetter("all_input_nodes")
 """Return the nodes that a node is given."""
+
+
+def is_reentrant(given: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint with these keyword arguments is reentrant."""
+    return given.get("use_reentrant") is not False
 
 
 def is_random(node: Node) -> bool:

@@ -83,12 +83,13 @@ class _Branches:
     thread: int = field(default_factory=threading.get_ident)
 
     def __post_init__(self) -> None:
-        self.selections = Selections(self.count, self.in_whole)
+        self.selections = Selections(self.count, self.in_whole, partial(self.truth, goes=True))
 
     def begin(self) -> None:
         """Forget what an earlier trace has met."""
         self.met.clear()
         self.numbers.clear()
+        self.selections.open.clear()
         self.answers.begin()
 
     def in_whole(self, translator: Any, value: Any) -> bool:
@@ -101,10 +102,10 @@ class _Branches:
         here = threading.get_ident() == self.thread
         return here and isinstance(made, torch.Tensor) and not private(_WRAPPED)(made)
 
-    def add(self, translator: Any, value: Any, how: str, goes: bool, raises: bool) -> None:
+    def add(self, translator: Any, value: Any, how: str, goes: bool, **more: Any) -> None:
         """Add what a method makes of a tensor, which nothing else has."""
         own = value.call_method(translator, how, [], {})
-        self.met.append(Met((own,), own.as_proxy().node, goes, raises))
+        self.met.append(Met((own,), own.as_proxy().node, goes, **more))
 
     def jump(self, usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
         value = self.asked(translator)
@@ -155,9 +156,8 @@ class _Branches:
     ) -> bool | None:
         """Return the truth of a tensor or number, and add it to what was met; None: not known."""
         node = value.as_proxy().node
-        answer = (
-            self.answers.truth(node, place_of(translator)) if goes is None else KnownValue(goes)
-        )
+        asked = goes is None
+        answer = self.answers.truth(node, place_of(translator)) if asked else KnownValue(goes)
         if answer is None:
             return None
         if answer.compute is not None:
@@ -167,7 +167,7 @@ class _Branches:
             tensors = tuple(self.numbers[item] for item in items)
             self.met.append(Met(tensors, node, answer.value, raises, computed_by(node, items)))
         else:
-            self.add(translator, value, "clone", answer.value, raises)
+            self.add(translator, value, "clone", answer.value, raises=raises)
         return bool(answer.value)
 
     def call(self, usual: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,17 +209,23 @@ class _Branches:
         answer = self.answers.number(node, place, nested)
         if answer is None:
             return None
-        if answer.compute is None:
-            self.add(translator, variable, "clone", answer.value, False)
+        if answer.compute is not None:
+            more: Any = {"compute": answer.compute, "truth": False, "place": place}
+            self.met.append(Met((), node, answer.value, **more))
+        elif isinstance(answer.value, bool):
+            self.add(translator, variable, "clone", answer.value)
         else:
-            value, compute = answer.value, answer.compute
-            self.met.append(Met((), node, value, compute=compute, truth=False, place=place))
+            same = variable.call_method(translator, "eq", [constant(answer.value)], {})
+            self.add(translator, same, "all", True, number=answer.value)
         return answer
 
     def count(self, translator: Any, variable: Any, how: str) -> int | None:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
-        answer = self.read(translator, variable.call_method(translator, how, [], {}), True)
+        number = variable.call_method(translator, how, [], {})
+        answer = self.read(translator, number, True)
+        if answer is None:
+            self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)
 
     def setting(self, usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,10 +254,8 @@ class _Branches:
 
     def shown(self, translator: Any, value: Any) -> Any:
         """Return what is formatted in place of a value."""
-        if (
-            not self.in_whole(translator, value)
-            or value.as_proxy().node.meta["example_value"].dim()
-        ):
+        ours = self.in_whole(translator, value)
+        if not ours or value.as_proxy().node.meta["example_value"].dim():
             return value
         return value.call_method(translator, "item", [], {})
 
@@ -282,7 +286,7 @@ class _Branches:
         """Trace a function that raises an error if an argument is not true."""
         given: Any = args[position].realize() if len(args) > position else None
         if self.in_whole(translator, given):
-            self.add(translator, given, "all", True, True)
+            self.add(translator, given, "all", True, raises=True)
             return constant(None)
         if usual:
             return usual(function, translator, *args, **kwargs)

@@ -22,7 +22,7 @@ from memopt.torch_private.access import (
 from memopt.torch_private.inner_gradients import gradients_traced, makers_of_leaves
 from memopt.torch_private.numbers_of_tensors import readers_of_numbers
 from memopt.torch_private.rows import TABLE
-from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, kernels_kept_whole
+from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, POOLED, kernels_kept_whole
 
 _EXPORT = "torch._dynamo.functional_export"
 _TRACED = "torch._dynamo.convert_frame.get_traced_fn"
@@ -75,6 +75,7 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         # Dynamo decomposes addcdiv with a factor whatever its settings: the quotient, product and
         # sum round otherwise.
         handlers_replaced({torch.addcdiv: None}),
+        handlers_replaced(POOLED),
         handlers_replaced(readers_of_numbers(handlers())),
         handlers_replaced(makers_of_leaves(handlers())),
         _no_hooks_around(),

@@ -89,11 +89,21 @@ def computed_by(node: Node, items: Sequence[Node]) -> GraphModule | None:
 
 
 def has_numbers(traced: GraphModule) -> bool:
-    """Return whether a graph reads numbers out of tensors, or their values decide its sizes."""
-    find = traced.graph.find_nodes
-    checks = find(op="call_function", target=private(_IN_RANGE), sort=False)
-    read = checks or find(op="call_method", target="item", sort=False)
-    return bool(read) or any(map(_has_open_size, traced.graph.nodes))
+    """Return whether a graph, or one inside it, reads numbers out of tensors, or their values
+    decide its sizes."""
+    graphs = (one.graph for one in traced.modules() if isinstance(one, GraphModule))
+    return any(map(_reads_numbers, graphs))
+
+
+def _reads_numbers(graph: Graph) -> bool:
+    checks = graph.find_nodes(op="call_function", target=private(_IN_RANGE), sort=False)
+    read = checks or graph.find_nodes(op="call_method", target="item", sort=False)
+    return bool(read) or any(map(_has_open_size, graph.nodes))
+
+
+def has_open_sizes(traced: GraphModule) -> bool:
+    """Return whether tensors' values decide a graph's sizes."""
+    return any(map(_has_open_size, traced.graph.nodes))
 
 
 def _has_open_size(node: Node) -> bool:

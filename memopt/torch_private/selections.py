@@ -1,13 +1,17 @@
-"""Selections by tensors' values (`x[mask]`, `nonzero()`) in a trace: Dynamo makes symbols of their
-sizes. Where these are known, operators of fixed sizes take their place, which compute the same. So
-do tensors in the place of comparisons whose result is Python's (`torch.equal`)."""
+"""Selections by tensors' values (`x[mask]`, `nonzero()`, `unique()`) in a trace: Dynamo makes
+symbols of their sizes. Where these are known, operators of fixed sizes take their place, which
+compute the same, and numbers where a size alone is read. So do tensors in the place of comparisons
+whose result is Python's (`torch.equal`)."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from memopt.torch_private.dynamo import constant, handlers, variables
 
@@ -15,7 +19,16 @@ Count = Callable[[Any, Any, str], int | None]
 """(translator, variable of a tensor, method) → the number that the method computes; None: it is not
 known."""
 _COMPARED = {"allclose": "isclose", "equal": "eq"}
-_METHODS = (*_COMPARED, "argwhere", "masked_select", "nonzero", "repeat_interleave")
+_UNIQUE = {
+    "unique": ("sorted", "return_inverse", "return_counts", "dim"),
+    "unique_consecutive": ("return_inverse", "return_counts", "dim"),
+}
+"""Functions that leave out what is there before → their arguments."""
+_METHODS = (
+    *(*_COMPARED, *_UNIQUE),
+    *("argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave"),
+)
+_COUNTED = (*_UNIQUE, "argwhere", "nonzero", "where")
 _WHERE = torch.where
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -26,11 +39,20 @@ class Selections:
     Args:
         count: tells sizes.
         is_ours: (translator, variable) → whether it is a tensor whose size `count` may know.
+        assume: takes the value of a tensor for true: calls where it is not run unplanned.
     """
 
-    def __init__(self, count: Count, is_ours: Callable[[Any, Any], bool]) -> None:
-        self._count, self._is_ours = count, is_ours
+    def __init__(
+        self,
+        count: Count,
+        is_ours: Callable[[Any, Any], bool],
+        assume: Callable[[Any, Any], object],
+    ) -> None:
+        self._count, self._is_ours, self._assume = count, is_ours, assume
+        self.open = dict[str, str]()
+        """Names of nodes that count, where that is not known → what is selected from."""
         self._tuple, self._list = variables("TupleVariable", "ListVariable")
+        (self._function,) = variables("UserFunctionVariable")
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """Return Dynamo's handlers of the functions."""
@@ -60,6 +82,10 @@ class Selections:
             return self._repeated(translator, variable, given, kwargs)
         if name == "masked_select" and len(given) == 1 and not kwargs:
             return self._masked(translator, variable, given[0])
+        if name in _UNIQUE:
+            return self._unique(translator, variable, name, given, kwargs)
+        if name == "bincount":
+            return self._bins(translator, variable, given, kwargs)
         if name in _COMPARED and given:
             return self._compared(translator, variable, name, given, kwargs)
         if name == "__setitem__":
@@ -96,6 +122,71 @@ class Selections:
         if not masks or not self._is_ours(translator, variable):
             return None
         return self._tuple(made) if several or len(made) > 1 else made[0]
+
+    def _unique(
+        self, translator: Any, variable: Any, name: str, args: list[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        given = dict(zip(_UNIQUE[name], args, strict=False)) | kwargs
+        asked = {key: one.as_python_constant() for key, one in given.items()}
+        value = _value(variable)
+        whole = value.dtype in (*_INTEGERS, torch.bool) and asked.get("dim") is None
+        if not whole or not value.numel() or not asked.get("sorted", True):
+            return None
+        ordered = constant(name == "unique")
+        first = self._function(_first_ones).call_function(translator, [variable, ordered], {})
+        count = self._count(translator, first, "count_nonzero")
+        if count is None:
+            made = next(reversed(self.open))
+            self.open[made] = variable.as_proxy().node.name
+            return None
+        wanted = [constant(asked.get(key, False)) for key in ("return_inverse", "return_counts")]
+        made = self._function(_unique_of)
+        return made.call_function(translator, [variable, ordered, constant(count), *wanted], {})
+
+    def _bins(self, translator: Any, variable: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Count in as many bins as inputs need, or there are at least: as a rule there are no
+        more."""
+        given = dict(zip(("weights", "minlength"), args, strict=False)) | kwargs
+        weights, value = given.get("weights", constant(None)), _value(variable)
+        bins = int(given.get("minlength", constant(0)).as_python_constant())
+        counted = value.dim() == 1 and value.dtype in _INTEGERS and not weights.is_tensor()
+        if not counted or not value.numel():
+            return None
+        held = variable.call_method(translator, "clamp", [constant(0), constant(bins - 1)], {})
+        outside = held.call_method(translator, "ne", [variable], {})
+        count = self._count(translator, outside, "count_nonzero")
+        if count is None and bins:
+            whole = outside.call_method(translator, "any", [], {})
+            self._assume(translator, whole.call_method(translator, "logical_not", [], {}))
+        elif count != 0:
+            largest = self._count(translator, variable, "max")
+            below = variable.call_method(translator, "lt", [constant(0)], {})
+            if largest is None or self._count(translator, below, "count_nonzero"):
+                return None
+            bins = max(bins, largest + 1)
+        return self._function(_binned).call_function(translator, [variable, constant(bins)], {})
+
+    def sizes_counted(self, traced: GraphModule) -> None:
+        """Count where a graph, a copy of Dynamo's, selects only to know how many there are."""
+        counts, selected = dict[str, Node](), list[Node]()
+        for node in traced.graph.nodes:
+            made = node.args[0] if node.target is operator.getitem else node
+            name, given = getattr(made, "target", ""), getattr(made, "args", None) or [None]
+            if node.name in self.open:
+                counts[self.open[node.name]] = node
+            elif getattr(name, "__name__", name) in _COUNTED and str(given[0]) in counts:
+                selected.append(node)
+            elif node.target is torch.ops.aten.sym_size.int and node.args[0] in selected:
+                made = node.args[0]
+                made = made.args[0] if made.target is operator.getitem else made
+                with traced.graph.inserting_before(node):
+                    number = traced.graph.call_method("item", (counts[made.args[0].name],))
+                number.meta.update(node.meta)
+                node.replace_all_uses_with(number)
+                selected.append(node)
+        for node in reversed(selected):
+            if not node.users:
+                traced.graph.erase_node(node)
 
     def _compared(
         self, translator: Any, variable: Any, name: str, args: list[Any], kwargs: dict[str, Any]
@@ -166,3 +257,30 @@ class Selections:
 
 def _value(variable: Any) -> Any:
     return variable.as_proxy().node.meta["example_value"]
+
+
+def _binned(given: Tensor, bins: int) -> Tensor:
+    """Compute what torch.bincount does, of numbers below `bins`."""
+    index = given.long().clamp(0, bins - 1)
+    return index.new_zeros(bins).scatter_add(0, index, torch.ones_like(index))
+
+
+def _first_ones(given: Tensor, ordered: bool) -> Tensor:
+    """Return where a number differs from the one before it."""
+    flat = given.flatten().sort()[0] if ordered else given.flatten()
+    return torch.cat((flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]))
+
+
+def _unique_of(given: Tensor, ordered: bool, count: int, inverse: bool, counts: bool) -> Any:
+    """Compute what torch.unique does, of so many numbers, by operators of fixed sizes."""
+    flat, order = given.flatten().sort() if ordered else (given.flatten(), None)
+    first = _first_ones(given, ordered)
+    places = first.nonzero_static(size=count)[:, 0]
+    found = [flat[places]]
+    if inverse:
+        ranks = first.cumsum(0) - 1
+        ranks = ranks if order is None else torch.empty_like(ranks).scatter_(0, order, ranks)
+        found.append(ranks.view(given.shape))
+    if counts:
+        found.append(places.diff(append=places.new_full((1,), flat.shape[0])))
+    return tuple(found) if len(found) > 1 else found[0]

@@ -10,6 +10,7 @@ _EXPORT = "torch._dynamo.functional_export"
 _VARIABLES = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd"
 _LATER = ("2.13", "2.14")
+_CHECKPOINTS = "trace checkpoints as they are called"
 _FUNCTIONS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable"
 
 DYNAMO = (
@@ -199,14 +200,17 @@ DYNAMO = (
         "_dynamo_marked_constant",
         of=specimens.constant_function,
     ),
+    *rows(_CHECKPOINTS, "torch._dynamo.current_scope_id", "enter_new_scope"),
     *rows(
-        "trace checkpoints as they are called",
-        f"{_VARIABLES}.higher_order_ops.CheckpointHigherOrderVariable",
-        "_call_function",
+        _CHECKPOINTS,
+        "torch._dynamo.side_effects.SideEffects",
+        "defer_side_effect_checks",
+        versions=_LATER,
     ),
     *rows(
-        "trace checkpoints as they are called",
+        _CHECKPOINTS,
         _VARIABLES,
+        "higher_order_ops.CheckpointHigherOrderVariable._call_function",
         "NestedUserFunctionVariable",
         "UserDefinedObjectVariable",
         "UserFunctionVariable",
@@ -214,14 +218,9 @@ DYNAMO = (
     ),
     *rows(
         "trace without copies of parameters",
-        f"{_VARIABLES}.builder",
-        "_clone_input",
-        instead="while a model is captured its parameters are in memory once more",
-    ),
-    *rows(
-        "trace without copies of parameters",
-        f"{_VARIABLES}.tensor",
-        "get_real_value",
+        _VARIABLES,
+        "builder._clone_input",
+        "tensor.get_real_value",
         instead="while a model is captured its parameters are in memory once more",
     ),
     *rows("look at a trace from inside", "torch._dynamo.comptime", "comptime"),

@@ -51,6 +51,7 @@ class Met:
         compute: see `KnownValue.compute`.
         truth: whether a branch asks for it.
         place: where a number is read.
+        number: what the forward reads, if that is no truth.
     """
 
     variables: tuple[Any, ...]
@@ -61,3 +62,4 @@ class Met:
     compute: GraphModule | None = None
     truth: bool = True
     place: Place | None = None
+    number: Any = None

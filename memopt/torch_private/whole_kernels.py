@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from memopt.models.locks import ForkedLock
 from memopt.torch_private.access import attribute, known, private
@@ -49,3 +50,19 @@ def _itself_or(dropout: Callable[..., Any]) -> Callable[..., Any]:
         return dropout(given, p, train) if train and p != 0 and given.numel() else given
 
     return kernel
+
+
+def _pooled(variable: Any, translator: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+    value = first.as_proxy().node.meta["example_value"]
+    asked = kwargs.get("return_indices", args[5] if len(args) > 5 else None)
+    with_indices = asked is not None and asked.as_python_constant()
+    followed = with_indices or (value.requires_grad and torch.is_grad_enabled())
+    if followed or value.device.type != "cpu" or value.is_contiguous():
+        return None
+    whole = first.call_method(translator, "contiguous", [], {})
+    return variable.call_function(translator, [whole, *args], kwargs)
+
+
+POOLED = dict.fromkeys((torch.max_pool1d, functional.max_pool1d), _pooled)
+"""Handlers by which Dynamo traces `max_pool1d` with the layout that the CPU's kernel for tensors
+without a gradient gives it, which is always contiguous; a trace takes the other kernel."""

@@ -114,7 +114,17 @@ def _unread(h: Tensor) -> Tensor:
     return h
 
 
+def _counted(h: Tensor) -> Tensor:
+    """Reads how many a selection has, and how often each is there (as quantizers do)."""
+    codes = h.argmax(1)
+    used, positive = codes.unique().numel(), len((h > 0).nonzero())
+    codes[0] = codes[1]
+    share = torch.where(h[0] > 0)[0].shape[0] / torch.unique(codes).size(0)
+    return h * (used / positive) + torch.bincount(codes, minlength=32) * share
+
+
 CALLS = [
+    _counted,
     _unread,
     _in_place,
     _kept_apart,
@@ -138,6 +148,22 @@ def test_numbers_have_the_bits_of_python(call: Callable[[Tensor], Tensor]) -> No
     assert all(map(torch.equal, _trained(planned, inputs), expected))
     calls = memopt.running(planned).calls
     assert (calls.planned, calls.original) == (3, 0)
+
+
+def test_a_number_beyond_the_bins_runs_unplanned() -> None:
+    def binned(h: Tensor) -> Tensor:
+        return h * torch.bincount((100 * h[:, 0]).long().abs(), minlength=90)[-1]
+
+    inputs = [torch.zeros(4, 8), torch.ones(4, 8), torch.zeros(4, 8)]
+    model = _Numbered(binned)
+    with torch.no_grad():
+        model.first.weight.fill_(0.3)
+    expected = _trained(copy.deepcopy(model), inputs)
+    planned = memopt.plan(model, inputs[0], progress=False).apply(model)
+    with pytest.warns(UserWarning, match=r"is False in this call, and planned as True"):
+        assert all(map(torch.equal, _trained(planned, inputs), expected))
+    calls = memopt.running(planned).calls
+    assert (calls.planned, calls.original) == (2, 1)
 
 
 def test_numbers_beside_a_buffer_that_is_assigned_anew() -> None:

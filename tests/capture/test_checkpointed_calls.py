@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +129,91 @@ def test_checkpoint_sequential_is_refused_with_a_remedy() -> None:
     model = Net(lambda net, x: checkpoint_sequential(net.block, 2, x, use_reentrant=False))
     with pytest.raises(memopt.CaptureError, match=r"checkpoint_sequential.*one after another"):
         memopt.plan(model, torch.randn(2, 4), progress=False)
+
+
+def looks(h: Tensor, mask: Tensor) -> Tensor:
+    """Branches on activations, computes with their numbers, and selects by an input's mask."""
+    if torch.isinf(h).any():
+        h = h.clamp(-100, 100)
+    h = h / h.detach().abs().max().item()
+    h = torch.sin(h) if h.detach().mean() > 0 else torch.cos(h)
+    assert not torch.isnan(h).any(), "not a number"
+    return torch.dropout(h[mask], 0.3, True) * int(mask.sum())
+
+
+def nests(h: Tensor, mask: Tensor) -> Any:
+    """A reentrant checkpoint gives a gradient to the first and the last alone."""
+    return h.sin(), {"cos": h.cos(), "kinds": [h.exp(), (h.tanh(),)]}, None, h * mask.sum()
+
+
+def nests_looking(h: Tensor, mask: Tensor) -> Any:
+    return nests(h * 2 if (h > 1e3).any() else h, mask)
+
+
+def tensors_of(found: Any) -> list[Tensor]:
+    return [one for one in torch.utils._pytree.tree_leaves(found) if one is not None]
+
+
+class Looking(nn.Module):
+    def __init__(self, function: Callable[..., Any], reentrant: bool, given: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.function, self.reentrant, self.given = function, reentrant, given
+
+    def block(self, h: Tensor, mask: Tensor) -> Any:
+        return self.function(self.inner(h), mask)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = x if self.given else self.first(x)
+        found = checkpoint(self.block, h, mask, use_reentrant=self.reentrant)
+        total: Tensor = sum(one.sum() for one in tensors_of(found))
+        return self.last(self.first(x)) * total
+
+
+@pytest.mark.parametrize(
+    ("function", "reentrant", "given"),
+    [
+        (looks, False, False),
+        (looks, True, False),
+        (nests, False, False),
+        (nests, True, False),
+        (nests, True, True),
+        (nests_looking, True, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_is_checkpointed_looks_at_values_and_gets_its_gradients(
+    function: Callable[..., Any], reentrant: bool, given: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Looking(function, reentrant, given)
+    twin = copy.deepcopy(model)
+    memopt.wrap(model, progress=False)
+    for step in range(3):
+        found = []
+        for one in (twin, model):
+            torch.manual_seed(step)
+            one(torch.randn(3, 4), torch.tensor([True, step > 1, True])).sum().backward()
+            found.append([*(p.grad for p in one.parameters()), torch.get_rng_state()])
+            one.zero_grad()
+        for expected, gradient in zip(*found, strict=True):
+            if expected is None or gradient is None:
+                assert expected is gradient
+            else:
+                assert torch.equal(expected, gradient)
+    assert memopt.running(model).calls.planned == 3
+
+
+@pytest.mark.parametrize("kept", ["count", "features"])
+def test_changes_in_a_checkpoint_that_looks_at_values_are_refused(kept: str) -> None:
+    def block(h: Tensor, _mask: Tensor) -> Tensor:
+        if kept == "count":
+            model.count += 1
+        else:
+            model.features.append(h)
+        return h * 2 if (h > 1e3).any() else h
+
+    model = Looking(block, False, False)
+    model.count, model.features = 0, []
+    with pytest.raises(memopt.CaptureError, match="a checkpointed block changes a Python object"):
+        memopt.plan(model, (torch.randn(3, 4), torch.ones(3) > 0), progress=False)

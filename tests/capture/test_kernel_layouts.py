@@ -397,3 +397,24 @@ def test_half_precision_of_swapped_dimensions_is_as_in_eager(budget: str | None)
             one(x).float().square().sum().backward()
     for name, parameter in eager.named_parameters():
         assert equal_bytes(model.get_parameter(name).grad, parameter.grad), name
+
+
+def test_maxima_without_a_gradient_lie_as_the_kernel_leaves_them() -> None:
+    """Batch norm adds in the order in memory: its statistics tell the layouts apart."""
+
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pools = (functional.max_pool1d(x, 2), nn.MaxPool1d(2, return_indices=True)(x)[0])
+            h = self.layer(x.transpose(1, 2)).transpose(1, 2)
+            return sum(map(self.norm, (*pools, torch.max_pool1d(h, 2))))
+
+    torch.manual_seed(0)
+    model, x = Pooling(), torch.randn(4, 6, 5).transpose(1, 2)
+    twin = copy.deepcopy(model)
+    plan = memopt.plan(model, x, strategy="store-all", progress=False)
+    assert torch.equal(twin(x), plan.apply(model)(x))
+    assert all(map(torch.equal, twin.buffers(), model.buffers()))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Beta, Independent, Normal, kl_divergence
 from torch.distributions.kl import _KL_MEMOIZE
-from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.capture.answers import Answering, Looking
@@ -196,16 +195,6 @@ def test_a_check_fails_in_a_whole_step_before_anything_changes() -> None:
     step(torch.randn(8, 16))
 
 
-class InCheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(Checking(asserts), nn.Linear(16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return found
-
-
 class InTransform(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -216,10 +205,9 @@ class InTransform(nn.Module):
         return slope + self.inner[1](x)
 
 
-@pytest.mark.parametrize("kind", [InCheckpoint, InTransform])
-def test_what_is_not_looked_at_is_said(kind: type[nn.Module]) -> None:
-    model = nn.Sequential(kind(), nn.Linear(16, 16))
-    with pytest.warns(UserWarning, match="leave out a check of values.*in a checkpoint"):
+def test_what_is_not_looked_at_is_said() -> None:
+    model = nn.Sequential(InTransform(), nn.Linear(16, 16))
+    with pytest.warns(UserWarning, match="leave out a check of values.*in a function"):
         step = planned(model)
     step(torch.randn(8, 16)).sum().backward()
     assert step.calls.planned == 1
@@ -262,6 +250,35 @@ def test_a_value_is_looked_at_as_it_was() -> None:
     assert int(model.calls) == 0
     step(torch.randn(8, 16)).sum().backward()
     assert (step.calls.planned, step.calls.original) == (2, 2)
+
+
+class Cutting(nn.Module):
+    """Cuts and pads by a number in a buffer."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.linear, self.moves = nn.Linear(16, 16), moves
+        self.register_buffer("width", torch.tensor(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)[:, : self.width]
+        h = torch.nn.functional.pad(h, (int(self.width), 0))
+        if self.moves:
+            self.width += 1
+        return h
+
+
+def test_sizes_are_those_in_a_buffer() -> None:
+    model = Cutting()
+    step, x = planned(model), torch.randn(8, 16)
+    assert step(x).shape == (8, 10)
+    assert torch.equal(step(x), model(x))
+    model.width.fill_(6)
+    with pytest.warns(UserWarning, match=r"self\.width"):
+        assert step(x).shape == (8, 12)
+    assert (step.calls.planned, step.calls.original) == (2, 1)
+    with pytest.raises(CaptureError, match=r"a number of a buffer that decides.*index_copy_"):
+        planned(Cutting(moves=True))
 
 
 def test_another_thread_compiles_as_ever() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 import memopt
 from memopt.errors import GuardError
 from memopt.pricing.memory import metered
+from memopt.torch_private.selections import _unique_of
 from tests.users.metering import bytes_over
 
 WORDS = 20
@@ -109,6 +110,23 @@ class Compared(Reading):
         return functional.pad(kept, (0, 0, 0, h.shape[1] - kept.shape[1]))
 
 
+class Distinct(Reading):
+    """Leaves out what is there before; groups rows of one length (as DINO does)."""
+
+    def read(self, h: Tensor, ids: Tensor) -> Tensor:
+        mask = ids != 0
+        kinds, inverse, counts = mask.t().unique(return_inverse=True, return_counts=True)
+        runs, lengths = torch.unique_consecutive(mask[1], return_counts=True)
+        bins = torch.bincount((~mask).flatten().long()).sum() + kinds.sum() + runs.sum()
+        h = h * counts[inverse].t().unsqueeze(-1) * lengths.prod() + bins
+        sizes = torch.tensor([len(row) for row in h])
+        start, parts, rows = 0, [], list(h)
+        for end in torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0):
+            parts.append(torch.stack(rows[start:end]))
+            start = end
+        return torch.cat(parts)
+
+
 class Lists(Reading):
     """Takes a list as one, and numbers of tensors with one element that have dimensions."""
 
@@ -200,7 +218,7 @@ def check_equal(kind: type[Reading], model: nn.Module, calls: list[Tensor]) -> N
 
 
 KINDS = [
-    *(Branches, Changed, Counted, Numbers, Selections, Sized),
+    *(Branches, Changed, Counted, Distinct, Numbers, Selections, Sized),
     *(Compared, Lists, Texts, Positions, Keeping),
 ]
 
@@ -386,3 +404,20 @@ def test_a_plan_of_a_file_needs_inputs_with_the_values(tmp_path: Path) -> None:
         memopt.load(tmp_path / "plan.json").apply(model)(*given)
     planned = memopt.load(tmp_path / "plan.json").apply(model, inputs=given)
     assert torch.equal(planned(*given), model(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (4, 3, 2)])
+def test_operators_of_fixed_sizes_are_those_that_they_stand_for(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for number in range(5):
+        draws = torch.Generator().manual_seed(number)
+        x = torch.randint(0, 1 + number, shape, generator=draws).to(dtype).transpose(0, -1)
+        for function in (torch.unique, torch.unique_consecutive):
+            expected = function(x, return_inverse=True, return_counts=True)
+            ordered = function is torch.unique
+            found = _unique_of(x, ordered, len(expected[0]), inverse=True, counts=True)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+                assert (one.dtype, one.stride()) == (other.dtype, other.stride())

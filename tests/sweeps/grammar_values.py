@@ -46,6 +46,10 @@ ACTIVATIONS = [
     several("{n} = math.log({a}.detach().abs().sum().item() + {c})",
             "{t} = {a} * {n} if {n} > {c} else {a}"),
     several("{t} = {a} * 2 if torch.allclose({a}, {a}.detach().tanh(), atol={c}) else {a}"),
+    several("{t} = checkpoint(lambda v: v.sin() if v.detach().mean() > 0 else"
+            " v / (1 + v.detach().abs().max().item()), {a}, use_reentrant={k} % 2 > 0)"),
+    several("{n} = {a}.detach().flatten(1).argmax(1)",
+            "{t} = {a} * {n}.unique().numel() + {n}.bincount(minlength=9)[0]", on=_ROWS),
     several("if {m} is None or {m}.shape != {a}.shape[-1:]:",
             "    {m}, {m}_size = torch.linspace(0, 1, {a}.shape[-1]), {a}.shape[-1]",
             "{t} = {a} * {m} + {m}_size", setup=("{m}, {m}_size = None, 0",)),
@@ -65,6 +69,7 @@ INPUTS = [
     _of_ids("{n} = len(set({i}.flatten().tolist()))", "{t} = {a} / {n}"),
     _of_ids("{m} = int({i}.sum())", "{t} = {a} + {m} / 100", setup=_COUNTED),
     _of_ids("{t} = {a} * {i}.unique().numel()"),
+    _of_ids("{n} = torch.unique({i}, return_inverse=True)[1]", "{t} = {a} + {n}.sum() / 9"),
     _of_ids("{n} = {i}[:, 0].bincount(minlength=5).tolist()", "{t} = {a} * {n}[1] - {n}[2]"),
     _of_ids("match int({i}[0, 0]) % 3:", "    case 0:", "        {t} = {a} + 1", "    case 1:",
             "        {t} = {a} * 2", "    case _:", "        {t} = -{a}"),
