@@ -15,7 +15,6 @@ as large as the logits through the backward. It still looks like eager's, and re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +29,7 @@ from memopt.step.inner_outputs import inner_outputs
 from memopt.step.input_values import NUMBERS
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
+from memopt.step.nodes import all_nodes, has_checkpoints, is_checkpoint
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import descriptor_types
 from memopt.torch_private.tensors import version_of
@@ -136,7 +136,7 @@ def separate_outputs(
         inner=inner,
         numbers=traced.meta.get(NUMBERS, frozenset()),
         makes_zeros=_makes_zeros(traced),
-        recomputes=any(map(_is_checkpoint, _all_nodes(traced))),
+        recomputes=has_checkpoints(traced),
     )
 
 
@@ -153,25 +153,14 @@ def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> 
 def _makes_zeros(traced: GraphModule) -> bool:
     """Return whether a dynamo graph calls a function for whose missing gradients autograd makes
     zeros, see `TracedOutputs.makes_zeros`."""
-    for node in _all_nodes(traced):
-        if _is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
+    for node in all_nodes(traced):
+        if is_checkpoint(node) and node.kwargs.get("use_reentrant", False):
             return True
         results = node.meta.get("example_value")
         several = isinstance(results, (tuple, list)) and len(results) > 1
         if several and str(node.target) == "autograd_function_apply":
             return True
     return False
-
-
-def _all_nodes(traced: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of the graphs inside it."""
-    for module in traced.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
-def _is_checkpoint(node: Node) -> bool:
-    return str(node.target) == "tag_activation_checkpoint"
 
 
 def _copy(

@@ -20,8 +20,8 @@ from memopt.torch_private.tensors import conjugated, negated
 ENDS_PROCESS = frozenset({torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Kernels that end the process on arguments that do not fit each other."""
 
-REFUSALS = (RuntimeError, IndexError, TypeError, ValueError)
-"""Errors of kernels whose arguments do not fit."""
+REFUSALS = (RuntimeError, ArithmeticError, IndexError, TypeError, ValueError)
+"""Errors of kernels whose arguments do not fit, or of numbers (zeros divide nothing)."""
 
 _HOST = torch.device("cpu")
 _MOST_ANSWERS = 20_000
