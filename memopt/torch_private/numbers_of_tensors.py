@@ -187,7 +187,7 @@ def _reading(other: Callable[..., Any] | None) -> Callable[..., Any]:
 def kept_in_tensors(is_kept: Callable[[Any], bool]) -> Iterator[dict[str, torch.Tensor]]:
     """Trace inside with the numbers of these sources as numbers of tensors (`item()`). Yields these
     tensors, by the expressions that make them."""
-    wrap, source = private(_WRAP), private(_SOURCE)
+    wrap, as_tensor = private(_WRAP), private(_SOURCE)
     made: dict[str, torch.Tensor] = {}
 
     def keeps(at: Any, value: Any) -> bool:
@@ -196,16 +196,16 @@ def kept_in_tensors(is_kept: Callable[[Any], bool]) -> Iterator[dict[str, torch.
     def read(building: Any, value: Any) -> Any:
         if not keeps(building.source, value):
             return wrap(building, value)
-        place = source(building.source)
+        place = as_tensor(building.source)
         tensor = torch.tensor(value, dtype=_KINDS[type(value)], device="cpu")
         tensor = made.setdefault(place.name, tensor)
         found = type(building)(building.tx, place)(tensor)
         found.as_proxy().node.meta[KEPT] = value
         return found.call_method(building.tx, "item", [], {})
 
-    def early(value: Any, at: Any, **options: Any) -> Any:
-        found = later(value, at, **options)
-        return found.realize() if keeps(at, value) else found
+    def early(value: Any, source: Any = None, **options: Any) -> Any:
+        found = later(value, source, **options)
+        return found.realize() if keeps(source, value) else found
 
     with contextlib.ExitStack() as entered:
         entered.enter_context(patched(_WRAP, read))

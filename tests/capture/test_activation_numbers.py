@@ -371,6 +371,16 @@ def test_an_error_of_a_number_is_the_forwards() -> None:
     assert torch.equal(*left)
 
 
+def test_sizes_in_a_list_of_numbers_are_refused() -> None:
+    def divided(h: Tensor) -> Tensor:
+        positive = (h[0] > 0).sum()
+        first, last = h.split(torch.stack([positive, 32 - positive]).tolist(), 1)
+        return torch.cat([first * 2, last], 1)
+
+    with pytest.raises(CaptureError, match="a shape depends on the values of a tensor"):
+        memopt.plan(_Numbered(divided), torch.randn(4, 8), progress=False)
+
+
 def test_a_power_that_is_a_number_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match=r"h \*\* h\.abs\(\)\.max\(\)\.item\(\)"):
         memopt.plan(
