@@ -135,9 +135,9 @@ def _is_given_on(node: Node) -> bool:
 
 def _call_of(node: Node, made: Mapping[Node, Node]) -> str | None:
     """Return how a number is computed, "" if it is read out of a tensor; None: by a function that
-    is not known, or from others than those that tensors are `made` of."""
+    is not known, or from others than those that tensors are `made` of (one of `tolist()`)."""
     if node.op == "call_method" and node.target == "item":
-        return ""
+        return "" if "example_value" in node.all_input_nodes[0].meta else None
     target = round if node.target == "__round__" else node.target
     home, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
     known = getattr(_HOMES.get(home), name, None) is target and not node.kwargs

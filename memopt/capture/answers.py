@@ -27,6 +27,7 @@ from memopt.torch_private.access import private
 from memopt.torch_private.aot import FakeTensor
 from memopt.torch_private.instructions import Place, is_library
 from memopt.torch_private.numbers_of_tensors import (
+    KEPT,
     computed_by,
     has_numbers,
     has_open_sizes,
@@ -135,7 +136,7 @@ class Answering(KnownValues):
         if node.target is IN_PYTHON:
             self._values[node] = of_math(node, self._number_of)
         elif not nested:
-            self._values[node] = self._hear(place)
+            self._values[node] = node.meta[KEPT] if KEPT in node.meta else self._hear(place)
         example = node.meta["example_value"]
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:

@@ -16,7 +16,8 @@ from torch import nn
 
 from memopt.capture.as_eager.corrections import deriving_as_eager, tracing_as_eager
 from memopt.capture.as_eager.layouts import computing_device
-from memopt.capture.trace import lean_trace, trace_of
+from memopt.capture.lean_trace import lean_trace
+from memopt.capture.trace import trace_of
 from memopt.capture.training_call import training_call
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call

@@ -26,8 +26,9 @@ from memopt.capture.as_eager.corrections import corrected, deriving_as_eager, tr
 from memopt.capture.as_eager.layouts import computing_device
 from memopt.capture.block_copies import with_all_blocks
 from memopt.capture.equal_blocks import equal_blocks, without_most
+from memopt.capture.lean_trace import lean_trace
 from memopt.capture.taken import check_dense, check_objects_kept, check_taken
-from memopt.capture.trace import effects_of, lean_trace, trace_of
+from memopt.capture.trace import effects_of, trace_of
 from memopt.capture.uncaptured import check_effects, check_initialised, check_runs_once
 from memopt.capture.underived import not_derived
 from memopt.errors import CaptureError, NothingToTrainError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from memopt.capture.checkpointed_calls import checkpoints_as_called
 from memopt.capture.ctc_losses import ctc_losses_whole
 from memopt.capture.inner_gradients import check_inner_gradients
 from memopt.capture.known_attributes import check_attributes_set, known_attributes
+from memopt.capture.lean_trace import lean_trace, real_values_uncopied
 from memopt.capture.opaque_calls import declare_opaque, opaque_calls, refusal_in, untraceable
 from memopt.capture.regions import alike, forwards_of_blocks, write_out
 from memopt.capture.uncaptured import (
@@ -43,12 +44,13 @@ from memopt.capture.usual_branches import (
     refuses_values,
 )
 from memopt.errors import CaptureError
-from memopt.models.garbage import cycles_collected, cycles_left, full_collections_deferred
-from memopt.step.changes import RETURNS_ARRAY, Traced
+from memopt.models.garbage import cycles_left
+from memopt.step.changes import RETURNS_ARRAY, Change, Traced, expression_of, is_of_number
 from memopt.step.dependencies import EFFECTS, Dependencies, digest
 from memopt.step.dynamo_guards import TraceGuards, guards_heard
 from memopt.step.input_values import VALUES
 from memopt.step.inputs import Call
+from memopt.step.nodes import has_checkpoints
 from memopt.step.reader import TraceReader
 from memopt.step.side_effects import (
     NO_EFFECTS,
@@ -58,9 +60,6 @@ from memopt.step.side_effects import (
 )
 from memopt.step.traced_arguments import arguments_compared, values_returned
 from memopt.step.unheard import unheard
-from memopt.torch_private.access import optional, patched
-from memopt.torch_private.aot import code_written_late, values_described_once
-from memopt.torch_private.distributed import nothing_tried_out
 from memopt.torch_private.divergences import with_divergences
 from memopt.torch_private.dynamo import (
     capture_errors,
@@ -69,6 +68,7 @@ from memopt.torch_private.dynamo import (
     graph_of,
     own_lists_given,
 )
+from memopt.torch_private.numbers_of_tensors import kept_in_tensors
 from memopt.torch_private.numpy_numbers import with_numbers
 from memopt.torch_private.pytree import tree_leaves
 from memopt.torch_private.regions import Reused, has_regions, traced_once
@@ -81,6 +81,8 @@ from memopt.user_code.restored_state import (
 )
 
 Trace: TypeAlias = tuple[GraphModule, Dependencies]
+_COUNTERS: ContextVar[frozenset[Change]] = ContextVar("counters", default=frozenset())
+"""Changes of numbers that each call makes anew."""
 
 
 def trace_of(model: nn.Module, call: Call, to_be_run: bool = True) -> Trace:
@@ -124,7 +126,11 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
     settled = _settled(model, call, module, guards)
     if settled is not None:
         return settled
-    effects = side_effects(model, call, TraceReader(model, guards))
+    reader = TraceReader(model, guards)
+    try:
+        effects = side_effects(model, call, reader)
+    except CaptureError as error:
+        return _with_counters(model, call, to_be_run, reader.made_of_their_last(), error)
     if effects.made_by_call:
         try:
             with values_returned(effects.places(model, call)):
@@ -135,10 +141,46 @@ def _trace(model: nn.Module, call: Call, to_be_run: bool) -> Trace:
             raise CaptureError(why_not_left_behind(effects.shown)) from error
         if len(after.values) > len(guards.values):  # what is left behind is known now
             return _trace(model, call, to_be_run)
-    if effects.set_other_constants(model, call) and not _is_built_once(model, call):
-        raise CaptureError(why_not_left_behind(effects.shown))
+        # It reads what it returns, too: an item that stays in a list, at another place of it.
+        guards = replace(after, changes=guards.changes)
+    others = effects.other_constants(model, call)
+    if others and not _is_built_once(model, call):
+        refused = CaptureError(why_not_left_behind(effects.shown))
+        return _with_counters(model, call, to_be_run, filter(is_of_number, others), refused)
     module.meta[EFFECTS] = effects
-    return module, Dependencies.of(model, guards, call)
+    dependencies = Dependencies.of(model, guards, call)
+    if _reads_late(module, dependencies, guards):
+        raise CaptureError(why_not_left_behind(effects.shown))
+    return module, dependencies
+
+
+def _with_counters(
+    model: nn.Module,
+    call: Call,
+    to_be_run: bool,
+    counters: Iterable[Change],
+    refused: CaptureError,
+) -> Trace:
+    """Return the trace of a model, with these numbers, which each call changes, in tensors.
+
+    Raises:
+        CaptureError: `refused`; it cannot be traced so, either.
+    """
+    known = _COUNTERS.get()
+    found = {replace(one, values=()) for one in counters} - known
+    if not found:
+        raise refused
+    before = _COUNTERS.set(known | found)
+    try:
+        return _trace(model, call, to_be_run)
+    except (CaptureError, RuntimeError) as error:
+        raise refused from error
+    finally:
+        _COUNTERS.reset(before)
+
+
+def _is_counter(source: Any) -> bool:
+    return any(one.in_its_place(expression_of(source)) for one in _COUNTERS.get())
 
 
 def _is_built_once(model: nn.Module, call: Call) -> bool:
@@ -148,7 +190,14 @@ def _is_built_once(model: nn.Module, call: Call) -> bool:
         later, after = _dynamo_trace(model, call)
         after = lasting_changes(model, call, later, after)
         again = side_effects(model, call, TraceReader(model, after))
-        return not again.set_other_constants(model, call)
+        late = _reads_late(later, Dependencies.of(model, after, call), after)
+        return not late and not again.other_constants(model, call)
+
+
+def _reads_late(module: GraphModule, dependencies: Dependencies, guards: TraceGuards) -> bool:
+    """Return whether eager's backward may read a number that the forward changes meanwhile."""
+    late = dependencies.late(has_checkpoints(module))
+    return any(map(late.may_read, guards.numbers))
 
 
 def _digest(module: GraphModule, model: nn.Module, call: Call, guards: TraceGuards) -> str:
@@ -232,6 +281,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     """Return dynamo's graph of a call, traced as eager runs it, and the trace's guards."""
 
     failing, before = list[str](), sys.exception()
+    numbers = dict[str, torch.Tensor]()
 
     def trace() -> Any:
         # A model that asks for strides gets those of its kernels.
@@ -243,9 +293,10 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             opaque_calls() as incomplete,
             failing_modules_heard() as failing_here,
             branches_as_usual(model, call) as note,
+            kept_in_tensors(_is_counter) as numbers_here,
         ):
-            nonlocal failing
-            failing = failing_here
+            nonlocal failing, numbers
+            failing, numbers = failing_here, numbers_here
             found = with_numbers(
                 lambda: with_divergences(lambda: dynamo_capture(model, *call.opened))
             )
@@ -284,7 +335,7 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
     check_numpy(found[0])
     check_inner_gradients(found[0])
     _check_code(found[0])
-    return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()))
+    return found[0], replace(found[1], values=found[0].meta.get(VALUES, ()), numbers=numbers)
 
 
 def _sharing_known() -> AbstractContextManager[Any]:
@@ -329,56 +380,3 @@ def _failed_in_dynamo(error: Exception) -> CaptureError:
         f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "
         'sub-modules (parts="auto" of memopt.wrap)'
     )
-
-
-_CLONE = "torch._dynamo.variables.builder._clone_input"
-_COMPUTE = "torch._dynamo.variables.tensor.get_real_value"
-
-
-@contextlib.contextmanager
-def real_values_uncopied() -> Iterator[None]:
-    """Trace without copies of parameters, buffers, inputs and their gradients.
-
-    An export copies each real tensor that it meets, in case something computes with it: the model's
-    size in memory once more, and as much for its gradients. Few models do (a function of
-    `torch._dynamo.assume_constant_result` that is given a tensor), and they get copies then. Under
-    a transform (`torch.func.vmap`, `grad`) a copy would fail: the tensor has no memory of its own.
-    """
-    clone, compute = optional(_CLONE), optional(_COMPUTE)
-    if clone is None or compute is None:
-        yield
-        return
-    copied: set[Node] = set()
-
-    def itself(value: Any, _mode: Any) -> Any:
-        return value
-
-    def computed(node: Node, tracer: Any) -> Any:
-        waiting = [node]
-        while waiting:
-            one = waiting.pop()
-            if one in copied:
-                continue
-            copied.add(one)
-            if one in tracer.real_value_cache:
-                tracer.real_value_cache[one] = clone(tracer.real_value_cache[one], None)
-            waiting += one.all_input_nodes
-        return compute(node, tracer)
-
-    with patched(_CLONE, itself), patched(_COMPUTE, computed):
-        yield
-
-
-@contextlib.contextmanager
-def lean_trace() -> Iterator[None]:
-    """Trace without full garbage collections, without writing the Python code of graphs until they
-    run, without describing every value twice, and without what torch tries out meanwhile."""
-    with (
-        ONE_TRACE_AT_A_TIME,
-        cycles_collected(),
-        full_collections_deferred(),
-        code_written_late(),
-        values_described_once(),
-        nothing_tried_out(),
-    ):
-        yield

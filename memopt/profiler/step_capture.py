@@ -141,8 +141,8 @@ def _check_effects(captured: Captured) -> None:
     """Refuse a step that leaves behind tensors that belong to the graph it has already run."""
     if captured.effects.made_by_call:
         raise CaptureError(
-            f"the step leaves tensors behind in {', '.join(captured.effects.shown)}, which a "
-            "train step does not do: clear it in loss_fn, or plan the module alone "
+            f"the step leaves tensors or counts behind in {', '.join(captured.effects.shown)}, "
+            "which a train step does not do: clear it in loss_fn, or plan the module alone "
             "(memopt.plan(model, inputs) and plan.apply, or memopt.wrap), which does"
         )
 

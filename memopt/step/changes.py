@@ -90,6 +90,11 @@ class Change:
         return name in (*self.places[-2:], f"{self.source}[{self.name!r}]")
 
 
+def is_of_number(change: Change) -> bool:
+    """Return whether a change sets an attribute or an item to a number that the trace knows."""
+    return all(isinstance(v, Constant) and type(v.value) in (int, float) for v in change.values)
+
+
 REGISTRIES = ("._parameters", "._buffers", "._modules")
 """Ends of expressions for a module's own dicts, whose keys users know as its attributes."""
 

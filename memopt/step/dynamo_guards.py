@@ -54,6 +54,7 @@ class TraceGuards:
         code: the code objects of all Python functions that were traced.
         changes: the forward's changes to objects that existed before it.
         values: what it reads of its inputs' values.
+        numbers: the tensors that it made of numbers, by the expressions that make them.
     """
 
     guards: tuple[DynamoGuard, ...] = ()
@@ -62,6 +63,7 @@ class TraceGuards:
     code: frozenset[types.CodeType] = frozenset()
     changes: tuple[Change, ...] = ()
     values: tuple[InputValue, ...] = ()
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ as large as the logits through the backward. It still looks like eager's, and re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,14 @@ from memopt.step.inner_outputs import inner_outputs
 from memopt.step.input_values import NUMBERS
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
-from memopt.step.nodes import CHECKPOINT, CHECKPOINTED, REENTRANT, is_reentrant
+from memopt.step.nodes import (
+    CHECKPOINT,
+    CHECKPOINTED,
+    REENTRANT,
+    all_nodes,
+    has_checkpoints,
+    is_reentrant,
+)
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import descriptor_types
 from memopt.torch_private.tensors import version_of
@@ -137,7 +143,7 @@ def separate_outputs(
         inner=inner,
         numbers=traced.meta.get(NUMBERS, frozenset()),
         makes_zeros=_makes_zeros(traced),
-        recomputes=any(map(_is_checkpoint, _all_nodes(traced))),
+        recomputes=has_checkpoints(traced),
     )
 
 
@@ -153,7 +159,7 @@ def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> 
 
 def _makes_zeros(traced: GraphModule) -> bool:
     """Return what `TracedOutputs.makes_zeros` is for a dynamo graph."""
-    for node in _all_nodes(traced):
+    for node in all_nodes(traced):
         called = str(node.target) == CHECKPOINT and is_reentrant(node.kwargs)
         results = node.meta.get("example_value")
         several = isinstance(results, (tuple, list)) and len(results) > 1
@@ -161,17 +167,6 @@ def _makes_zeros(traced: GraphModule) -> bool:
         if called or custom or node.meta.get(CHECKPOINTED) == REENTRANT:
             return True
     return False
-
-
-def _all_nodes(traced: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of those inside it."""
-    for module in traced.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
-def _is_checkpoint(node: Node) -> bool:
-    return str(node.target) == CHECKPOINT or CHECKPOINTED in node.meta
 
 
 def _copy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -146,3 +146,20 @@ def only_replaces_statistics(node: Node) -> bool:
         return False
     position = _BATCH_NORM_TRAINING_ARGUMENT[name]
     return position is None or bool(node.args[position])
+
+
+def all_nodes(traced: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of the graphs inside it."""
+    for module in traced.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def has_checkpoints(traced: GraphModule) -> bool:
+    """Return whether parts of a dynamo graph are checkpoints."""
+    return any(map(is_checkpoint, all_nodes(traced)))
+
+
+def is_checkpoint(node: Node) -> bool:
+    """Return whether a node of a dynamo graph is a checkpoint."""
+    return str(node.target) == CHECKPOINT or CHECKPOINTED in node.meta

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.step.changes import Change
+from memopt.step.changes import Change, Number
 from memopt.step.described import described, described_text, has, same
 from memopt.step.dynamo_guards import DynamoGuard, TraceGuards
 from memopt.torch_private.expressions import DEFAULT_DEVICE, GLOBAL_HOOKS, ROOT
@@ -222,6 +222,10 @@ class TraceReader:
         read = (one.name for one in self._guards.guards if change.in_its_place(one.name))
         return any(type(self._read(self._expression(one))) in (int, float) for one in read)
 
+    def made_of_their_last(self) -> list[Change]:
+        """Return the changes of numbers to others that tensors' numbers and the old ones make."""
+        return [c for c in self.changes if Number() in c.values and self.takes_for_constant(c)]
+
     def read_later(self, source: str) -> Callable[..., Any]:
         """Return a function that reads one of Dynamo's expressions, given the model (and
         others)."""
@@ -259,6 +263,7 @@ class TraceReader:
         try:
             value = self._read(source)
             if guard.kind == "TENSOR_MATCH":
+                value = self._guards.numbers.get(guard.name, value)
                 self.tensors[source] = value
                 if id(value) in self._registered:
                     return None

@@ -5,8 +5,9 @@ graph computes them and returns none. So the model is traced once more with thes
 After each planned forward they are put where the model puts them, in its order. They have gradients
 as all outputs do.
 
-A value that the trace sees as a constant (a flag that is set) is set anew at each call. A value
-that differs at each call (a counter) cannot be: such a model is refused, and the object named.
+A value that the trace sees as a constant (a flag that is set) is set anew at each call. A number
+that differs at each call (a counter) is traced as a tensor's number; another such value is refused,
+and the object named.
 """
 
 from __future__ import annotations
@@ -136,16 +137,18 @@ class SideEffects:
         for change, owner, values in steps:
             _make(change, owner, values)
 
-    def set_other_constants(self, model: nn.Module, call: Call) -> bool:
-        """Return whether attributes or items get constants other than their present values."""
+    def other_constants(self, model: nn.Module, call: Call) -> list[Change]:
+        """Return the changes that give attributes or items constants other than their present
+        values."""
+        found = []
         for one in self.effects:
             name, owner = one.change.name, one.owner(model, call)
             if one.is_made_by_call or one.change.kind not in ("attribute", "item"):
                 continue
             look = _attribute if one.change.kind == "attribute" else _item
             if not same(look(owner, name), one.resolved(model, call)[0]):
-                return True
-        return False
+                found.append(one.change)
+        return found
 
 
 NO_EFFECTS = SideEffects()
@@ -222,10 +225,10 @@ def why_not_left_behind(shown: Sequence[str]) -> str:
     """Return the message on objects that the forward changes and a planned step could not."""
     return (
         f"the forward changes Python state of {', '.join(shown)} in a way that a planned step "
-        "cannot repeat: a count, an iterator, an object of a class of its own. Return such values "
-        "as outputs, count outside of the forward or in a buffer that is updated in place "
-        "(self.count.add_(1)); if this is a cache that the first call builds, call the model once "
-        "before planning"
+        "cannot repeat: an iterator, an object of a class of its own, a count that decides shapes "
+        "or that a backward may read. Return such values as outputs, count outside of the forward "
+        "or in a buffer that is updated in place (self.count.add_(1)); if this is a cache that the "
+        "first call builds, call the model once before planning"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from memopt.torch_private.access import patched, private
+from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _OPEN = "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols"
@@ -19,6 +19,14 @@ _IN_RANGE = "torch.ops.aten._assert_scalar.default"
 
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
 _CREATE = f"{_NUMBER}.create"
+
+_WRAP = "torch._dynamo.variables.builder.VariableBuilder._wrap"
+_LATER = "torch._dynamo.variables.LazyConstantVariable.create"
+_SOURCE = "torch._dynamo.source.FloatTensorSource"
+_KINDS = {int: torch.int64, float: torch.float64}
+_LARGEST = 2.0**53
+KEPT = "number"
+"""Key under which a node's `meta` has the number in the tensor that it stands for."""
 
 _IN_PLACE = {
     getattr(operator, name)
@@ -183,3 +191,35 @@ def _reading(other: Callable[..., Any] | None) -> Callable[..., Any]:
         return variable.call_function(translator, numbers, kwargs)
 
     return made
+
+
+@contextlib.contextmanager
+def kept_in_tensors(is_kept: Callable[[Any], bool]) -> Iterator[dict[str, torch.Tensor]]:
+    """Trace inside with the numbers of these sources as numbers of tensors (`item()`). Yields these
+    tensors, by the expressions that make them."""
+    wrap, as_tensor = private(_WRAP), private(_SOURCE)
+    made: dict[str, torch.Tensor] = {}
+
+    def keeps(at: Any, value: Any) -> bool:
+        return type(value) in _KINDS and abs(value) < _LARGEST and is_kept(at)
+
+    def read(building: Any, value: Any) -> Any:
+        if not keeps(building.source, value):
+            return wrap(building, value)
+        place = as_tensor(building.source)
+        tensor = torch.tensor(value, dtype=_KINDS[type(value)], device="cpu")
+        tensor = made.setdefault(place.name, tensor)
+        found = type(building)(building.tx, place)(tensor)
+        found.as_proxy().node.meta[KEPT] = value
+        return found.call_method(building.tx, "item", [], {})
+
+    def early(value: Any, source: Any = None, **options: Any) -> Any:
+        found = later(value, source, **options)
+        return found.realize() if keeps(source, value) else found
+
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(patched(_WRAP, read))
+        if known(_LATER):
+            later = private(_LATER)
+            entered.enter_context(patched(_LATER, staticmethod(early)))
+        yield made

@@ -343,6 +343,12 @@ NUMPY = (
         "utils.numpy_method_wrapper",
         "utils.numpy_operator_wrapper",
     ),
+    *rows(
+        "read the numbers that a forward counts in",
+        "torch._dynamo",
+        "variables.LazyConstantVariable.create",
+        versions=("2.13", "2.14"),
+    ),
 )
 
 INNER_GRADIENTS = (

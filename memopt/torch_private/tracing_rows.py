@@ -165,6 +165,7 @@ DYNAMO = (
     *rows(
         "trace a forward that looks at values",
         "torch._dynamo",
+        "source.FloatTensorSource",
         "symbolic_convert.InstructionTranslatorBase",
         "symbolic_convert.InstructionTranslatorBase.dispatch_table",
         "variables.TensorVariable.call_method",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.errors import CaptureError
@@ -74,6 +75,11 @@ def _given(h: Tensor) -> Tensor:
     return functional.elu(h, alpha=h.abs().mean().item()) + int(h[:, 0].argmax())
 
 
+def _by_a_count(h: Tensor) -> Tensor:
+    n = (h > 0).sum().item()
+    return h * min(0.9, (1 + n) / n)
+
+
 def _reversed(h: Tensor) -> Tensor:
     return h.mean().item() - h + h.mean().item() / (h + 2)
 
@@ -131,6 +137,7 @@ CALLS = [
     _several,
     _rounded,
     _given,
+    _by_a_count,
     _reversed,
     _whole,
     _of_math,
@@ -218,11 +225,85 @@ def _largest(model: _Logging, number: float) -> None:
 
 
 @pytest.mark.parametrize("changes", [_average, _largest])
-def test_numbers_made_of_their_last_value_are_refused(
-    changes: Callable[[_Logging, float], None],
-) -> None:
-    with pytest.raises(CaptureError, match=r"model\.mean of its last value .* in a buffer"):
-        memopt.plan(_Logging(changes), torch.ones(4, 8), strategy="store-all", progress=False)
+def test_numbers_made_of_their_last_value(changes: Callable[[_Logging, float], None]) -> None:
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    twin = _Logging(changes)
+    model = memopt.wrap(copy.deepcopy(twin), "min", progress=False, improve=False)
+    for x in inputs:
+        assert repr(model(x)[1]["twice"][0]) == repr(twin(x)[1]["twice"][0])
+        assert repr(model.mean) == repr(twin.mean)
+
+
+class _Scheduled(_Numbered):
+    """Counts its calls, and computes with the count."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(call)
+        self.steps, self.rate, self.second = 0, 1.0, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.steps += 1
+        self.second += self.training
+        self.rate = max(self.rate * 0.9, 0.75)
+        h = self.call(torch.tanh(self.first(x)) * min(1.0, self.steps / 4)) / self.rate
+        return self.last(h * 0.9**self.second if self.steps > 2 else h)
+
+
+@pytest.mark.parametrize("way", ["plan", "wrap"])
+def test_a_forward_computes_with_its_counters(way: str) -> None:
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+    def trained(model: Any, module: Any) -> list[Any]:
+        seen: list[Any] = []
+        for step, x in enumerate(inputs):
+            if step == 3:
+                module.eval()
+                seen.append(module(x).tolist())
+                module.train()
+            module(x).square().sum().backward()
+            seen.append([p.grad.tolist() for p in model.parameters()])
+            seen.append(repr((model.steps, model.rate, model.second)))
+            model.zero_grad()
+        return seen
+
+    model = _Scheduled(torch.relu)
+    expected = trained(model, model)
+    model = _Scheduled(torch.relu)
+    module: Any = model
+    if way == "plan":
+        module = memopt.plan(model, inputs[0], budget="min", progress=False, cache=False).apply(
+            model
+        )
+    else:
+        memopt.wrap(model, "min", progress=False, improve=False)
+    assert (model.steps, model.rate) == (0, 1.0)
+    assert trained(model, module) == expected
+
+
+class _Doubling(torch.autograd.Function):
+    """Reads a counter in its backward."""
+
+    @staticmethod
+    def forward(context: Any, h: Tensor, model: Any) -> Tensor:
+        context.model = model
+        return h * 2
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient * context.model.steps, None
+
+
+@pytest.mark.parametrize("by", ["function", "checkpoint"])
+def test_a_counter_that_the_backward_may_read_is_refused(by: str) -> None:
+    class Late(_Scheduled):
+        def forward(self, x: Tensor) -> Any:
+            h = super().forward(x)
+            if by == "function":
+                return _Doubling.apply(h, self)
+            return checkpoint(torch.tanh, h, use_reentrant=False)
+
+    with pytest.raises(CaptureError, match=r"model\.steps.*count outside of the forward"):
+        memopt.plan(Late(torch.relu), torch.ones(4, 8), progress=False)
 
 
 LIMITS = {"most": 1e-6}
@@ -314,6 +395,16 @@ def test_an_error_of_a_number_is_the_forwards() -> None:
             call(torch.ones(4, 8))
         left.append(torch.get_rng_state())
     assert torch.equal(*left)
+
+
+def test_sizes_in_a_list_of_numbers_are_refused() -> None:
+    def divided(h: Tensor) -> Tensor:
+        positive = (h[0] > 0).sum()
+        first, last = h.split(torch.stack([positive, 32 - positive]).tolist(), 1)
+        return torch.cat([first * 2, last], 1)
+
+    with pytest.raises(CaptureError, match="a shape depends on the values of a tensor"):
+        memopt.plan(_Numbered(divided), torch.randn(4, 8), progress=False)
 
 
 def test_a_power_that_is_a_number_is_refused_with_its_line() -> None:

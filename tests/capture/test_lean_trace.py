@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.capture.trace import lean_trace
+from memopt.capture.lean_trace import lean_trace
 
 
 def described() -> list[Any]:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.capture import trace
 from memopt.capture.as_eager.corrections import tracing_as_eager
+from memopt.capture.lean_trace import lean_trace
 from memopt.capture.regions import forwards_of_blocks
-from memopt.capture.trace import lean_trace
 from memopt.step.inputs import Call
 from memopt.torch_private.regions import has_regions
 

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import torch_compilable_check
 
 from memopt.capture import trace
 from memopt.capture.as_eager.corrections import tracing_as_eager
-from memopt.capture.trace import lean_trace
+from memopt.capture.lean_trace import lean_trace
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from tests.capture.test_usual_branches import Block

@@ -17,7 +17,7 @@ from torch import nn
 
 import memopt.torch_private
 from memopt.capture.capture import capture
-from memopt.capture.trace import real_values_uncopied
+from memopt.capture.lean_trace import real_values_uncopied
 from memopt.errors import CaptureError
 from memopt.step.inputs import to_call
 from memopt.torch_private import access, aot, dynamo, inductor, modes, modules
