@@ -173,7 +173,7 @@ def _with_counters(
     before = _COUNTERS.set(known | found)
     try:
         return _trace(model, call, to_be_run)
-    except (CaptureError, RuntimeError) as error:
+    except (CaptureError, RuntimeError, AttributeError) as error:  # the last in torch 2.11
         raise refused from error
     finally:
         _COUNTERS.reset(before)
