@@ -170,11 +170,11 @@ def _changes(effects: Any, modes: int) -> tuple[Change, ...]:
 def _of(variable: Any, source: str, effects: Any) -> Iterator[Change]:
     """Yield the lasting changes of one of Dynamo's variables."""
     attributes = dict(effects.store_attr_mutations.get(variable, {}))
-    # The items of an object that is a container are a variable of their own.
-    inner = container_inside(variable)
+    # The items of an object that is a container may be a variable of their own.
+    inner, kind = container_inside(variable), variable.mutation_type
     if inner is not None and effects.is_modified(inner):
         yield from _of_container(inner, source)
-    elif type(variable.mutation_type).__name__ == "ValueMutationExisting":
+    elif _is_a(kind, "ValueMutationExisting") and kind.is_modified:
         yield from _of_container(variable, source)
     for name, value in attributes.items():
         if _is_a(value, "DeletedVariable"):

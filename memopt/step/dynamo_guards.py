@@ -113,9 +113,11 @@ _CAPTURE = "torch._dynamo.functional_export.fullgraph_capture"
 
 def _has_varying_shapes(traced: Any) -> bool:
     """Return whether a trace has symbols for sizes: of inputs that are declared to vary, or of
-    shapes that depend on values. Without them no declared shape can be contradicted."""
+    shapes that depend on values; symbols of floats, z..., are none. Without them no declared shape
+    can be contradicted."""
     shape_env = getattr(getattr(traced, "fake_mode", None), "shape_env", None)
-    return bool(getattr(shape_env, "var_to_range", True))
+    symbols = getattr(shape_env, "var_to_range", None)
+    return symbols is None or any(not one.name.startswith("z") for one in symbols)
 
 
 def _heard(

@@ -14,6 +14,8 @@ from memopt.torch_private.access import known, patched, private
 _ERROR = "torch._dynamo.exc.ObservedAttributeError"
 _HANDLED = "torch._dynamo.exc.handle_observed_exception"
 _STANDARD = "torch._dynamo.symbolic_convert.is_stdlib"
+_NAME = "torch._dynamo.symbolic_convert.InstructionTranslatorBase.load_builtin_from_argval"
+_REFUSE = "torch._dynamo.exc.unimplemented"
 _LOAD = "torch._dynamo.symbolic_convert.InstructionTranslatorBase._load_attr"
 _GETATTR = "torch._dynamo.variables.builtin.GetAttrBuiltinVariable.call_function"
 _BUILTIN = "torch._dynamo.variables.BuiltinVariable.call_function"
@@ -35,7 +37,24 @@ def absences_heard(hear: Hear) -> Iterator[None]:
         patched(_STANDARD, lambda module: module is not os and standard(module)),
         _attributes_heard(hear),
         _items_heard(hear),
+        _globals_demanded(),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _globals_demanded() -> Iterator[None]:
+    """Refuse names that are no globals, as torch does up to 2.13: later ones trace a NameError, and
+    make no guard for it."""
+    load, refuse = private(_NAME), private(_REFUSE)
+
+    def loaded(translator: Any, name: str) -> Any:
+        if name not in translator.f_builtins:
+            what = "failed to find name in frame builtins"
+            refuse(gb_type=what, context=name, explanation=f"{name} is no global", hints=[])
+        return load(translator, name)
+
+    with patched(_NAME, loaded):
         yield
 
 

@@ -11,14 +11,7 @@ from unittest import mock
 
 import torch
 
-from memopt.torch_private.access import (
-    attribute_name,
-    known,
-    missing,
-    optional,
-    patched,
-    private,
-)
+from memopt.torch_private.access import attribute_name, known, missing, optional, patched, private
 from memopt.torch_private.inner_gradients import gradients_traced, makers_of_leaves
 from memopt.torch_private.numbers_of_tensors import readers_of_numbers
 from memopt.torch_private.rows import TABLE
@@ -29,6 +22,8 @@ _TRACED = "torch._dynamo.convert_frame.get_traced_fn"
 _VARIABLES = "torch._dynamo.variables"
 _HANDLERS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable._get_handlers"
 _INSIDE = f"{_VARIABLES}.UserDefinedObjectVariable._base_vt"
+_MERGED = f"{_VARIABLES}.base.ValueAndAttributeMutationExisting"
+"""Marks objects whose variable has the items itself, since torch 2.15."""
 _LIST = f"{_VARIABLES}.user_defined.UserDefinedListVariable.as_proxy"
 _CHANGED = (
     f"{_VARIABLES}.base.AttributeMutationExisting",
@@ -139,8 +134,7 @@ def custom_functions_heard(
     """Call `failed` with each custom function in whose code Dynamo fails, the innermost first, and
     the exception.
 
-    Returns:
-        A list of the custom functions that are traced.
+    Returns: a list of the custom functions that are traced.
     """
     name = f"{_VARIABLES}.misc.AutogradFunctionVariable.call_apply"
     call_apply = private(name)
@@ -316,10 +310,15 @@ def variables(*names: str) -> tuple[Any, ...]:
 def own_lists_given() -> Iterator[None]:
     """Trace inside with the user's own list classes accepted by operators (Keras keeps axes in such
     lists), if this torch allows it."""
-    if not (known(_LIST) and known(_INSIDE)):
+
+    def given(variable: Any) -> list[Any]:
+        inner = container_inside(variable)
+        return [one.as_proxy() for one in (variable if inner is None else inner).items]
+
+    if not (known(_LIST) and (known(_MERGED) or known(_INSIDE))):
         yield
         return
-    with patched(_LIST, lambda one: container_inside(one).as_proxy()):
+    with patched(_LIST, given):
         yield
 
 
@@ -374,8 +373,9 @@ def modified(effects: Any) -> Any:
 
 
 def container_inside(variable: Any) -> Any:
-    """Return Dynamo's variable of the items in a container object; None for other objects."""
-    return getattr(variable, "_base_vt", None) if known(_INSIDE) else None
+    """Return Dynamo's variable of the items in a container object; None for other objects, and
+    where the object's own variable has them."""
+    return None if known(_MERGED) or not known(_INSIDE) else getattr(variable, "_base_vt", None)
 
 
 def visit(look: Callable[[Any], None], variable: Any) -> None:

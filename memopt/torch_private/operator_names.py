@@ -4,9 +4,7 @@ one kernel; imports no torch."""
 from __future__ import annotations
 
 from memopt.torch_private import specimens
-from memopt.torch_private.table import KNOWN, Row, rows
-
-_SINCE_2_13 = ("2.13", "2.14")
+from memopt.torch_private.table import KNOWN, LATER, Row, rows
 
 # Operators that eager runs as one kernel, and that torch decomposes in Python while it traces. That
 # gives other bits (interpolation, shrinking), more memory, or another result (an LSTM loses the
@@ -40,7 +38,7 @@ TAKEN_APART = (
         for form in ("input", "data")
     ),
 )
-_NEW = {"_upsample_lanczos2d_aa.vec": _SINCE_2_13}
+_NEW = {"_upsample_lanczos2d_aa.vec": LATER}
 
 _NAMED = (
     "_adaptive_avg_pool2d.default",

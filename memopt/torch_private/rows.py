@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt.torch_private import specimens
 from memopt.torch_private.operator_names import OPERATORS
-from memopt.torch_private.table import Row, rows
+from memopt.torch_private.table import LATER, Row, rows
 from memopt.torch_private.tracing_rows import TRACING
 
 TENSORS = (
@@ -193,7 +193,7 @@ AUTOGRAD = (
         "drop the gradients of outputs while a backward runs",
         "torch.autograd.Function",
         "boxed_grads_call",
-        versions=("2.13", "2.14"),
+        versions=LATER,
         instead="the gradients of outputs stay until the backward ends, and are charged so",
     ),
     *rows(
@@ -308,7 +308,9 @@ ABSENCES = (
         "torch._dynamo",
         "exc.ObservedAttributeError",
         "exc.handle_observed_exception",
+        "exc.unimplemented",
         "symbolic_convert.is_stdlib",
+        "symbolic_convert.InstructionTranslatorBase.load_builtin_from_argval",
         "symbolic_convert.InstructionTranslatorBase._load_attr",
         "variables.PythonModuleVariable.call_obj_hasattr",
         "variables.ConstDictVariable.getitem_const_raise_exception_if_absent",
@@ -326,7 +328,7 @@ ABSENCES = (
         "builtin.GetAttrBuiltinVariable.call_function",
         "dicts.DunderDictVariable.install_dict_contains_guard",
         "dicts.DunderDictVariable.install_dict_keys_match_guard",
-        versions=("2.13", "2.14"),
+        versions=LATER,
     ),
 )
 
@@ -347,7 +349,7 @@ NUMPY = (
         "read the numbers that a forward counts in",
         "torch._dynamo",
         "variables.LazyConstantVariable.create",
-        versions=("2.13", "2.14"),
+        versions=LATER,
     ),
 )
 
@@ -357,7 +359,7 @@ INNER_GRADIENTS = (
         "trace derivatives in a forward",
         "torch._dynamo.output_graph.OutputGraph",
         "_check_requires_grad_intermediate_outputs",
-        versions=("2.13", "2.14"),
+        versions=LATER,
     ),
 )
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 SUPPORTED = ("2.11", "2.13", "2.14", "2.15")
 """The versions of torch that memopt supports; a make target tests each."""
-KNOWN = ("2.11", "2.13", "2.14")
+KNOWN = SUPPORTED
 """The versions whose sources the rows were compared with."""
+LATER = KNOWN[1:]
+"""The versions but the first, which differs the most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@ tensors, Inductor; imports no torch."""
 from __future__ import annotations
 
 from memopt.torch_private import specimens
-from memopt.torch_private.table import Row, rows
+from memopt.torch_private.table import LATER, Row, rows
 
 _EXPORT = "torch._dynamo.functional_export"
 _VARIABLES = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd"
-_LATER = ("2.13", "2.14")
 _CHECKPOINTS = "trace checkpoints as they are called"
 _FUNCTIONS = f"{_VARIABLES}.torch.TorchInGraphFunctionVariable"
 
@@ -103,7 +102,13 @@ DYNAMO = (
         "hear what a forward changes in objects that are containers",
         f"{_VARIABLES}.UserDefinedObjectVariable",
         "_base_vt",
-        versions=_LATER,
+        versions=("2.13", "2.14"),
+    ),
+    *rows(
+        "hear what a forward changes in objects that are containers",
+        f"{_VARIABLES}.base",
+        "ValueAndAttributeMutationExisting",
+        versions=("2.15",),
     ),
     *rows(
         "keep whole, and answer, what Dynamo would take apart or answer itself",
@@ -121,9 +126,9 @@ DYNAMO = (
         "build_fingerprint_with_pytree",
         "classify_vt",
         "InputFingerprint",
-        versions=_LATER,
+        versions=LATER,
     ),
-    *rows("trace equal blocks once", "torch._guards.ChainedSource", "clone", versions=_LATER),
+    *rows("trace equal blocks once", "torch._guards.ChainedSource", "clone", versions=LATER),
     *rows(
         "trace equal blocks once",
         _VARIABLES,
@@ -140,7 +145,7 @@ DYNAMO = (
         f"{_VARIABLES}.builtin",
         "GetAttrBuiltinVariable._call_getattr",
         "SetAttrBuiltinVariable._call_setattr",
-        versions=_LATER,
+        versions=LATER,
     ),
     *rows(
         "answer what a trace knows of tensors and their classes",
@@ -153,14 +158,14 @@ DYNAMO = (
         "give operators lists of the user's own classes",
         f"{_VARIABLES}.user_defined",
         "UserDefinedListVariable.as_proxy",
-        versions=_LATER,
+        versions=LATER,
     ),
     *rows(
         "answer what a trace knows of tensors and their classes",
         "torch._dynamo",
         "symbolic_convert.generic_getattr",
         "variables.TensorVariable.mp_ass_subscript_impl",
-        versions=("2.14",),
+        versions=("2.14", "2.15"),
     ),
     *rows(
         "trace a forward that looks at values",
@@ -172,22 +177,18 @@ DYNAMO = (
         "variables.base.VariableTracker.build",
         "variables.SymNodeVariable.create",
     ),
-    *rows(
-        "trace a forward that looks at values",
-        "torch",
-        "ops.aten._assert_async.default",
-        "ops.aten._assert_async.msg",
-        "ops.aten._assert_scalar.default",
-        "_C._functorch.is_functorch_wrapped_tensor",
-    ),
     *rows("trace divergences", "torch.distributions.kl", "_dispatch_kl", "_KL_MEMOIZE"),
     *rows(
-        "trace a forward that checks values",
+        "trace a forward that looks at values",
         "torch",
         "_assert",
         "_assert_async",
         "_check_tensor_all",
         "_check_tensor_all_with",
+        "ops.aten._assert_async.default",
+        "ops.aten._assert_async.msg",
+        "ops.aten._assert_scalar.default",
+        "_C._functorch.is_functorch_wrapped_tensor",
     ),
     *rows(
         "leave out what a forward says",
@@ -206,7 +207,7 @@ DYNAMO = (
         _CHECKPOINTS,
         "torch._dynamo.side_effects.SideEffects",
         "defer_side_effect_checks",
-        versions=_LATER,
+        versions=LATER,
     ),
     *rows(
         _CHECKPOINTS,
@@ -230,7 +231,7 @@ DYNAMO = (
         "refuse texts of unknown numbers as keys",
         f"{_VARIABLES}.StringFormatVariable",
         "hash_impl",
-        versions=_LATER,
+        versions=LATER,
     ),
     *rows("explain what cannot be captured", "torch._numpy", "random"),
     *rows("keep what the caller has compiled", "torch._dynamo", "reset", "graph_break"),
@@ -277,13 +278,13 @@ AOT = (
         f"{_AOT}.runtime_wrappers",
         "_FirstInvocationContext",
         "_FirstInvocationContext.__init__",
-        versions=_LATER,
+        versions=LATER,
     ),
     *rows(
         "call kernels directly in the first step, too",
         f"{_AOT}.runtime_wrappers._FirstInvocationContext",
         "_is_first",
-        versions=_LATER,
+        versions=LATER,
         of=specimens.first_call,
     ),
     *rows("let retain_graph=True work", f"{_AOT}.schemas.AOTState", "fw_metadata"),
