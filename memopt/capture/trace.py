@@ -37,6 +37,7 @@ from memopt.capture.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
+from memopt.capture.underived import COUNTED
 from memopt.capture.usual_branches import (
     branches_as_usual,
     is_looking,
@@ -172,11 +173,13 @@ def _with_counters(
         raise refused
     before = _COUNTERS.set(known | found)
     try:
-        return _trace(model, call, to_be_run)
+        traced, dependencies = _trace(model, call, to_be_run)
     except (CaptureError, RuntimeError, AttributeError) as error:  # the last in torch 2.11
         raise refused from error
     finally:
         _COUNTERS.reset(before)
+    traced.meta[COUNTED] = str(refused)
+    return traced, dependencies
 
 
 def _is_counter(source: Any) -> bool:
@@ -373,8 +376,10 @@ def _failed_in_dynamo(error: Exception) -> CaptureError:
     Raises:
         Exception: the error itself, if other code has raised it.
     """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if not str(frame.f_globals.get("__name__")).startswith("torch._dynamo."):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # What a guard reads is evaluated as text.
+    own = frames[-2] if frames[-1].f_code.co_filename == "<string>" else frames[-1]
+    if not str(own.f_globals.get("__name__")).startswith(("torch._dynamo.", "torch._guards")):
         raise error
     return CaptureError(
         f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "

@@ -15,6 +15,9 @@ from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.step.nodes import module_path
 
+COUNTED = "counted"
+"""Key in a graph's meta: why Python numbers that the forward changes, traced as tensors' numbers,
+are refused where they decide sizes or places."""
 _TIMES_CHANGED = "_tensor_version"
 """Torch's operator that stands for `tensor._version` in a graph."""
 
@@ -66,6 +69,8 @@ def _refused_at(
             "to call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
             "place, rate.fill_(0.5)), or pass it as one"
         )
+    if node is not None and COUNTED in traced.meta:
+        return node, traced.meta[COUNTED]
     if node is not None:
         return node, (
             f"the model reads a number out of a tensor{line_of(node)}, which no graph can hold: "

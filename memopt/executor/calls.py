@@ -127,8 +127,9 @@ def warned_of_idle(model: nn.Module, optimizer: Optimizer, settled: set[nn.Param
         f"the wrapped {type(model).__name__} is trained and was not called: memopt plans what "
         "model(...) runs, not its other methods, nor sub-modules that the loop calls by "
         "themselves. Nothing is planned, and the budget is not kept: wrap the modules that the "
-        "loop calls, or let it call the model (torch.compile(model) in place of model.compile(), "
-        "which takes its calls elsewhere). A function that torch.compile compiled with a plain "
+        "loop calls (several sub-modules share the budget by parts=[their names]), or let it call "
+        "the model (torch.compile(model) in place of model.compile(), which takes its calls "
+        "elsewhere). A function that torch.compile compiled with a plain "
         "model goes on without a plan: call torch.compiler.reset() once the model is wrapped, and "
         "give that function no plain model of the same class",
     )

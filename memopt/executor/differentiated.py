@@ -47,6 +47,11 @@ OTHER_LOSS = (
     "what a planned call is trained with is not the `loss` in its output, for which a call with "
     "`labels` (or `return_loss`) is planned, or uses other outputs than so far"
 )
+OPENED = "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
+OTHER_OUTPUTS = (
+    "the loss uses outputs of {} that it did not use before, and for which it is planned from the "
+    "next step on"
+)
 HALVED = (
     "a second backward of a planned call, after one for its inputs alone (the first half of a "
     "pipeline's split backward), begins with other gradients, or asks for others"

@@ -22,7 +22,7 @@ from memopt.capture.taken import is_taken
 from memopt.capture.training_call import without_keys
 from memopt.errors import CaptureError, ProfilerBusyError
 from memopt.executor.calls import Calls
-from memopt.executor.differentiated import OTHER_LOSS, PARTIAL
+from memopt.executor.differentiated import OPENED, OTHER_LOSS, OTHER_OUTPUTS, PARTIAL
 from memopt.executor.measured_parts import NothingToSaveError, PartSolver
 from memopt.executor.part_maker import MadePart, PartMaker
 from memopt.executor.part_names import called_below, is_worthwhile
@@ -35,6 +35,7 @@ from memopt.models.warned import warn
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import has_engine
+from memopt.torch_private.modes import backward_number
 from memopt.torch_private.modules import call_goes_elsewhere, plain_call
 
 if TYPE_CHECKING:
@@ -49,15 +50,6 @@ MOST_KINDS = 8
 _INSIDE = (
     "This module is planned by itself, since fully_shard gathers it by itself: memopt.wrap(model, "
     '..., parts="auto") plans what is inside it instead, where it can'
-)
-
-_OPENED = (
-    "From the next step on {} runs as it is, and its sub-modules are planned where they can be"
-)
-
-_OTHER_OUTPUTS = (
-    "the loss uses outputs of {} that it did not use before, and for which it is planned from the "
-    "next step on"
 )
 
 
@@ -106,8 +98,8 @@ class PartPlanning(SelfPlanning):
         outputs used, that would happen in each step: the part is opened instead."""
         opens = why is PARTIAL and not self.parts.named
         self._opens = why if opens else self._opens
-        why = _OTHER_OUTPUTS.format(self.name) if why is OTHER_LOSS else why
-        self.calls.take_back(why, _OPENED.format(self.name) if opens else None)
+        why = OTHER_OUTPUTS.format(self.name) if why is OTHER_LOSS else why
+        self.calls.take_back(why, OPENED.format(self.name) if opens else None)
 
     def _running(self, *args: Any, **kwargs: Any) -> Any:
         if self._opens and not self.refused and not runs_unplanned():
@@ -125,6 +117,17 @@ class PartPlanning(SelfPlanning):
                 raise  # named by the user
         gc.collect()  # cycles of the trace that failed hold the call
         return plain_call(self.model, *args, **kwargs)
+
+    def _training_call(self, *args: Any, **kwargs: Any) -> Any:
+        shared = self.parts.shared
+        if shared.in_call or backward_number() != -1:
+            return super()._training_call(*args, **kwargs)
+        with unplanned():
+            call, kind = self._call_and_kind(args, kwargs)
+            shared.calling((self.name, kind), call, alone=True)
+        output = super()._training_call(*args, **kwargs)
+        shared.around.called((self.name, kind), call, output, None, lambda: None)
+        return output
 
     def _planned(self, kind: Any, call: Call) -> Made | str | None:
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
@@ -380,13 +383,12 @@ class InParts(SelfPlanning):
         kwargs = without_keys(self.model, args, kwargs)
         with unplanned():
             call, kind = self._call_and_kind(args, kwargs)
-            stepped = self.around.has_stepped
-            self.around.calling(kind, call)
             self.parts.follow()
             self.parts.look_further()
-            self.parts.shared.calling(kind, call, stepped)
-        output = plain_call(self.model, *args, **kwargs)
-        self.around.called(kind, call, output, None, _nothing)
+            self.parts.shared.calling(kind, call)
+        with self.parts.shared.call():
+            output = plain_call(self.model, *args, **kwargs)
+        self.around.called(kind, call, output, None, lambda: None)
         self.parts.ran()
         return output
 
@@ -394,7 +396,3 @@ class InParts(SelfPlanning):
 def _or_its_class(leaf: Any) -> Any:
     """Return an argument that memopt takes, else the name of its class."""
     return leaf if is_taken(leaf) else type(leaf).__qualname__
-
-
-def _nothing() -> None:
-    pass

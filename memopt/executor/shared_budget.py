@@ -68,7 +68,8 @@ class SharedBudget:
     def __init__(
         self, model: nn.Module, budget: WrittenBudget, solver: PartSolver, around: Surroundings
     ) -> None:
-        self._model, self._written, self.solver, self._around = model, budget, solver, around
+        self._model, self._written, self.solver, self.around = model, budget, solver, around
+        self.in_call, self._arrived = False, True
         self._kinds: dict[Any, StepKind] = {}
         self._now: StepKind | None = None
         self._parts: list[PlannedPart] = []
@@ -119,20 +120,33 @@ class SharedBudget:
             return None
         return self._needed(kind, kind.plans)
 
-    def calling(self, key: Any, call: Call, stepped: bool) -> None:
-        """Begin a call of the model. It is in the same step as earlier calls that await their
-        backward, unless an optimizer has stepped since: then their outputs are only held, not
-        used."""
-        if any(self._waiting()) and not stepped:
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run a call of the model inside: parts that it calls are in its step."""
+        before, self.in_call = self.in_call, True
+        try:
+            yield
+        finally:
+            self.in_call = before
+
+    def calling(self, key: Any, call: Call, alone: bool = False) -> None:
+        """Begin a call of the model, or of a part that the loop calls `alone`. It is in the same
+        step as earlier calls that await their backward, unless an optimizer has stepped since: then
+        their outputs are only held, not used."""
+        stepped = self.around.has_stepped
+        self.around.calling(key, call)
+        # Parts without a plan, and the user's code, may await theirs.
+        if not stepped and (any(self._waiting()) or (alone and not self._arrived)):
             return
+        self._arrived = False
         self._stop()
         self._look_at_calls()
         last, kind = self._now, self._kinds.setdefault(key, StepKind())
         self._now = kind
-        charges = self._around.charges(key)
+        charges = self.around.charges(key)
         beside_bytes = charges.resident_bytes + charges.forward_bytes
         # A part hands gradients over while others await their backward.
-        beside_bytes += self._around.certain().update_bytes
+        beside_bytes += self.around.certain().update_bytes
         if self._ranks is not None:
             agreed_bytes = self._agreed(self._ranks, last, beside_bytes)
             beside_bytes = kind.beside_bytes if agreed_bytes is None else agreed_bytes
@@ -229,6 +243,7 @@ class SharedBudget:
 
     def arrived(self, part: PlannedPart) -> None:
         """Note that the backward of a part's call begins."""
+        self._arrived = True
         waiting = self._waiting()
         if part in waiting:
             waiting[part] -= 1

@@ -102,6 +102,8 @@ class MemoptCallback(Callback):
     def _planned(self, pl_module: LightningModule) -> list[nn.Module]:
         if self._module is not None:
             return [pl_module.get_submodule(self._module)]
+        if self._options.get("parts") not in (None, "auto"):
+            return [pl_module]
         inner = {
             name: module
             for name, module in pl_module.named_children()
@@ -110,7 +112,8 @@ class MemoptCallback(Callback):
         if len(inner) > 1 and type(pl_module).forward is LightningModule.forward:
             raise ValueError(
                 f"which of {', '.join(inner)} does training_step call? Name one: "
-                'MemoptCallback(..., module="...")'
+                'MemoptCallback(..., module="..."), or several that share the budget: '
+                f"MemoptCallback(..., parts={list(inner)})"
             )
         own = [] if type(pl_module).forward is LightningModule.forward else [pl_module]
         return own + (list(inner.values()) if len(inner) == 1 else [])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.capture.capture import capture
+from memopt.capture.trace import _failed_in_dynamo
 from memopt.capture.uncaptured import why_not_captured
 from memopt.errors import CaptureError
 from memopt.step.inputs import to_call
@@ -149,3 +150,14 @@ def test_objects_beside_tensors(kind: type[Keeping], kept: Any, said: str) -> No
     """A function there ended in a SyntaxError of the graph's code."""
     with pytest.raises(CaptureError, match=said):
         capture(kind(kept), to_call(torch.ones(2, 4)))
+
+
+def test_a_guard_that_cannot_be_read_is_a_refusal_with_a_remedy() -> None:
+    """What dynamo guards is read by evaluating text (a lazy property of a distribution has no
+    `wrapped`): the AttributeError came through, and parts="auto" did not open the module."""
+    text = "lambda one: eval('one.wrapped', {}, {'one': one})"
+    read = eval(text, {"__name__": "torch._guards"})
+    with pytest.raises(AttributeError) as raised:
+        read(object())
+    refusal = _failed_in_dynamo(raised.value)
+    assert 'parts="auto"' in str(refusal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -158,10 +159,10 @@ class KeepsActivation(Layers):
 
 
 class Counts(Layers):
-    calls = 0
+    calls: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
+        self.calls = iter([1])
         return self.b(self.a(x))
 
 

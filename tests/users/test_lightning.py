@@ -207,6 +207,17 @@ def test_which_module_is_asked_where_it_cannot_be_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sub_modules_that_are_named_share_the_budget(tmp_path: Path) -> None:
+    """As the refusal advises."""
+    callback = MemoptCallback("1MiB", "rotor", parts=["network", "other"], improve=False)
+    plain, planned = Two(), Two()
+    fitted(tmp_path, None, plain, steps=3, limit_val_batches=0)
+    fitted(tmp_path, callback, planned, steps=3, limit_val_batches=0)
+    assert callback.calls.planned == 3
+    assert planned.losses == plain.losses
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_weights_are_averaged(tmp_path: Path) -> None:
     """The epoch that then updates batch norm's statistics cannot be planned."""
     ends = []

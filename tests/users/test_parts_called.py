@@ -111,3 +111,67 @@ def test_the_report_of_a_model_that_one_plan_holds_shows_that_plan() -> None:
     assert model.memopt.report() == "not in parts: no plans yet"
     model(X).sum().backward()
     assert model.memopt.report().startswith("not in parts: planned [64, 16]: ")
+
+
+class Coder(nn.Module):
+    """An autoencoder without a forward: its loop calls its two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+        self.encoder, self.decoder = nn.Sequential(*layers[:3]), nn.Sequential(*layers[3:])
+
+
+def coded(model: Any, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.decoder(model.encoder(X)).square().mean().backward()
+        optimizer.step()
+
+
+def test_parts_that_the_loop_calls_by_itself_share_the_budget() -> None:
+    """They ran their smallest plans whatever the budget, and exceeded it without a word."""
+
+    def in_halves(budget: Any) -> Any:
+        names = ["encoder", "decoder"]
+        return memopt.wrap(Coder(), budget, "rotor", parts=names, progress=False)
+
+    model = in_halves("min")
+    coded(model, 4)
+    least = model.memopt.parts.shared.peak_bytes()
+    budget = least + least // 4
+    model, plain = in_halves(budget), Coder()
+    coded(model, 4)
+    with metered(CPU) as used:
+        coded(model, 1)
+    held_bytes = sum(one.nbytes for one in (*model.parameters(), X))
+    assert least < held_bytes + used.peak_bytes <= budget
+    coded(plain, 5)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert model.calls == Calls(planned=10)
+    model = in_halves(least // 2)
+    with pytest.warns(UserWarning, match=f"exceed their budget of {least // 2} bytes"):
+        coded(model, 4)
+
+
+def test_each_part_that_has_a_backward_of_its_own_is_a_step() -> None:
+    """As a generator and a critic; a frozen one, or one that keeps nothing, is none."""
+    model, plain = Coder(), Coder()
+    memopt.wrap(model, 2**20, "rotor", parts=["encoder", "decoder"], progress=False)
+    for one in (model, plain):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        for _ in range(4):
+            made = one.encoder(X)
+            one.decoder(made.detach()).square().mean().backward()
+            optimizer.step()
+            one.decoder.requires_grad_(False)
+            one.decoder(made).sum().backward()
+            one.decoder.requires_grad_(True)
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert model.calls.original == 0  # type: ignore[union-attr]
