@@ -37,6 +37,7 @@ from memopt.capture.uncaptured import (
     why_not_captured,
     why_not_taken,
 )
+from memopt.capture.underived import COUNTED
 from memopt.capture.usual_branches import (
     branches_as_usual,
     is_looking,
@@ -172,11 +173,13 @@ def _with_counters(
         raise refused
     before = _COUNTERS.set(known | found)
     try:
-        return _trace(model, call, to_be_run)
+        traced, dependencies = _trace(model, call, to_be_run)
     except (CaptureError, RuntimeError, AttributeError) as error:  # the last in torch 2.11
         raise refused from error
     finally:
         _COUNTERS.reset(before)
+    traced.meta[COUNTED] = str(refused)
+    return traced, dependencies
 
 
 def _is_counter(source: Any) -> bool:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from memopt.capture.remedies import said_of_selection, said_remedy, without_labels
-from memopt.capture.trace import effects_of
 from memopt.capture.uncaptured import first_line, line_of
 from memopt.errors import CaptureError
-from memopt.step.inputs import Call, named_tensors
+from memopt.step.inputs import Call
 from memopt.step.nodes import module_path
-from memopt.step.side_effects import why_not_left_behind
 
+COUNTED = "counted"
+"""Key in a graph's meta: why Python numbers that the forward changes, traced as tensors' numbers,
+are refused where they decide sizes or places."""
 _TIMES_CHANGED = "_tensor_version"
 """Torch's operator that stands for `tensor._version` in a graph."""
 
@@ -68,8 +69,8 @@ def _refused_at(
             "to call, which no graph can hold: keep it in a tensor (a buffer that is updated in "
             "place, rate.fill_(0.5)), or pass it as one"
         )
-    if node is not None and _counts(model, traced):
-        return node, why_not_left_behind(effects_of(traced).shown)
+    if node is not None and COUNTED in traced.meta:
+        return node, traced.meta[COUNTED]
     if node is not None:
         return node, (
             f"the model reads a number out of a tensor{line_of(node)}, which no graph can hold: "
@@ -127,14 +128,6 @@ def _is_given_number(traced: GraphModule) -> bool:
         if node.target == "item":
             return bool(node.args[0].op == "placeholder")
     return False
-
-
-def _counts(model: nn.Module, traced: GraphModule) -> bool:
-    """Return whether a forward keeps numbers, which the graph has as tensors of its own."""
-    known = [id(tensor) for _, tensor in named_tensors(model)]
-    state = traced.graph.find_nodes(op="get_attr")
-    own = any(id(operator.attrgetter(node.target)(traced)) not in known for node in state)
-    return own and bool(effects_of(traced).shown)
 
 
 def _of_numbers(traced: GraphModule) -> str:

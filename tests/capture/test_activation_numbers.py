@@ -234,6 +234,10 @@ def test_numbers_made_of_their_last_value(changes: Callable[[_Logging, float], N
         assert repr(model.mean) == repr(twin.mean)
 
 
+ADDS_TRUTHS = torch.__version__ >= (2, 13)
+"""Whether torch adds True to a number that is open; else the count is refused."""
+
+
 class _Scheduled(_Numbered):
     """Counts its calls, and computes with the count."""
 
@@ -243,7 +247,7 @@ class _Scheduled(_Numbered):
 
     def forward(self, x: Tensor) -> Any:
         self.steps += 1
-        self.second += self.training
+        self.second += self.training if ADDS_TRUTHS else int(self.training)
         self.rate = max(self.rate * 0.9, 0.75)
         h = self.call(torch.tanh(self.first(x)) * min(1.0, self.steps / 4)) / self.rate
         return self.last(h * 0.9**self.second if self.steps > 2 else h)
