@@ -66,11 +66,6 @@ class Net(nn.Module):
         y = self.form(self, x)
         return self.linear(y) if isinstance(y, Tensor) else y
 
-    def assign(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.slow.weight.data = self.slow.weight.data * 0.9 + self.linear.weight.data * 0.1
-        return x - self.slow(x)
-
     def to_dtype_of(self, x: Tensor) -> Tensor:
         self.buffer = self.buffer.to(x.dtype)
         return x + self.buffer

@@ -93,19 +93,11 @@ ROWS: dict[str, Row] = {
         NUMBERS,
         (lambda m, x: x * m.numbers[0], lambda m, x: x * m.tables[0]),
     ),
-    "distribution": Row(
-        lambda m, x: checkpoint(
-            lambda y: Normal(m.linear(y), 1.0).rsample(), x, use_reentrant=False
-        ),
-        "torch.distributions checks the values .*validate_args=False",
-        (lambda m, x: Normal(m.linear(x), 1.0, validate_args=False).rsample(),),
-    ),
     "returns a distribution": Row(
         lambda m, x: Normal(m.linear(x), 1.0, validate_args=False),
         "it returns a Normal, which is no container .*its parameters",
         (lambda m, x: (m.linear(x), 1.0),),
     ),
-    ".data =": Row(Net.assign, r"it assigns \.data of .*weight\.copy_", (Net.move,)),
     "factor": Row(
         lambda m, x: enlarged(x, scale_factor=float(m.plain[0])),
         SIZES,
@@ -137,7 +129,7 @@ ROWS: dict[str, Row] = {
         (lambda m, x: x * 2,),
     ),
     "made": Row(
-        lambda m, x: m.linear(x) if x.dim() == 1 else torch.zeros_like(x).requires_grad_(),
+        lambda m, x: (m.linear(x), torch.zeros_like(x).requires_grad_()),
         r"it calls requires_grad_\(\): .* or leave it out",
         (lambda m, x: m.linear(x) + torch.zeros_like(x),),
     ),
@@ -208,11 +200,6 @@ ROWS: dict[str, Row] = {
         Net.record,
         r"__enter__\(\) of a record_function, .*`with record_function.*record_module_names=False",
         (Net.recorded,),
-    ),
-    "item": Row(
-        lambda m, x: x * round(x.sum().item(), 2),
-        "reads a number out of a tensor at .*tensor operators",
-        (lambda m, x: x * x.sum(),),
     ),
 }
 
