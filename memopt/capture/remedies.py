@@ -168,6 +168,12 @@ _SAID: tuple[tuple[str, str], ...] = (
         "take that out of the forward, or plan the sub-modules around it",
     ),
     (
+        r"GetAttrVariable\(TensorVariable\(\), persistent\)",
+        "it assigns an nn.Buffer to a module, which torch.compile puts into no graph: register it "
+        "as a plain tensor (register_buffer(name, tensor)), or, where only the first call or a "
+        "longer one does so, call the model once before planning, with its longest input",
+    ),
+    (
         r"[Dd]ata-dependent|tolist\(\)|_local_scalar_dense",
         "memopt needs a forward without data-dependent Python control flow (.item(), tensor truth "
         "values); rewrite that part with tensor operators (torch.where) or plan the sub-modules "

@@ -148,12 +148,6 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "it",
     ),
     (
-        r"GetAttrVariable\(TensorVariable\(\), persistent\)",
-        "it assigns an nn.Buffer to a module, which torch.compile puts into no graph: register it "
-        "as a plain tensor (register_buffer(name, tensor)), or, where only the first call or a "
-        "longer one does so, call the model once before planning, with its longest input",
-    ),
-    (
         r"making fake tensor call[^\0]*?: got \w+\((?P<what>.*)\)",
         "an operator fails there: {what}. If the model runs without memopt, its trace takes "
         "another way than its step, as where a step leaves out an attention mask that masks "
