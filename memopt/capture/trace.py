@@ -379,7 +379,8 @@ def _failed_in_dynamo(error: Exception) -> CaptureError:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # What a guard reads is evaluated as text.
     own = frames[-2] if frames[-1].f_code.co_filename == "<string>" else frames[-1]
-    if not str(own.f_globals.get("__name__")).startswith(("torch._dynamo.", "torch._guards")):
+    module = f"{own.f_globals.get('__name__')}."
+    if not module.startswith(("torch._dynamo.", "torch._guards.")):
         raise error
     return CaptureError(
         f"torch's tracer fails on the model with {type(error).__name__}: {error}. Plan its "
