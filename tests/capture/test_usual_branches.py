@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Bernoulli, Beta, Independent, Normal, kl_divergence
+from torch.distributions import (
+    Bernoulli,
+    Beta,
+    Distribution,
+    Independent,
+    Normal,
+    kl_divergence,
+)
 from torch.distributions.kl import _KL_MEMOIZE
 
 import memopt
@@ -151,7 +158,11 @@ class Autoencoder(nn.Module):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_distributions_are_planned_with_their_checks(known: bool) -> None:
+def test_distributions_are_planned_with_their_checks(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # a torch.compile turns it off
+
     def trained(make: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
         torch.manual_seed(0)
         model = Autoencoder()
