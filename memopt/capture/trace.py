@@ -316,8 +316,9 @@ def _dynamo_trace(model: nn.Module, call: Call) -> tuple[GraphModule, TraceGuard
             raise refusal from error
         if function is not None:
             declare_opaque(function)
-        again = hooks_set(model, call, error) or lets_tensors_train(model, call, error)
-        if function is not None or again or looks_at_values(model, error):
+        again = function is not None or hooks_set(model, call, error)
+        again = again or lets_tensors_train(model, call, error)
+        if again or looks_at_values(model, error):
             return _dynamo_trace(model, call)
         own = {name for name, _ in model.named_modules(remove_duplicate=False)}
         inside = tuple(name for name in names_of_modules(failing) if name in own)

@@ -58,14 +58,18 @@ def none_masks(model: nn.Module, call: Call) -> tuple[int, ...]:
 def masks_nothing(call: Call) -> tuple[int, ...]:
     """Return which of a call's flat arguments are matrices of ones, like masks that mask
     nothing."""
-    return tuple(
-        number
-        for number, leaf in enumerate(call.leaves)
-        if isinstance(leaf, torch.Tensor)
-        and not isinstance(leaf, FakeTensor)
-        and (leaf.dim(), leaf.layout, leaf.is_meta) == (2, torch.strided, False)
-        and bool((leaf == 1).all())
-    )
+    return tuple(number for number, leaf in _matrices(call) if bool((leaf == 1).all()))
+
+
+def _matrices(call: Call) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a call's flat arguments that are matrices with values, by number."""
+    for number, leaf in enumerate(call.leaves):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and not isinstance(leaf, FakeTensor)
+            and (leaf.dim(), leaf.layout, leaf.is_meta) == (2, torch.strided, False)
+        ):
+            yield number, leaf
 
 
 _CASTS = {"to", "type", "bool", "long", "int", "float", "contiguous", "clone", "detach"}
@@ -148,29 +152,22 @@ class KeptMasks:
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         rounds = rounds_by_mask(model) and (_rounds(model, True) or _rounds(model, False))
-        whole = masks_nothing(call) if rounds else ()
         self._leaves = {
             number
-            for number, leaf in enumerate(call.leaves if rounds else ())
-            if number not in whole and isinstance(leaf, torch.Tensor) and _like_mask(leaf)
+            for number, leaf in (_matrices(call) if rounds else ())
+            if bool(((leaf == 0) | (leaf == 1)).all()) and not bool((leaf == 1).all())
         }
 
     def look(self, call: Call) -> None:
         """Look at the masks of a call that runs planned."""
-        if self._leaves and not self._leaves.isdisjoint(masks_nothing(call)):
+        watched = (leaf for n, leaf in _matrices(call) if n in self._leaves) if self._leaves else ()
+        if any(bool((leaf == 1).all()) for leaf in watched):
             self._leaves = set()
             warn(
                 "an attention mask of this call masks nothing, and the plan is of padded inputs. "
                 "The unplanned model leaves such a mask out, and the planned step keeps it: last "
                 "bits of gradients may differ. memopt.wrap(model) has a plan for each"
             )
-
-
-def _like_mask(leaf: torch.Tensor) -> bool:
-    """Return whether an example's argument may be an attention mask."""
-    if isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.layout != torch.strided:
-        return False
-    return leaf.dim() == 2 and bool(((leaf == 0) | (leaf == 1)).all())
 
 
 @contextmanager
