@@ -32,7 +32,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "memopt.plan_record",
         "memopt.strategies",
     ),
-    "memopt.torch_private": ("memopt.errors", "memopt.models.locks"),
+    "memopt.torch_private": (
+        "memopt.errors",
+        "memopt.models.deferred_interrupt",
+        "memopt.models.locks",
+    ),
     "memopt.step": (*_FACTS, "memopt.torch_private"),
     "memopt.user_code": (
         "memopt.errors",

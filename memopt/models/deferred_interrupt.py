@@ -1,11 +1,16 @@
-"""Defers Ctrl-C to the end of a block that must complete."""
+"""Defers Ctrl-C to the end of what must complete: a block, or a call that the end of an object
+makes."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Deferral:
@@ -45,3 +50,49 @@ def ctrl_c_deferred() -> Iterator[Deferral]:
         deferral.end()
     if deferral.asked:
         raise KeyboardInterrupt
+
+
+def at_its_end(call: Callable[[], object]) -> Iterator[None]:
+    """Return an object whose end calls a function, whoever drops it.
+
+    Signals that arrive while C++ waits (for a device, in a backward) are handled where Python runs
+    next. In a finalizer that C++ runs, Python drops what their handler raises, and does not run the
+    finalizer. Here the function is called, and the exception is raised in this thread after it.
+    """
+    ending = _ending(call)
+    next(ending)
+    return ending
+
+
+def _ending(call: Callable[[], object]) -> Iterator[None]:
+    try:
+        yield  # until it is dropped: GeneratorExit
+    finally:
+        raised = None
+        try:
+            _handle_signals()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised = error
+        call()
+        if raised is not None and not sys.is_finalizing():
+            arguments = raised, threading.get_ident(), sys._getframe()
+            threading.Thread(target=_raise_after, args=arguments, daemon=True).start()
+
+
+def _handle_signals() -> None:
+    """Do nothing: Python handles signals where a function begins."""
+
+
+def _raise_after(error: BaseException, thread: int, frame: FrameType) -> None:
+    """Raise an exception in a thread once it has left a frame."""
+    left = False
+    while not left:
+        try:
+            frame.clear()
+            left = True
+        except RuntimeError:  # it runs
+            time.sleep(0.001)
+    kind = type(error)  # Python takes a class, and calls it
+    if error.args:
+        kind = type(kind.__name__, (kind,), {"__new__": lambda *_: error})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from memopt.models.deferred_interrupt import at_its_end
 from memopt.torch_private.access import (
     attribute,
     attribute_name,
@@ -195,13 +195,13 @@ def backward_number() -> int:
 def when_backward_is_over(call: Callable[[], None]) -> None:
     """Call a function once the running backward has returned or failed, and autograd has restored
     the thread's state."""
-
-    def over() -> None:
-        pass
-
     # Autograd holds its final callbacks as long as the backward.
-    weakref.finalize(over, call).atexit = False
+    over = functools.partial(_is_over, at_its_end(call))
     private("torch.autograd.Variable._execution_engine").queue_callback(over)
+
+
+def _is_over(_ending: object) -> None:
+    pass
 
 
 def keeps_graph() -> bool:

@@ -210,7 +210,7 @@ def test_interrupted(way: str, device: torch.device) -> None:
     interrupted = 0
     for number in range(8):
         one.begin()
-        timer = threading.Timer(0.002 * number, os.kill, (os.getpid(), signal.SIGINT))
+        timer = threading.Timer(0.006 * number, os.kill, (os.getpid(), signal.SIGINT))
         try:
             with delayed((200, 200)):
                 timer.start()
