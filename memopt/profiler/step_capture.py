@@ -64,7 +64,7 @@ def capture_step(
     """
     module = StepModule(model, loss.function)
     step_call = Call((loss.targets, *call.args), call.kwargs)
-    captured = capture(module, step_call)
+    captured = _captured(module, step_call)
     _check_effects(captured)
     _check_registered(captured)
     captured = _with_checks(_of_the_step(captured), rules, ranks_of(model) is None)
@@ -113,6 +113,14 @@ def capture_step(
         mutated=once.mutated,
         largest=largest,
     )
+
+
+def _captured(module: StepModule, call: Call) -> Captured:
+    try:
+        return capture(module, call)
+    except CaptureError as error:
+        error.modules = module.names_in_model(error.modules)
+        raise
 
 
 def _reductions(model: nn.Module, captured: Captured) -> tuple[Node, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,10 @@ class StepModule(nn.Module):
         """Return the loss of one batch."""
         loss: torch.Tensor = self.loss_fn(self.model(*args, **kwargs), *targets)
         return loss
+
+    def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the names that sub-modules have in the model; leave out the loss's."""
+        return tuple(name.removeprefix("model.") for name in names if name.startswith("model."))
 
 
 @dataclass(frozen=True)

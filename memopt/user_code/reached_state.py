@@ -44,7 +44,8 @@ _OPEN = (collections.UserDict, collections.UserList, types.SimpleNamespace, loca
 """Classes of Python whose objects hold a user's state."""
 _OPERATORS = {name for name in vars(operator) if name.startswith("__")} | {
     *("__call__", "__enter__", "__exit__", "__iter__", "__next__", "__len__", "__bool__"),
-    *("__getattr__", "__getattribute__", "__setattr__", "__radd__", "__rsub__", "__rmul__"),
+    *("__getattr__", "__getattribute__", "__setattr__", "__get__", "__set__", "__delete__"),
+    *("__radd__", "__rsub__", "__rmul__"),
 }
 """Methods that are called without being named."""
 _RUNNING = (Thread, Queue, logging.Logger, io.IOBase, DataLoader)

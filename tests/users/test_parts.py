@@ -249,8 +249,13 @@ def test_a_refusal_names_the_parts_to_plan() -> None:
     with pytest.raises(CaptureError) as raised:
         memopt.wrap(Ragged().inner, "min", "rotor", progress=False)(X.to_sparse())
     assert "parts=" not in str(raised.value)
-    with pytest.raises(CaptureError, match=r'parts="auto"\).*\(head, blocks\.0\.one,'):
-        memopt.plan(Blocks(), X, progress=False)
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters())
+    whole = {"loss_fn": torch.sum, "optimizer": optimizer, "whole_step": True}
+    for more in ({}, whole):
+        with pytest.raises(CaptureError, match=r'"auto"\).*\(head, blocks\.0\.one,') as raised:
+            memopt.plan(model, X, progress=False, **more)
+        assert raised.value.modules == ("blocks.0",)
 
 
 def test_a_model_that_is_called_with_what_no_plan_takes() -> None:
