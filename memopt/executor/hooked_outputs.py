@@ -18,7 +18,7 @@ from memopt.errors import ExecutionError
 from memopt.step.backend import autocast_off
 from memopt.torch_private import pytree
 from memopt.torch_private.engine_hooks import is_of_several, users_hooks
-from memopt.user_code.own_backward import gradient_hooks_off
+from memopt.user_code.own_backward import gradient_hooks_off, has_reentrant
 
 INNER = (
     "an output of a planned call, from which others of its outputs are computed, has a hook on its "
@@ -111,19 +111,41 @@ def gradients_of(
 ) -> tuple[Any, ...]:
     """Return the gradients of the tensors `wanted`, without their hooks, from those of others.
     Leave those of outputs with those that retain theirs (`InnerOutputs.hooked`)."""
+    outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
     differentiated = torch.is_grad_enabled()
     with autocast_off(), gradient_hooks_off(wanted):
-        found: tuple[Any, ...] = torch.autograd.grad(
-            [output for output, _ in pairs],
-            wanted,
-            [gradient for _, gradient in pairs],
-            create_graph=differentiated,
-            allow_unused=True,
-        )
+        found: tuple[Any, ...]
+        if not differentiated and has_reentrant(outputs):
+            found = _accumulated(outputs, wanted, gradients)
+        else:
+            found = torch.autograd.grad(
+                outputs, wanted, gradients, create_graph=differentiated, allow_unused=True
+            )
     for tensor, again, outside in retained:
         if again.grad is not None:
             _retain(tensor, again.grad, outside)
     return found
+
+
+def _accumulated(
+    outputs: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> tuple[Any, ...]:
+    """Return the gradients of tensors by a backward that accumulates them, the only one that a
+    reentrant checkpoint takes; restore their own."""
+    kept = [(tensor, tensor.grad if tensor.is_leaf else None) for tensor in wanted]
+    try:
+        for tensor in wanted:
+            if tensor.is_leaf:
+                tensor.grad = None
+            else:
+                tensor.retain_grad()
+        torch.autograd.backward(outputs, gradients)
+        return tuple(tensor.grad for tensor in wanted)
+    finally:
+        for tensor, gradient in kept:
+            tensor.grad = gradient
 
 
 def _retain(tensor: torch.Tensor, gradient: torch.Tensor, outside: torch.Tensor | None) -> None:

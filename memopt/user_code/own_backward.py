@@ -128,7 +128,7 @@ class OwnBackward:
                 seen.add(node)
                 if hasattr(node, "variable"):
                     leaves.append(node.variable)
-                if function_of(node) is CheckpointFunction:
+                if _is_reentrant(node):
                     self._reentrant = True
                 waiting += node.next_functions
         return leaves, edges
@@ -147,6 +147,22 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def leaves_behind(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves of autograd that values were computed from."""
+    for node in _nodes_behind(values):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def has_reentrant(values: Iterable[torch.Tensor]) -> bool:
+    """Return whether values were computed in a reentrant checkpoint."""
+    return any(map(_is_reentrant, _nodes_behind(values)))
+
+
+def _is_reentrant(node: Any) -> bool:
+    return function_of(node) is CheckpointFunction
+
+
+def _nodes_behind(values: Iterable[torch.Tensor]) -> Iterator[Any]:
     waiting: list[Any] = [value.grad_fn for value in values]
     seen: set[Any] = {None}
     while waiting:
@@ -154,9 +170,7 @@ def leaves_behind(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+        yield node
         waiting += [one for one, _ in node.next_functions]
 
 

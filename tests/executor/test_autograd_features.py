@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -319,3 +320,30 @@ def test_a_batch_of_backwards_runs_the_original(batch: Tensor) -> None:
     planned = memopt.plan(model, x, progress=False).apply(model)
     with pytest.raises(ExecutionError, match=r"draws random numbers.*memopt\.unwrap"):
         gradients(planned)
+
+
+class TwoResults(Layers):
+    """Both results come from one reentrant checkpoint."""
+
+    def both(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = functional.dropout(h, 0.3)
+        return self.a(h), self.b(h)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.both, x.square(), use_reentrant=True)
+
+
+def test_a_backward_from_one_result_of_a_reentrant_checkpoint() -> None:
+    plain = TwoResults()
+    planned = memopt.wrap(copy.deepcopy(plain), progress=False)
+    for step in range(3):
+        left = []
+        for model in (plain, planned):
+            torch.manual_seed(step)
+            x = torch.randn(4, 6, requires_grad=True)
+            computed = x * 2
+            first, second = model(computed)
+            (first if step else second).sum().backward()
+            left.append([x.grad, *(one.grad for one in model.parameters()), torch.rand(1)])
+        assert all(one is not None for one in left[0])
+        assert all(map(torch.equal, *left))
