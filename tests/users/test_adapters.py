@@ -41,6 +41,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
         r=4, target_modules="all-linear", use_rslora=True, modules_to_save=["lm_head"], **CAUSAL
     ),
     "tokens": lambda: peft.LoraConfig(r=4, target_modules=QV, trainable_token_indices=[1, 2]),
+    "vblora": lambda: peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, target_modules=QV),
     "vera": lambda: peft.VeraConfig(r=8, target_modules=QV),
 }
 BY_PARTS: dict[str, Callable[[], Any]] = {
@@ -49,7 +50,6 @@ BY_PARTS: dict[str, Callable[[], Any]] = {
     "lokr": lambda: peft.LoKrConfig(r=4, target_modules=QV),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=5, **CAUSAL),
     "shira": lambda: peft.ShiraConfig(r=4, target_modules=QV),
-    "vblora": lambda: peft.VBLoRAConfig(r=4, num_vectors=16, vector_length=8, target_modules=QV),
 }
 QUICK = ("dora",)
 BATCHES = torch.randint(1, 100, (4, 2, 24), generator=torch.Generator().manual_seed(0))
