@@ -8,7 +8,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from memopt.capture.activation_numbers import IN_PYTHON, of_math
-from memopt.capture.input_values import computed_from_inputs, is_drawn, is_state, value_now
+from memopt.capture.input_values import (
+    computed_from_inputs,
+    is_drawn,
+    is_state,
+    number_of_state,
+    value_now,
+)
 from memopt.capture.usual_outcome import usual_outcome
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
@@ -41,6 +47,7 @@ REFUSED = re.compile(
     r"|Sym(Int|Float|Bool|Node)|distributions/constraints\.py"
 )
 _READ = "torch.ops.aten._local_scalar_dense.default"
+_NO_STATE: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -131,19 +138,25 @@ class Answering(KnownValues):
         self._looking.pending = set(self._open.values())
         return KnownValue(bool(value), compute)
 
-    def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
-        """Return the number in a tensor, or for `nested` all in nested lists."""
+    def number(
+        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] = _NO_STATE
+    ) -> KnownValue | None:
+        """Return the number in a tensor, or for `nested` all in nested lists. `state` has the
+        parameters and buffers that a size may depend on, by their targets."""
         if node.target is IN_PYTHON:
             self._values[node] = of_math(node, self._number_of)
         elif not nested:
             self._values[node] = node.meta[KEPT] if KEPT in node.meta else self._hear(place)
+        elif state and is_state(node) and (known := number_of_state(node, state)) is not None:
+            self._values[node] = known
         example = node.meta["example_value"]
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:
             return None
         compute, found = self._of_inputs(node, truth=False, item=not nested)
         looks = not nested and example.dtype is torch.bool and not is_drawn(node)
-        held = compute is None and not nested and not looks and is_state(node)
+        held = compute is None and (not nested or node in self._values) and not looks
+        held = held and is_state(node)
         if compute is None and not looks and not held:
             return None
         if held and place not in self._looking.numbers:

@@ -8,7 +8,7 @@ plan is made for, as the inputs' shapes are.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +49,21 @@ def computed_from_inputs(node: Node, count: int, item: bool = False) -> GraphMod
         if one not in sources:
             continue
         found = _ARGUMENT.fullmatch(one.name) if one.op == "placeholder" else None
-        if found:
-            copies[one] = arguments[int(found[1])]
-        elif one.target in _SHAPED and len(_read_by(one)) < 2:
-            like = one.args[1].meta["example_value"].shape
-            copies[one] = made.call_method(_SHAPED[one.target], (copies[one.args[0]], tuple(like)))
-        else:
-            copies[one] = made.node_copy(one, copies.get)
+        copies[one] = arguments[int(found[1])] if found else _copied(one, made, copies)
     computed = copies[node]
     made.output(made.call_method("item", (computed,)) if item else computed)
     return GraphModule({}, made)
+
+
+def _copied(node: Node, made: Graph, copies: dict[Node, Node]) -> Node:
+    """Copy a node into another graph, which has copies of what the node reads."""
+    if node.target not in _SHAPED or len(_read_by(node)) > 1:
+        return made.node_copy(node, copies.__getitem__)
+    first, like = node.args[:2]
+    assert isinstance(first, Node)
+    assert isinstance(like, Node)
+    shape = tuple(like.meta["example_value"].shape)
+    return made.call_method(_SHAPED[str(node.target)], (copies[first], shape))
 
 
 def is_drawn(node: Node) -> bool:
@@ -73,6 +78,24 @@ def is_state(node: Node) -> bool:
     made = ancestors(node, _read_by)
     kinds = {one.op for one in made}
     return "get_attr" in kinds and "placeholder" not in kinds and not any(map(_updates, made))
+
+
+def number_of_state(node: Node, state: Mapping[str, Any]) -> Any:
+    """Compute the one number of a node that depends on parameters and buffers alone (`is_state`).
+
+    Args:
+        node: the node.
+        state: target in the graph → parameter or buffer.
+    """
+    made, sources = Graph(), ancestors(node, _read_by)
+    copies: dict[Node, Node] = {}
+    for one in node.graph.nodes:
+        if one in sources:
+            copies[one] = _copied(one, made, copies)
+    made.output(copies[node])
+    compute = GraphModule(dict(state), made)
+    fake = any(one.is_meta or isinstance(one, FakeTensor) for one in compute.buffers())
+    return None if fake else value_now(compute, False, ())[0]
 
 
 def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> tuple[Any, bool]:

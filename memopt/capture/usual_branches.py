@@ -103,9 +103,9 @@ def branches_as_usual(model: nn.Module, call: Call) -> Iterator[Callable[[GraphM
             without_unread(traced, known)
             without_numbers(traced)
             without_unread(traced, known)
+            branches.selections.sizes_counted(traced)
             if answers.left_open(traced):
                 return True
-            branches.selections.sizes_counted(traced)
             with_tensors_of_numbers(traced)
             late = [one for one in branches.met if one.compute is None]
             for one in late:

@@ -38,15 +38,8 @@ from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 _TENSOR, _TUPLE = (f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "Tuple"))
 _NESTED = (_TUPLE, "torch._dynamo.variables.ListVariable")
 _SIZED = {
-    "expand",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "repeat",
-    "reshape",
-    "split",
-    "tile",
-    "view",
+    *("expand", "new_full", "new_ones", "new_zeros", "repeat"),
+    *("reshape", "split", "tile", "view"),
 }
 """Methods of tensors whose first arguments are sizes."""
 _FUNCTION = "torch._dynamo.variables.UserFunctionVariable"
@@ -202,11 +195,14 @@ class _Branches:
             return given
         return one.call_method(translator, "item", [], {})
 
-    def read(self, translator: Any, variable: Any, nested: bool) -> KnownValue | None:
-        """Return the number in a tensor, or all of them, and add it to what was met; None: it is
-        not known."""
+    def read(
+        self, translator: Any, variable: Any, nested: bool, size: bool = False
+    ) -> KnownValue | None:
+        """Return the number in a tensor (a `size`), or all of them, and add it to what was met;
+        None: it is not known."""
         node, place = variable.as_proxy().node, place_of(translator)
-        answer = self.answers.number(node, place, nested)
+        state = translator.output.nn_modules if size else {}
+        answer = self.answers.number(node, place, nested, state)
         if answer is None:
             return None
         if answer.compute is not None:
@@ -223,7 +219,7 @@ class _Branches:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
         number = variable.call_method(translator, how, [], {})
-        answer = self.read(translator, number, True)
+        answer = self.read(translator, number, True, size=True)
         if answer is None:
             self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)

@@ -13,6 +13,7 @@ import torch
 
 from memopt.torch_private.access import attribute_name, known, missing, optional, patched, private
 from memopt.torch_private.inner_gradients import gradients_traced, makers_of_leaves
+from memopt.torch_private.instructions import objects_asserted
 from memopt.torch_private.numbers_of_tensors import readers_of_numbers
 from memopt.torch_private.rows import TABLE
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME, POOLED, kernels_kept_whole
@@ -74,6 +75,7 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         handlers_replaced(readers_of_numbers(handlers())),
         handlers_replaced(makers_of_leaves(handlers())),
         _no_hooks_around(),
+        objects_asserted(),
     ):
         _in_capture = True
         try:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from memopt.torch_private.access import FILES_OF_MEMOPT, FILES_OF_TORCH, attribute_name, private
+from memopt.torch_private.access import (
+    FILES_OF_MEMOPT,
+    FILES_OF_TORCH,
+    attribute_name,
+    patched,
+    private,
+)
 
 _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslatorBase"
 _TABLE = f"{_TRANSLATOR}.dispatch_table"
+_ASSERTION = "torch._dynamo.symbolic_convert._detect_and_normalize_assert_statement"
+"""What tells Dynamo to make an operator of an assertion."""
+_OPERANDS = tuple(f"torch._dynamo.variables.{one}Variable" for one in ("Tensor", "SymNode"))
 JUMPS = tuple(
     number
     for name, number in dis.opmap.items()
@@ -67,3 +78,25 @@ def tables() -> Iterator[list[Any]]:
         waiting += one.__subclasses__()
         if name in vars(one):
             yield vars(one)[name]
+
+
+@contextlib.contextmanager
+def objects_asserted() -> Iterator[None]:
+    """Trace inside with assertions of lists and other objects (`assert layers, "..."`), whose truth
+    is known: of each assertion, Dynamo makes an operator on tensors, which takes none."""
+    operands = tuple(map(private, _OPERANDS))
+
+    def jump(usual: Callable[[Any, Any], Any], translator: Any, instruction: Any) -> Any:
+        asked = translator.stack[-1].realize()
+        plain = isinstance(asked, operands) or asked.is_python_constant()
+        if plain or past_error(translator, instruction) is None:
+            return usual(translator, instruction)
+        with patched(_ASSERTION, lambda *_: False):
+            return usual(translator, instruction)
+
+    with contextlib.ExitStack() as entered:
+        for table in tables():
+            for number in JUMPS:
+                entered.callback(table.__setitem__, number, table[number])
+                table[number] = partial(jump, table[number])
+        yield

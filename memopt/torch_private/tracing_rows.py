@@ -173,6 +173,7 @@ DYNAMO = (
         "source.FloatTensorSource",
         "symbolic_convert.InstructionTranslatorBase",
         "symbolic_convert.InstructionTranslatorBase.dispatch_table",
+        "symbolic_convert._detect_and_normalize_assert_statement",
         "variables.TensorVariable.call_method",
         "variables.base.VariableTracker.build",
         "variables.SymNodeVariable.create",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,8 +31,11 @@ class KnownValues(Protocol):
     def truth(self, node: Node, place: Place) -> KnownValue | None:
         """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
 
-    def number(self, node: Node, place: Place, nested: bool) -> KnownValue | None:
-        """Return the number in a tensor, or for `nested` all in nested lists."""
+    def number(
+        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] = ...
+    ) -> KnownValue | None:
+        """Return the number in a tensor, or for `nested` all in nested lists. `state` has the
+        parameters and buffers that a size may depend on, by their targets."""
 
     def begin(self) -> None:
         """Answer from the first question on: a trace begins."""

@@ -292,6 +292,52 @@ def test_sizes_are_those_in_a_buffer() -> None:
         planned(Cutting(moves=True))
 
 
+class Masked(nn.Module):
+    """Selects by a mask in a buffer, and asserts what is no tensor."""
+
+    def __init__(self, select: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.select = nn.Linear(16, 16), select
+        self.register_buffer("mask", torch.arange(16) % 3 == 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (self, [self.mask])
+        assert kept, "nothing is kept"
+        h: Tensor = self.linear(x)
+        return self.select(h, self.mask)
+
+
+def merged(h: Tensor, mask: Tensor) -> Tensor:
+    """As a coupling of a normalizing flow merges its halves."""
+    some, rest = mask.nonzero().squeeze(-1), (~mask).nonzero().squeeze(-1)
+    found = h.new_empty(h.shape)
+    found[..., some] = h[..., some].exp()
+    found[..., rest] = h[..., rest]
+    return found
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda h, mask: h[:, mask],
+        lambda h, mask: h * h.detach().masked_select(mask.expand_as(h)).sum(),
+        lambda h, mask: h.repeat_interleave(mask.long() + 1, 1),
+        lambda h, mask: sum(h[:, place] for place in mask.nonzero()),
+        merged,
+    ],
+)
+def test_selections_are_those_of_a_buffer(select: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Masked(select)
+    step, x = planned(model), torch.randn(8, 16)
+    for changed in (False, False, True):
+        model.mask[0] = changed
+        results = step(x), model(x)
+        assert torch.equal(*results)
+        expected, found = (torch.autograd.grad(one.sum(), model.linear.weight) for one in results)
+        assert torch.equal(*expected, *found)
+    assert (step.calls.planned, step.calls.original) == (2, 1)
+
+
 def test_another_thread_compiles_as_ever() -> None:
     found: list[BaseException] = []
 
