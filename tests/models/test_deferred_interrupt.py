@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -35,7 +35,7 @@ def end_with(number: int, held: list[Any]) -> None:
     libc.sigemptyset(kinds)
     libc.sigaddset(kinds, number)
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-    os.kill(os.getpid(), number)
+    signal.pthread_kill(threading.get_ident(), number)  # another thread would take a process's
     arrives = functools.partial(libc.sigprocmask, int(signal.SIG_UNBLOCK), kinds, None)
     list(map(call, (arrives, held.clear)))
     for _ in range(500):
