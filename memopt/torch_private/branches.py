@@ -219,7 +219,8 @@ class _Branches:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
         number = variable.call_method(translator, how, [], {})
-        answer = self.read(translator, number, True, size=True)
+        # Repeats that have changed would fail on the device, later than the call.
+        answer = self.read(translator, number, True, size=how != "sum")
         if answer is None:
             self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)
