@@ -47,7 +47,6 @@ REFUSED = re.compile(
     r"|Sym(Int|Float|Bool|Node)|distributions/constraints\.py"
 )
 _READ = "torch.ops.aten._local_scalar_dense.default"
-_NO_STATE: Mapping[str, Any] = {}
 
 
 @dataclass
@@ -139,24 +138,24 @@ class Answering(KnownValues):
         return KnownValue(bool(value), compute)
 
     def number(
-        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] = _NO_STATE
+        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] | None = None
     ) -> KnownValue | None:
-        """Return the number in a tensor, or for `nested` all in nested lists. `state` has the
-        parameters and buffers that a size may depend on, by their targets."""
+        """Return the number in a tensor, or for `nested` all in nested lists, or a size that may
+        depend on parameters and buffers: `state` has these, by their targets."""
         if node.target is IN_PYTHON:
             self._values[node] = of_math(node, self._number_of)
         elif not nested:
             self._values[node] = node.meta[KEPT] if KEPT in node.meta else self._hear(place)
-        elif state and is_state(node) and (known := number_of_state(node, state)) is not None:
-            self._values[node] = known
         example = node.meta["example_value"]
         real = example.is_floating_point() or example.is_complex()
         if not self._knows or real:
             return None
         compute, found = self._of_inputs(node, truth=False, item=not nested)
         looks = not nested and example.dtype is torch.bool and not is_drawn(node)
-        held = compute is None and (not nested or node in self._values) and not looks
-        held = held and is_state(node)
+        held = compute is None and not looks and (not nested or bool(state)) and is_state(node)
+        if held and state:
+            self._values[node] = number_of_state(node, state)
+            held = self._values[node] is not None or bool(self._again)
         if compute is None and not looks and not held:
             return None
         if held and place not in self._looking.numbers:

@@ -81,7 +81,8 @@ def is_state(node: Node) -> bool:
 
 
 def number_of_state(node: Node, state: Mapping[str, Any]) -> Any:
-    """Compute the one number of a node that depends on parameters and buffers alone (`is_state`).
+    """Compute the one number of a node that depends on parameters and buffers alone (`is_state`);
+    None: it is not known.
 
     Args:
         node: the node.
@@ -89,20 +90,22 @@ def number_of_state(node: Node, state: Mapping[str, Any]) -> Any:
     """
     made, sources = Graph(), ancestors(node, _read_by)
     copies: dict[Node, Node] = {}
+    held: list[Any] = []
     for one in node.graph.nodes:
-        if one in sources:
+        if one.op == "get_attr" and one in sources:
+            copies[one] = made.placeholder(one.name)
+            held.append(state.get(one.target))
+        elif one in sources:
             copies[one] = _copied(one, made, copies)
     made.output(copies[node])
-    compute = GraphModule(dict(state), made)
-    fake = any(one.is_meta or isinstance(one, FakeTensor) for one in compute.buffers())
-    return None if fake else value_now(compute, False, ())[0]
+    return value_now(GraphModule({}, made), False, held)[0]
 
 
 def value_now(compute: GraphModule, truth: bool, leaves: Sequence[Any]) -> tuple[Any, bool]:
-    """Compute a value from the flat arguments.
+    """Compute a value from the tensors that it is computed from, or the flat arguments.
 
     Returns:
-        The value (None: the arguments have none), and whether random operators take part.
+        The value (None: these have none), and whether random operators take part.
     """
     read = [
         leaf

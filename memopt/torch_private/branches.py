@@ -9,7 +9,7 @@ import dis
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -25,9 +25,9 @@ from memopt.torch_private.dynamo import constant, handlers, handlers_replaced, t
 from memopt.torch_private.instructions import (
     JUMPS,
     KEEPS,
+    instructions_replaced,
     past_error,
     place_of,
-    tables,
 )
 from memopt.torch_private.modes import TorchDispatchMode
 from memopt.torch_private.numbers_of_tensors import computed_by, items_of
@@ -196,12 +196,11 @@ class _Branches:
         return one.call_method(translator, "item", [], {})
 
     def read(
-        self, translator: Any, variable: Any, nested: bool, size: bool = False
+        self, translator: Any, variable: Any, nested: bool, state: Mapping[str, Any] | None = None
     ) -> KnownValue | None:
-        """Return the number in a tensor (a `size`), or all of them, and add it to what was met;
-        None: it is not known."""
+        """Return the number in a tensor, or all of them, and add it to what was met; None: it is
+        not known. `state` is as of `KnownValues.number`."""
         node, place = variable.as_proxy().node, place_of(translator)
-        state = translator.output.nn_modules if size else {}
         answer = self.answers.number(node, place, nested, state)
         if answer is None:
             return None
@@ -220,7 +219,8 @@ class _Branches:
         is not known."""
         number = variable.call_method(translator, how, [], {})
         # Repeats that have changed would fail on the device, later than the call.
-        answer = self.read(translator, number, True, size=how != "sum")
+        state = translator.output.nn_modules if how != "sum" else None
+        answer = self.read(translator, number, True, state)
         if answer is None:
             self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)
@@ -373,15 +373,12 @@ def branches_decided(answers: KnownValues, in_python: Any = None) -> Iterator[_B
         if known(_SET):
             entered.enter_context(patched(_SET, branches.setting(private(_SET))))
         entered.enter_context(patched(_BUILTIN, lambda *args, **more: asked(*args, **more)))
-        for table in tables():
-            changed = {
-                **dict.fromkeys(JUMPS, branches.jump),
-                **dict.fromkeys(KEEPS, branches.keep),
-                dis.opmap["UNARY_NOT"]: branches.negate,
-            }
-            for number, function in changed.items():
-                entered.callback(table.__setitem__, number, table[number])
-                table[number] = partial(function, table[number])
+        changed = {
+            **dict.fromkeys(JUMPS, branches.jump),
+            **dict.fromkeys(KEEPS, branches.keep),
+            dis.opmap["UNARY_NOT"]: branches.negate,
+        }
+        entered.enter_context(instructions_replaced(changed))
         yield branches
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,19 @@ def _raises(instructions: Any) -> bool:
     return False
 
 
-def tables() -> Iterator[list[Any]]:
+@contextlib.contextmanager
+def instructions_replaced(replacing: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+    """Trace inside with other functions at instructions, by their numbers; each is called with the
+    usual one first, then as that is (translator, instruction)."""
+    with contextlib.ExitStack() as entered:
+        for table in _tables():
+            for number, function in replacing.items():
+                entered.callback(table.__setitem__, number, table[number])
+                table[number] = partial(function, table[number])
+        yield
+
+
+def _tables() -> Iterator[list[Any]]:
     """Yield what Dynamo's translators do at each instruction, a list for each class."""
     waiting, name = [private(_TRANSLATOR)], attribute_name(_TABLE)
     while waiting:
@@ -94,9 +106,5 @@ def objects_asserted() -> Iterator[None]:
         with patched(_ASSERTION, lambda *_: False):
             return usual(translator, instruction)
 
-    with contextlib.ExitStack() as entered:
-        for table in tables():
-            for number in JUMPS:
-                entered.callback(table.__setitem__, number, table[number])
-                table[number] = partial(jump, table[number])
+    with instructions_replaced(dict.fromkeys(JUMPS, jump)):
         yield

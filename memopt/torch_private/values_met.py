@@ -32,10 +32,10 @@ class KnownValues(Protocol):
         """Return the truth of the value of a node in Dynamo's graph, a tensor or a number."""
 
     def number(
-        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] = ...
+        self, node: Node, place: Place, nested: bool, state: Mapping[str, Any] | None = None
     ) -> KnownValue | None:
-        """Return the number in a tensor, or for `nested` all in nested lists. `state` has the
-        parameters and buffers that a size may depend on, by their targets."""
+        """Return the number in a tensor, or for `nested` all in nested lists, or a size that may
+        depend on parameters and buffers: `state` has these, by their targets."""
 
     def begin(self) -> None:
         """Answer from the first question on: a trace begins."""
