@@ -65,16 +65,20 @@ class ArrivedLayouts:
     Attributes:
         orders: positions of outputs → their gradients' dimensions, from the largest stride on.
         expanded: positions of outputs → gradients whose elements share memory.
+        others: positions of outputs → gradients that round as planned if none is missing, as
+            tensors without data.
     """
 
     orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     expanded: dict[int, torch.Tensor] = field(default_factory=dict)
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ArrivingLayouts:
     """Checks the layouts of the output gradients of a captured model's calls."""
 
     def __init__(self, captured: Captured) -> None:
+        self._all = captured.tangents
         self._tangents: dict[int, Node] = {}
         self._numbers: dict[int, int] = {}
         self._rounds: dict[Any, bool] = {}
@@ -109,15 +113,31 @@ class ArrivingLayouts:
         # An output that the loss does not use has none; the original runs for a batch of them.
         if gradient is None or is_batch(gradient):
             return
-        if not is_dense(gradient.shape, gradient.stride()):
-            if not self._may_round(position, gradient):
-                return
+        if not self._may_round(position, gradient):
+            if not same_strides(self._tangents[position].meta["val"], gradient.stride()):
+                arrived.others[position] = _meta(gradient)
+        elif not is_dense(gradient.shape, gradient.stride()):
             if gradient.untyped_storage().nbytes() > gradient.nbytes:
                 self._say_loose(position, gradient)
             else:
                 arrived.expanded[position] = gradient
-        elif self._may_round(position, gradient):
+        else:
             arrived.orders[position] = order_of(gradient)
+
+    def without(self, arrived: ArrivedLayouts, missing: frozenset[int]) -> None:
+        """Look once more at a backward without some tangents (positions among all): a sum with a
+        missing gradient has the layout of the other one. Those gradients are ordered alike."""
+        for position, gradient in arrived.others.items() if missing else ():
+            absent = _absent(self._all, missing)
+            if not self._known(_may_round, position, gradient, True, absent):
+                continue
+            if not is_dense(gradient.shape, gradient.stride()):
+                self._say_loose(position, gradient)
+                continue
+            order = order_of(gradient)
+            lacking = (leaf for leaf, number in self._numbers.items() if number in missing)
+            alike = (i for i in lacking if self._tangents[i].meta["val"].ndim == len(order))
+            arrived.orders |= {position: order, **dict.fromkeys(alike, order)}
 
     def _may_round(self, position: int, gradient: torch.Tensor) -> bool:
         """Return whether the backward may round differently from the plan, given this gradient."""
@@ -132,7 +152,7 @@ class ArrivingLayouts:
         return not self._exact[position]
 
     def _known(
-        self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: bool
+        self, asked: Callable[..., bool], position: int, gradient: torch.Tensor, *more: Any
     ) -> bool:
         """Return a function's answer for a tangent and a gradient, cached by layout."""
         key = asked, position, gradient.shape, gradient.stride(), more
@@ -214,12 +234,24 @@ def _reaches_what_rounds(tangent: Node) -> bool:
     return False
 
 
-def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
+def _absent(tangents: Sequence[Node], missing: frozenset[int]) -> frozenset[Node]:
+    """Return the nodes of a graph that depend on missing tangents and on no other."""
+    absent = {tangent: i in missing for i, tangent in enumerate(tangents)}
+    for node in tangents[0].graph.nodes:
+        if found := [absent[one] for one in node.all_input_nodes if one in absent]:
+            absent[node] = all(found)
+    return frozenset(node for node, alone in absent.items() if alone)
+
+
+def _may_round(
+    tangent: Node, gradient: torch.Tensor, exact: bool, absent: frozenset[Node] = frozenset()
+) -> bool:
     """Return whether a kernel may round differently because the layout of a gradient, or of what is
     computed from it, is not the planned one.
 
     Args:
         exact: whether sums of the gradient's equal elements are exact.
+        absent: nodes that are not computed.
     """
     shape = tangent.meta["val"].shape
     planned, found = {tangent: _meta(tangent.meta["val"])}, {tangent: _laid_as(gradient, shape)}
@@ -237,6 +269,8 @@ def _may_round(tangent: Node, gradient: torch.Tensor, exact: bool) -> bool:
             continue
         try:
             results = _layouts(node, planned), _layouts(node, found)
+            if node.target is aten.add.Tensor and not absent.isdisjoint(node.all_input_nodes):
+                results = results[0], (found[otherwise[0]], None)
         except REFUSALS:
             # A size that only the graph knows, or a kernel that says nothing of layouts.
             if _reaches_what_rounds(node):

@@ -300,14 +300,12 @@ class Runtime:
         if state.first_half is not None:
             return self._second_half(state, state.first_half, args[1:])
         half = FirstHalf.running(self._captured.primals, args[1:], state.handover)
-        if (
-            state.layouts.orders
-            and half is None
-            and (found := self._in_other_order(state, args[1:]))
-        ):
+        missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
+        self._layouts.without(state.layouts, missing)
+        differs = state.layouts.orders and half is None
+        if differs and (found := self._in_other_order(state, args[1:])):
             return found
         run, in_halves = program.backward, program.in_halves
-        missing = frozenset(i for i, tangent in enumerate(args[1:]) if tangent is None)
         if missing:
             partial = program.partial(missing)
             whole = self._sharded or state.handover is not None

@@ -214,6 +214,39 @@ def test_a_loss_that_lays_its_gradients_out_otherwise_each_time_is_said() -> Non
         alternate(model)
 
 
+class _Scaled(nn.Module):
+    """Two outputs, which lie otherwise than a loss's gradients, and one of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x.mT).mT
+        return y * 1.395, y
+
+
+def test_a_missing_gradient_lends_its_layout_to_no_sum() -> None:
+    """The sum of a missing gradient and another one lies as the other one does."""
+    torch.manual_seed(0)
+    model = _Scaled()
+    plain, applied, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(4, 3, 6)
+    weights = torch.linspace(0.5, 1.5, 72).view(4, 3, 6)
+
+    def found(one: nn.Module, x: Tensor) -> list[Tensor]:
+        one.zero_grad()
+        (one(x)[0] * weights).sum().backward()
+        return [p.grad for p in one.parameters() if p.grad is not None]
+
+    memopt.wrap(model, "min", progress=False, cache=False)
+    for factor in range(1, 7):
+        assert all(map(torch.equal, found(model, x * factor), found(plain, x * factor)))
+    assert memopt.running(model).calls.planned >= 5
+    step = memopt.plan(applied, x, strategy="store-all", progress=False).apply(applied)
+    with pytest.warns(UserWarning, match="another memory layout"):
+        (step(x)[0] * weights).sum().backward()
+
+
 def test_parts_are_planned_for_the_layouts_that_arrive() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
