@@ -97,7 +97,36 @@ def _as_reentrant(found: Any) -> Any:
     outermost tuple."""
     if type(found) is not tuple:
         return _detached(found)
-    return tuple([one if isinstance(one, torch.Tensor) else _detached(one) for one in found])
+    joined = [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
+    if len(joined) > 1:
+        joined = list(_together(*joined))
+    results = []
+    for one in found:
+        if isinstance(one, torch.Tensor):
+            results.append(joined.pop(0) if one.requires_grad else one)
+        else:
+            results.append(_detached(one))
+    return tuple(results)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _together(*results: torch.Tensor) -> Any:
+    return _ReentrantResults.apply(*results)  # type: ignore[no-untyped-call]
+
+
+class _ReentrantResults(torch.autograd.Function):
+    """A reentrant checkpoint's results, whose missing gradients autograd makes zeros: what they
+    alone are computed from gets zeros, not None."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results; not as views, which may not be changed in place."""
+        return tuple([one.detach() for one in results])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients, of which none is missing."""
+        return gradients
 
 
 def _detached(found: Any) -> Any:

@@ -271,8 +271,12 @@ def _captured(
     ):
         try:
             module = graph_of(model, args, kwargs)
-        except Exception:
+        except Exception as error:
             cycles_left()
+            # Beside some errors Dynamo writes out its graph, which fails for one without a node.
+            told = error.__context__ if isinstance(error, SyntaxError) else None
+            if isinstance(told, capture_errors()):
+                raise told from None
             raise
     check_attributes_set(module, attributes_set)
     write_assigned_data(module)

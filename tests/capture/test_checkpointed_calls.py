@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -217,3 +218,62 @@ def test_changes_in_a_checkpoint_that_looks_at_values_are_refused(kept: str) -> 
     model.count, model.features = 0, []
     with pytest.raises(memopt.CaptureError, match="a checkpointed block changes a Python object"):
         memopt.plan(model, (torch.randn(3, 4), torch.ones(3) > 0), progress=False)
+
+
+class ResultsOfOneCheckpoint(nn.Module):
+    """Two results of each checkpoint, of which not all are used."""
+
+    def __init__(self, looks: bool, used: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.one, self.other = (nn.Linear(4, 4) for _ in range(3))
+        self.looks, self.used = looks, used
+
+    def block(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.looks and (h > 1e3).any():
+            h = h * 2
+        return F.dropout(self.one(h), 0.3), self.other(h).sin()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(*checkpoint(self.block, self.first(x), use_reentrant=True))
+
+
+def nested_pairs(model: ResultsOfOneCheckpoint) -> ResultsOfOneCheckpoint:
+    block = model.block
+    model.block = lambda h: checkpoint(block, h, use_reentrant=True)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("nests", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(
+    ("used", "planned"),
+    [
+        (lambda one, other: (one, other), 2),
+        (lambda one, other: (one * 2,), 3),
+        (lambda one, other: (one.relu_(),), 3),
+    ],
+)
+def test_what_a_reentrant_checkpoint_computes_in_vain_gets_zeros(
+    used: Callable[..., Any], planned: int, looks: bool, nests: bool
+) -> None:
+    """It got None, so that an optimizer's momentum and decay passed it by, and a backward from one
+    of two outputs was torch's error."""
+    torch.manual_seed(0)
+    model = ResultsOfOneCheckpoint(looks, used)
+    twin = copy.deepcopy(model)
+    for one in (model, twin) if nests else ():
+        nested_pairs(one)
+    memopt.wrap(model, None, progress=False)
+    for step in range(3):
+        for one in (twin, model):
+            torch.manual_seed(step)
+            x = torch.randn(3, 4, requires_grad=True)
+            one(x.sin())[0].square().sum().backward()
+            one.given = x.grad
+        assert torch.equal(twin.given, model.given)
+        for expected, found in zip(twin.parameters(), model.parameters(), strict=True):
+            assert expected.grad is not None
+            assert found.grad is not None
+            assert torch.equal(expected.grad, found.grad)
+            expected.grad = found.grad = None
+    assert memopt.running(model).calls.planned == planned
