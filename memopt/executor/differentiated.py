@@ -109,7 +109,7 @@ class AsOriginal:
         inner: the call's outputs from which others are computed, once it has some.
     """
 
-    inner = InnerOutputs(None, ())
+    inner = InnerOutputs(None, {})
 
     def __init__(
         self,
@@ -220,6 +220,13 @@ class AsOriginal:
         found = run() if self._random is None else self._random.settling(run)()
         return found
 
+    def asked_inside(self, tangents: Sequence[Any]) -> bool:
+        """Return whether a hook, or whoever retains it, asks for an output's gradient a part of
+        which comes from inside of the plan."""
+        pairs = zip(self._captured.tangents, tangents, strict=True)
+        begun = [_index_of(node) for node, tangent in pairs if tangent is not None]
+        return self.inner.asked([i for i in begun if i is not None])
+
     def _planned(self, planned: Again, call: Call) -> nn.Module | None:
         with autocast_as(self._autocast), torch.enable_grad():
             return planned(call)
@@ -295,7 +302,7 @@ def why_not_planned(tangents: Sequence[Any], again: AsOriginal) -> str | None:
         return DIFFERENTIATED
     if any(map(is_batch, tangents)):
         return BATCHED
-    return INNER if again.inner.asked() else None
+    return INNER if again.asked_inside(tangents) else None
 
 
 def draws(captured: Captured) -> bool:

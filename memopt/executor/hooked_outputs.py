@@ -36,26 +36,28 @@ class InnerOutputs:
 
     Args:
         output: what the caller gets.
-        positions: of these outputs among its leaves.
+        positions: of these outputs among its leaves → of those that are computed from them.
     """
 
-    def __init__(self, output: Any, positions: Collection[int]) -> None:
+    def __init__(self, output: Any, positions: Mapping[int, frozenset[int]]) -> None:
         leaves = pytree.tree_leaves(output) if positions else []
+        self._computed = positions
         self._given = {
             i: weakref.ref(leaves[i])
             for i in positions
             if isinstance(leaves[i], torch.Tensor) and leaves[i].requires_grad
         }
 
-    def asked(self) -> bool:
-        """Return whether one has a hook, or retains its gradient."""
-        return next(self._asked(), None) is not None
+    def asked(self, begun: Collection[int]) -> bool:
+        """Return whether one that gets a part of its gradient from inside of the plan, where a
+        backward begins at the outputs `begun`, has a hook, or retains its gradient."""
+        return next(self._asked(begun), None) is not None
 
-    def _asked(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+    def _asked(self, begun: Collection[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Yield each such output once, with all positions at which it is returned."""
         found: dict[int, tuple[list[int], torch.Tensor]] = {}
         for position, given in self._given.items():
-            tensor = given()
+            tensor = None if self._computed[position].isdisjoint(begun) else given()
             if tensor is not None and (tensor.retains_grad or users_hooks(tensor)):
                 found.setdefault(id(tensor), ([], tensor))[0].append(position)
         yield from found.values()
@@ -79,7 +81,7 @@ class InnerOutputs:
                 forward leaves in an attribute, which it does not do again.
         """
         found = []
-        for positions, tensor in self._asked():
+        for positions, tensor in self._asked(begun):
             hooks, position = users_hooks(tensor), positions[0]
             outside = next((begun[one] for one in positions if one in begun), None)
             if position >= len(again):

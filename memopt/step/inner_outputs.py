@@ -11,19 +11,22 @@ from torch.fx import Node
 from memopt.step.nodes import ancestors
 
 
-def inner_outputs(leaves: Sequence[Any]) -> frozenset[int]:
-    """Return the positions of differentiable leaves of an output from which others are computed.
+def inner_outputs(leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Return the positions of differentiable leaves of an output from which others are computed →
+    those others'.
 
     Of results of one function, a nested graph say, nothing is known: each counts as computed from
     the others.
     """
     made = {i: leaf for i, leaf in enumerate(leaves) if _is_differentiable(leaf)}
     sources = {i: ancestors(leaf) for i, leaf in made.items()}
-    return frozenset(
-        i
+    computed = {
+        i: frozenset(
+            j for j, other in made.items() if other is not leaf and _maker(leaf) in sources[j]
+        )
         for i, leaf in made.items()
-        if any(_maker(leaf) in sources[j] for j, other in made.items() if other is not leaf)
-    )
+    }
+    return {i: others for i, others in computed.items() if others}
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -15,7 +15,8 @@ as large as the logits through the backward. It still looks like eager's, and re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class TracedOutputs:
         given: outputs that are an unchanged input or parameter: returned as such.
         shared: differentiable outputs that share elements with another one or with an input: a
             change in place of one would go unnoticed by autograd for the other.
-        inner: differentiable outputs from which others are computed.
+        inner: differentiable outputs from which others are computed → those.
         numbers: outputs in whose places the model returns a number.
         gradients: the facts known of the loss when they were traced.
         makes_zeros: whether the forward calls functions of several results, for whose missing
@@ -83,7 +84,7 @@ class TracedOutputs:
     beside: tuple[tuple[int, int], ...] = ()
     given: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
-    inner: frozenset[int] = frozenset()
+    inner: Mapping[int, frozenset[int]] = field(default_factory=dict)
     numbers: frozenset[int] = frozenset()
     gradients: OutputGradients = ANY_LOSS
     makes_zeros: bool = False
