@@ -15,6 +15,8 @@ from memopt.torch_private.access import known, patched, private
 from memopt.torch_private.whole_kernels import ONE_TRACE_AT_A_TIME
 
 _OPEN = "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols"
+_MADE = "unbacked_bindings"
+"""What Dynamo notes of an operator that makes symbols of values: which."""
 _IN_RANGE = "torch.ops.aten._assert_scalar.default"
 
 _NUMBER = "torch._dynamo.variables.SymNodeVariable"
@@ -118,7 +120,9 @@ def _has_open_size(node: Node) -> bool:
     made = node.meta.get("example_value")
     sizes = made.shape if isinstance(made, torch.Tensor) else ()
     symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
-    return bool(symbols) and bool(private(_OPEN)(symbols))
+    # A later operator may have decided a size: a layer that takes no other.
+    decided = isinstance(made, torch.Tensor | tuple | list) and bool(node.meta.get(_MADE))
+    return decided or (bool(symbols) and bool(private(_OPEN)(symbols)))
 
 
 def without_numbers(traced: GraphModule) -> None:

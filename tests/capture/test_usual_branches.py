@@ -338,6 +338,12 @@ def test_selections_are_those_of_a_buffer(select: Callable[[Tensor, Tensor], Ten
     assert (step.calls.planned, step.calls.original) == (2, 1)
 
 
+def test_a_layer_that_takes_the_selected_alone() -> None:
+    model = Masked(lambda h, mask: nn.functional.linear(h[:, mask], h.new_ones(2, 5) / 3))
+    x = torch.randn(8, 16)
+    assert torch.equal(planned(model)(x), model(x))
+
+
 def test_another_thread_compiles_as_ever() -> None:
     found: list[BaseException] = []
 
