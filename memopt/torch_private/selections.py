@@ -245,18 +245,31 @@ class Selections:
     def _repeated(
         self, translator: Any, variable: Any, args: list[Any], kwargs: dict[str, Any]
     ) -> Any:
-        repeats = args[0] if args else kwargs.get("repeats")
-        if not self._is_ours(translator, repeats) or _value(repeats).dim() == 0:
+        given = dict(zip(("repeats", "dim"), args, strict=False)) | kwargs
+        repeats = given.get("repeats")
+        ours = self._is_ours(translator, repeats) and _value(repeats).dtype in _INTEGERS
+        if not ours or _value(repeats).shape in ((), (1,)):
             return None
         count = self._count(translator, repeats, "sum")
         if count is None:
             return None
-        known = {**kwargs, "output_size": constant(count)}
-        return variable.call_method(translator, "repeat_interleave", args, known)
+        taken = [variable, repeats, constant(count), given.get("dim", constant(None))]
+        return self._function(_repeated).call_function(translator, taken, {})
 
 
 def _value(variable: Any) -> Any:
     return variable.as_proxy().node.meta["example_value"]
+
+
+def _repeated(given: Tensor, repeats: Tensor, size: int, dim: int | None) -> Tensor:
+    """Compute what repeat_interleave does, whose kernels fail where `size` is not the sum: a GPU
+    takes no more work then."""
+    given = given.flatten() if dim is None else given
+    if repeats.shape != given.shape[dim or 0 :][:1]:
+        return given.repeat_interleave(repeats, dim)  # torch's error
+    places = torch.arange(size, device=repeats.device)
+    index = torch.searchsorted(repeats.cumsum(0), places, right=True)
+    return given.index_select(dim or 0, index.clamp(max=repeats.shape[0] - 1))
 
 
 def _binned(given: Tensor, bins: int) -> Tensor:

@@ -192,7 +192,7 @@ class Call {
     }
     try {
       op_.callBoxed(&stack);
-    } catch (const c10::Error&) {
+    } catch (const std::exception&) {  // of Python's kernels, too
       return {};  // and if the call is wrong, the kernel says so at once
     }
     auto known = [](auto& one) { return !one.toTensor().defined() || one.toTensor().is_meta(); };
