@@ -70,6 +70,8 @@ def other_values(values: Sequence[InputValue], leaves: Sequence[Any]) -> Iterato
     for one in values:
         try:
             found = one.read(leaves)
+        except torch.OutOfMemoryError:
+            raise
         except UNREADABLE as error:
             yield f"the forward reads its inputs' values ({one.shown}), and cannot: {error}"
             continue

@@ -74,6 +74,61 @@ def test_values_are_there_when_they_are_looked_at(look: Callable[[Tensor], Tenso
         assert memopt.running(planned).calls.original == 0
 
 
+class _Selecting(nn.Module):
+    """Selects by a buffer, and repeats by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(42, 4)
+        self.register_buffer("mask", torch.arange(64) % 3 != 0)
+        self.register_buffer("counts", torch.arange(32) % 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected = torch.tanh(self.first(x))[:, self.mask]
+        found: Tensor = self.last(selected.repeat_interleave(self.counts, 0))
+        return found
+
+
+def test_selections_by_buffers_never_fail_on_the_device() -> None:
+    """Not measured with other counts, and not in a step with other counts, which runs unplanned."""
+    settled()
+    model = _Selecting().to("fake:0")
+    plan = memopt.plan(
+        model, torch.ones(32, 16).to("fake:0"), strategy="rotor", budget="min", progress=False
+    )
+    twin, planned = copy.deepcopy(model), plan.apply(copy.deepcopy(model))
+    for changed in (False, True):
+        for one in (twin, planned):
+            one.get_buffer("counts")[0] = 2 * changed
+        pairs = zip(_trained(planned), _trained(twin), strict=True)
+        assert all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
+        assert bool(memopt.running(planned).calls.original) == changed
+
+
+class _Chosen(_Selecting):
+    """Selects by an input."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        found: Tensor = torch.tanh(self.first(x))[chosen]
+        return found
+
+
+def test_no_memory_to_read_a_value_of_the_inputs() -> None:
+    settled()
+    model, inputs = _Chosen().to("fake:0"), (torch.ones(32, 16), torch.arange(32) > 20)
+    x, chosen = (one.to("fake:0") for one in inputs)
+    planned = memopt.plan(model, (x, chosen), budget=1.0, progress=False).apply(model)
+    for failing in (False, True, False):
+        accelerator.fail_in(0, failing)
+        if failing:
+            with pytest.raises(torch.OutOfMemoryError):
+                planned(x, chosen)
+        else:
+            planned(x, chosen).sum().backward()
+    assert memopt.running(planned).calls.planned == 2
+
+
 def _stage() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)
