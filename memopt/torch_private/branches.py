@@ -218,9 +218,7 @@ class _Branches:
         """Return a number that a method computes of a tensor, and add it to what was met; None: it
         is not known."""
         number = variable.call_method(translator, how, [], {})
-        # Repeats that have changed would fail on the device, later than the call.
-        state = translator.output.nn_modules if how != "sum" else None
-        answer = self.read(translator, number, True, state)
+        answer = self.read(translator, number, True, translator.output.nn_modules)
         if answer is None:
             self.selections.open[number.as_proxy().node.name] = variable.as_proxy().node.name
         return None if answer is None else int(answer.value)

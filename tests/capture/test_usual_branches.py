@@ -322,6 +322,7 @@ def merged(h: Tensor, mask: Tensor) -> Tensor:
         lambda h, mask: h[:, mask],
         lambda h, mask: h * h.detach().masked_select(mask.expand_as(h)).sum(),
         lambda h, mask: h[:, torch.where(mask)[0]].tanh(),
+        lambda h, mask: h.repeat_interleave(mask.long() + 1, 1),
         lambda h, mask: sum(h[:, place] for place in mask.nonzero()),
         merged,
     ],

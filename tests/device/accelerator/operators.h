@@ -192,8 +192,12 @@ class Call {
     }
     try {
       op_.callBoxed(&stack);
-    } catch (const std::exception&) {  // of Python's kernels, too
+    } catch (const c10::Error&) {
       return {};  // and if the call is wrong, the kernel says so at once
+    } catch (const py::error_already_set& error) {
+      py::gil_scoped_acquire held;
+      if (!error.matches(PyExc_Exception)) throw;  // an interrupt
+      return {};
     }
     auto known = [](auto& one) { return !one.toTensor().defined() || one.toTensor().is_meta(); };
     if (!std::all_of(stack.begin(), stack.end(), known)) return {};
