@@ -29,8 +29,8 @@ from torch.fx import Node
 
 from memopt.errors import ExecutionError
 from memopt.executor.graph_segments import Capturer, Run
+from memopt.executor.installed import Installed
 from memopt.executor.partial_backward import PartialBackward
-from memopt.executor.runtime import Installed
 from memopt.models.budget import format_bytes
 from memopt.models.graph import TensorKind
 from memopt.programs.instructions import Program

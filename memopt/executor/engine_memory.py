@@ -1,5 +1,5 @@
-"""The memory that engines (DistributedDataParallel, `fully_shard`, DeepSpeed's ZeRO) keep around a
-model."""
+"""The memory that engines (DistributedDataParallel, `fully_shard`, DeepSpeed's ZeRO; autograd's,
+which looks for anomalies) keep around a model."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ def bucket_bytes() -> int:
     if around is not None and around.gradient_as_bucket_view:
         trained = [one for one in trained if one.grad is None or base_of(one.grad) is None]
     return sum(in_blocks(one.nbytes, backend_of(one.device).block_bytes) for one in trained)
+
+
+def looked_at(model: nn.Module | None) -> Charges:
+    """Return the memory in which `torch.autograd.detect_anomaly` looks for NaN in the largest
+    gradient of a parameter, once the backward has run."""
+    if model is None or not torch.is_anomaly_check_nan_enabled():
+        return Charges()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    sizes = [(one.numel(), backend_of(one.device).block_bytes) for one in trained]
+    looked_at_bytes = (in_blocks(n, block) + in_blocks(1, block) for n, block in sizes)
+    return Charges(update_bytes=max(looked_at_bytes, default=0))
 
 
 def gathering(model: nn.Module) -> Charges:

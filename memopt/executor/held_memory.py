@@ -71,6 +71,12 @@ def still_held(memory: Memory) -> Memory:
     return {at: one for at, one in memory.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
 
 
+def besides(memory: Memory, tensors: Iterable[Any]) -> int:
+    """Return the bytes of memory that is still there, and is not these tensors'."""
+    own = memory_of(tensors)
+    return size_of({at: one for at, one in still_held(memory).items() if at not in own})
+
+
 def when_freed(tensors: Iterable[torch.Tensor], told: Told) -> list[weakref.ref[torch.Tensor]]:
     """Return weak references that tell the address of a tensor's memory when it is freed."""
     return [
@@ -102,19 +108,26 @@ class Waiting:
     charges: Charges = NO_CHARGES
     _most: Charges = NO_CHARGES
     _inputs: Memory = field(default_factory=dict)
+    _before: int = 0
 
-    def count(self, inputs: Sequence[torch.Tensor], calls: int) -> None:
-        """Count the calls that wait when one with these inputs begins. That one may wait, too."""
+    def count(self, inputs: Sequence[torch.Tensor], calls: int, halved: int) -> bool:
+        """Count the calls that wait when one with these inputs begins, and those of which half a
+        backward is done. That one may wait, too. Return whether one that waited was dropped since
+        the last call, without a backward."""
         own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
-        others_bytes = size_of({at: one for at, one in others.items() if at not in own})
+        others_bytes = besides(others, inputs)
         # An input may be a view of a whole data set.
         most_bytes = sum(one.nbytes for one in inputs if one.layout is torch.strided)
         own = {at: (one, min(size, most_bytes)) for at, (one, size) in own.items()}
         self._inputs = others | own
-        self._most = self._most.largest(Charges(kept_bytes=others_bytes, waiting_calls=calls))
+        now = Charges(kept_bytes=others_bytes, waiting_calls=calls, halved_calls=halved)
+        self._most = self._most.largest(now)
+        dropped, self._before = 0 < calls <= self._before, calls
+        return dropped
 
-    def halve(self, halved: int) -> None:
-        """Count the calls whose backward is half done when a call or a backward begins."""
+    def begun(self, halved: int) -> None:
+        """Count the calls whose backward is half done when a backward begins."""
+        self._before = 0
         self._most = self._most.largest(Charges(halved_calls=halved))
 
     def charge(self, told: bool) -> None:

@@ -15,8 +15,8 @@ import torch.distributed
 
 from memopt.errors import RankError
 from memopt.executor.handover import Handed, Yielding
+from memopt.executor.installed import Installed
 from memopt.executor.partial_backward import Partial, PartialBackward
-from memopt.executor.runtime import Installed
 from memopt.executor.undo import Changes
 from memopt.models.graph import Graph
 from memopt.models.reader import digest

@@ -16,11 +16,11 @@ from memopt.executor.codegen import generate
 from memopt.executor.graph_segments import Segments
 from memopt.executor.handover import Yielding, in_halves, in_order
 from memopt.executor.homes import Homes
+from memopt.executor.installed import Installed
 from memopt.executor.interpret import interpret
 from memopt.executor.partial_backward import Backward, PartialBackward, partial_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.recorder import Recorder
-from memopt.executor.runtime import Installed
 from memopt.executor.swap import ThreadSwap
 from memopt.executor.swap_streams import DeviceStreams, StreamSwap
 from memopt.executor.values import Halves, Origin

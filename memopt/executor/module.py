@@ -20,8 +20,9 @@ from memopt.executor.differentiated import (
     pattern,
 )
 from memopt.executor.guard import Guard
+from memopt.executor.installed import Installed
 from memopt.executor.refused_outputs import handed_out
-from memopt.executor.runtime import Arrived, Installed, Runtime
+from memopt.executor.runtime import Arrived, Runtime
 from memopt.executor.saved_tensor_hooks import tell_of_stop, why_not_inside
 from memopt.executor.unplanned import beside_ranks
 from memopt.step.assumed import AssumptionError

@@ -35,6 +35,10 @@ class ToldOfSteps(Protocol):
         """Note that an optimizer has stepped."""
         ...
 
+    def charge_state(self, optimizer: Optimizer) -> None:
+        """Look at the state of an optimizer that has stepped before."""
+        ...
+
 
 class AllOptimizers:
     """Calls back at every optimizer's steps, by one pair of hooks on all optimizers. The hooks are
@@ -43,10 +47,13 @@ class AllOptimizers:
 
     def __init__(self) -> None:
         self._told: weakref.WeakSet[ToldOfSteps] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
 
     def tell(self, one: ToldOfSteps) -> None:
-        """Report each later step to `one`."""
+        """Report each later step to `one`, and each optimizer whose steps were reported."""
+        for optimizer in list(self._known):
+            one.charge_state(optimizer)
         self._told.add(one)
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
@@ -68,6 +75,7 @@ class AllOptimizers:
             one.stepping(optimizer)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._known.add(optimizer)
         for one in list(self._told):
             one.stepped(optimizer)
 

@@ -31,16 +31,16 @@ from memopt.executor.differentiated import (
     draws,
     why_not_planned,
 )
-from memopt.executor.graph_segments import Segments
-from memopt.executor.handover import Handover, HandoverOrder, Yielding
-from memopt.executor.partial_backward import FirstHalf, Partial, unknown
+from memopt.executor.handover import Handover
+from memopt.executor.held_memory import Memory, besides, memory_of
+from memopt.executor.installed import Installed
+from memopt.executor.partial_backward import FirstHalf
 from memopt.executor.prepared_backward import prepare_backward
 from memopt.executor.random_state import RandomStates
 from memopt.executor.saved_tensor_hooks import token_as_it_is
 from memopt.executor.swap import TiedValue, tie
-from memopt.executor.values import Origin
 from memopt.models.charges import Charges
-from memopt.step.assumed import alone, failing_as_assumed, nothing_assumed
+from memopt.step.assumed import failing_as_assumed
 from memopt.step.backend import autocast_off
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
@@ -52,51 +52,7 @@ _KEYS = itertools.count(1)
 
 Arrived: TypeAlias = Callable[[list[Any], frozenset[int], Charges], None]
 """Called with the gradients of the outputs when a call's backward begins, which are missing, and
-what is charged if it keeps the graph."""
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A program ready to run in a captured model.
-
-    Attributes:
-        forward: `forward(primals) -> (outputs, saved)`.
-        backward: `backward(primals, arguments, saved) -> gradients`.
-        look: `look(outputs)` raises an error where a branch of the forward does not go as assumed.
-        failing: makes a function, named so, fail on all ranks that run the program together.
-        watched: positions of the primals whose change between forward and backward would
-            give wrong gradients.
-        watched_outputs: positions of the forward outputs whose change would, too.
-        names: the primals' names, for messages.
-        source: the generated code; "" when interpreted.
-        fork: copies what the forward has saved, for a backward that may run again.
-        handover: how the backward hands gradients over as they are complete; None: it cannot.
-        partial: the backward where some outputs get no gradient.
-        in_halves: the backward in two halves: it yields the gradients of inputs, then all others.
-            None: it runs whole.
-        recomputes: whether it computes anything twice.
-        by_kernels: numbers of the tangents that the backward's operators read as eager's do.
-        segments: where it is captured, and what runs between; None: it is not to be captured.
-        origin: what the generated code was written from; None if more went into it (an arena, moved
-            parameters, a recorder), or it is interpreted.
-    """
-
-    forward: Callable[[list[Any]], tuple[list[Any], list[Any]]]
-    backward: Callable[[list[Any], list[Any], list[Any]], tuple[Any, ...]]
-    watched: tuple[int, ...]
-    names: tuple[str, ...]
-    source: str = ""
-    watched_outputs: tuple[int, ...] = ()
-    fork: Callable[[list[Any]], list[Any]] = list
-    handover: HandoverOrder | None = None
-    partial: Partial = unknown
-    in_halves: Yielding | None = None
-    recomputes: bool = False
-    by_kernels: frozenset[int] = frozenset()
-    segments: Segments | None = None
-    origin: Origin | None = None
-    look: Callable[[list[Any]], None] = nothing_assumed
-    failing: Callable[[Callable[..., Any], str], Callable[..., Any]] = alone
+what is charged: if it keeps the graph, and for gradients of an earlier one that did."""
 
 
 @dataclass
@@ -114,6 +70,7 @@ class _State:
     arrived: Arrived | None
     layouts: ArrivedLayouts
     first_half: FirstHalf | None = None
+    made: Memory = field(default_factory=dict)  # the gradients of a backward that kept its graph
 
 
 @dataclass
@@ -320,7 +277,10 @@ class Runtime:
         del value
         if state.arrived is not None:
             keeps = int(keeps_graph() and half is None)
-            state.arrived(args[1:], missing, Charges(kept_graphs=keeps))
+            pairs = zip(self._captured.primals, state.primals, strict=True)
+            own = [one.grad for primal, one in pairs if primal.held and one.is_leaf]
+            made_bytes = besides(state.made, own)
+            state.arrived(args[1:], missing, Charges(kept_graphs=keeps, kept_bytes=made_bytes))
         saved = state.saved
         if half is not None:
             state.saved, state.first_half = [], half
@@ -335,6 +295,7 @@ class Runtime:
             return state.handover.begin(running, self._added_later)
         with autocast_off():
             gradients = run(state.primals, args, saved)
+        state.made = memory_of(gradients if keeps_graph() else ())
         return self._given(state, gradients)
 
     def _second_half(self, state: _State, half: FirstHalf, tangents: list[Any]) -> tuple[Any, ...]:

@@ -20,8 +20,8 @@ import torch
 
 from memopt.executor.codegen import compiled, either, written
 from memopt.executor.handover import Yielding, made_later
+from memopt.executor.installed import Installed
 from memopt.executor.partial_backward import unknown
-from memopt.executor.runtime import Installed
 from memopt.executor.values import Halves
 from memopt.models.graph import Graph
 from memopt.models.same_graph import graph_difference

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from memopt.errors import ProfilerBusyError
 from memopt.executor.calls import warned_of_idle
-from memopt.executor.engine_memory import bucket_bytes, gathering, zero_charges
+from memopt.executor.engine_memory import bucket_bytes, gathering, looked_at, zero_charges
 from memopt.executor.held_memory import (
     Memory,
     Waiting,
@@ -158,7 +158,7 @@ class Surroundings:
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
-        return self._engine.plus(self._scheduled.charges)
+        return self._engine.plus(self._scheduled.charges).plus(looked_at(self.model()))
 
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
@@ -175,8 +175,8 @@ class Surroundings:
     def calling(self, kind: Any, call: Call, waiting: int = 0, halved: int = 0) -> None:
         """Begin a call of a kind, while `waiting` calls await their backward, and `halved` the
         second half of one. The most that wait in a step are charged from the next step on. A step
-        begins when none waits, or an optimizer has stepped, since some calls may never get a
-        backward. A pipeline's schedule tells how many at once."""
+        begins when none waits, or an optimizer has stepped, or the loop drops calls while it makes
+        others (some may never get a backward). A pipeline's schedule tells how many at once."""
         again_bytes, metered = 0, self._metered
         if backward_number() == -1:
             self.stop()
@@ -186,9 +186,8 @@ class Surroundings:
             if metered is not None:
                 self._metered_until_now(metered, again_bytes)
         _BEGUN.calls += 1
-        self._waiting.count(call.tensors(), waiting)
-        self._waiting.halve(halved)
-        if self.has_stepped or not waiting:
+        dropped = self._waiting.count(call.tensors(), waiting, halved)
+        if dropped or self.has_stepped or not waiting:
             self._scheduled = scheduled(call)
             self._waiting.charge(told=bool(self._scheduled.charges))
         self.has_stepped = False
@@ -265,20 +264,21 @@ class Surroundings:
         `met` if more memory is held beside it than was measured before, or if the loop turns out to
         hold these gradients; the buffers of a pipeline's stage are charged already."""
         self._meter_until(tangents)
-        self._waiting.halve(self.waiting()[1] - kept.kept_gradients)  # this one's second half
+        self._waiting.begun(self.waiting()[1] - kept.kept_gradients)  # this one's second half
         one, model = self._met.setdefault(kind, _Met()), self.model()
         if not (one.charges.given_gradients or self._scheduled.charges):
             when_backward_is_over(partial(self._held_until_over, kind, memory_of(tangents), met))
         was = one.outputs_bytes, one.gradient_bytes
         one.outputs_bytes = max(size_of(still_held(self._last)), one.outputs_bytes)
         *_, holding = kind
-        if not (holding or self.has_engine or model is None):
-            one.gradient_bytes = max(bytes_of(held_gradients(model)), one.gradient_bytes)
+        own = () if holding or self.has_engine or model is None else held_gradients(model)
+        one.gradient_bytes = max(bytes_of(own) + kept.kept_bytes, one.gradient_bytes)
         # Gradients that one backward makes in several calls are added up inside autograd, while
         # the loop holds the outputs of all.
         again = int(self._backward == backward_number())
         self._backward = backward_number()
         calls = Charges(added_calls=again, output_calls=again)
+        kept = replace(kept, kept_bytes=0)
         if self._largest(kind, calls.plus(kept)) or (one.outputs_bytes, one.gradient_bytes) != was:
             met()
 
@@ -384,7 +384,12 @@ class Surroundings:
             return
         if not self.settled:
             self.settled = warned_of_idle(model, optimizer, OPTIMIZERS.settled())
-        if not self._with_state:
+        self.charge_state(optimizer)
+
+    def charge_state(self, optimizer: Optimizer) -> None:
+        """Find the state that an optimizer has for the model's parameters."""
+        watched, model = self._watched.setdefault(optimizer, _Watched()), self.model()
+        if not self._with_state or model is None:
             return
         own, total = {id(parameter) for parameter in model.parameters()}, 0
         for group in optimizer.param_groups:

@@ -29,7 +29,7 @@ from memopt.errors import (
     RankError,
 )
 from memopt.executor.in_step import InStep
-from memopt.executor.runtime import Installed
+from memopt.executor.installed import Installed
 from memopt.executor.undo import Changes
 from memopt.step.rank_groups import RankGroup
 from memopt.strategies.store_all import StoreAll

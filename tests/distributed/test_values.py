@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import memopt
 from memopt.errors import GuardError, RankError
 from memopt.executor.in_step import InStep
-from memopt.executor.runtime import Installed
+from memopt.executor.installed import Installed
 from memopt.step.assumed import AssumptionError, nothing_assumed
 from memopt.step.rank_groups import RankGroup
 from tests.distributed import cases, processes

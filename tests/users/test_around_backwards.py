@@ -50,6 +50,20 @@ class Loop:
         output.sum().backward(retain_graph=True)
         output.square().sum().backward()
 
+    def asked_gradients(self) -> None:
+        output = self.model(batch())
+        weights = [*self.model.parameters()]
+        held = torch.autograd.grad(output.sum(), weights, retain_graph=True)
+        output.square().sum().backward()
+        del held
+
+    def dropped_calls(self) -> None:
+        self.held = [*self.held[-2:], self.model(batch().repeat(16, 1))]
+
+    def looked_for_anomalies(self) -> None:
+        with torch.autograd.detect_anomaly():
+            self.model(batch()[:2]).sum().backward()
+
     def calls_in_turn(self) -> None:
         first, second = self.model(batch()), self.model(batch())
         first.sum().backward()
@@ -79,6 +93,9 @@ class Loop:
 
 LOOPS = (
     "kept_graph",
+    "asked_gradients",
+    "dropped_calls",
+    "looked_for_anomalies",
     "calls_in_turn",
     "calls_in_one_backward",
     "held_output",
@@ -100,6 +117,7 @@ def wrapped(budget: Any) -> Loop:
     return Loop(memopt.wrap(network(), budget, "rotor", progress=False))
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("name", LOOPS)
 def test_from_the_third_step_on_the_budget_holds(name: str) -> None:
     """With "min" there is not a byte to spare."""
@@ -111,6 +129,22 @@ def test_from_the_third_step_on_the_budget_holds(name: str) -> None:
     assert peak_bytes(loop, name) <= budget
     assert calls.planned > before
     assert not calls.original
+
+
+def test_the_state_of_an_optimizer_that_has_stepped_before_is_charged() -> None:
+    """A model that is wrapped anew, whose calls may get no backward."""
+    loop = wrapped("min")
+    optimizer = torch.optim.Adam(loop.model.parameters())
+    loop.calls_in_turn()
+    optimizer.step()
+    loop.model.zero_grad()
+    states_bytes = sum(one.nbytes for state in optimizer.state.values() for one in state.values())
+    memopt.unwrap(loop.model)
+    memopt.wrap(loop.model, "min", "rotor", progress=False)
+    loop.model(batch())
+    (plan,) = memopt.running(loop.model).plans
+    least = memopt.plan(network(), batch(), budget="min", strategy="rotor", progress=False)
+    assert plan.budget >= least.peak_bytes + states_bytes
 
 
 def test_updates_in_hooks_on_gradients_are_charged() -> None:
