@@ -277,9 +277,7 @@ class Runtime:
         del value
         if state.arrived is not None:
             keeps = int(keeps_graph() and half is None)
-            pairs = zip(self._captured.primals, state.primals, strict=True)
-            own = [one.grad for primal, one in pairs if primal.held and one.is_leaf]
-            made_bytes = besides(state.made, own)
+            made_bytes = self._held_bytes(state)
             state.arrived(args[1:], missing, Charges(kept_graphs=keeps, kept_bytes=made_bytes))
         saved = state.saved
         if half is not None:
@@ -297,6 +295,11 @@ class Runtime:
             gradients = run(state.primals, args, saved)
         state.made = memory_of(gradients if keeps_graph() else ())
         return self._given(state, gradients)
+
+    def _held_bytes(self, state: _State) -> int:
+        """Return the bytes of a call's gradients that the loop holds, which are no parameter's."""
+        pairs = zip(self._captured.primals, state.primals, strict=True)
+        return besides(state.made, [x.grad for one, x in pairs if one.held and x.is_leaf])
 
     def _second_half(self, state: _State, half: FirstHalf, tangents: list[Any]) -> tuple[Any, ...]:
         if state.arrived is not None and keeps_graph():
