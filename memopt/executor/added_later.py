@@ -2,7 +2,8 @@
 
 Autograd adds the parts of a gradient one after the other, over all uses in a backward. A planned
 call adds its own parts first and hands over the sum: behind parts of other calls, or of uses
-outside of the model, last bits can differ.
+outside of the model, last bits can differ; also where a reentrant checkpoint adds its part to a
+gradient of earlier calls.
 """
 
 from __future__ import annotations
@@ -16,11 +17,24 @@ from torch.fx import Node
 from memopt.executor.hook_order import HookOrder
 from memopt.models.warned import warn
 from memopt.step.captured import Captured, Primal
+from memopt.step.nodes import CHECKPOINTED
 from memopt.torch_private.modes import backward_number, when_backward_is_over
 from memopt.torch_private.tensors import hook_first
 
 _SUM = torch.ops.aten.add.Tensor
 _COPIES = frozenset((torch.ops.aten.clone.default,))
+_LATER = (
+    "and in the same backward also by another call or outside of the model: planned, the parts of "
+    "its gradient are added call by call, unplanned, one after the other, so that last bits can "
+    "differ. For equal bits let one planned call hold all uses: all inputs at once (torch.cat), "
+    "the loss in the forward, or memopt around the module that holds this one; or train without a "
+    "plan (memopt.unwrap(model), or planned.original); this is said once"
+)
+_APART = (
+    "in a reentrant checkpoint, and has a gradient of earlier calls: unplanned, each checkpoint "
+    "adds its part to that, planned, their sum is added, so that last bits can differ. For equal "
+    "bits call checkpoint with use_reentrant=False, which does not; this is said once"
+)
 
 
 class AddedLater:
@@ -35,6 +49,7 @@ class AddedLater:
             )
             if _is_sum(gradient)
         }
+        self._apart = {i for i in self._names if _in_reentrant(captured, captured.primals[i])}
         self._hooks = HookOrder(captured)
 
     def look(self, primals: Sequence[Any], gradient_of: Callable[[int], Any]) -> None:
@@ -50,21 +65,16 @@ class AddedLater:
             value, gradient = primals[i], gradient_of(i)
             if isinstance(gradient, torch.Tensor) and value.requires_grad:
                 _Arrival(self, i, value, gradient)
+            if i in self._apart and value.is_leaf and value.grad is not None:
+                self.warn(i, _APART)
 
-    def warn(self, position: int) -> None:
+    def warn(self, position: int, words: str = _LATER) -> None:
         """Say, once, that last bits can differ; `position`: the joint graph's input."""
         name = self._names.get(position)
         self._names = {}
         if name is None:
             return
-        warn(
-            f"{name} is used more than once in a call of a planned model, and in the same backward "
-            "also by another call or outside of the model: planned, the parts of its gradient are "
-            "added call by call, unplanned, one after the other, so that last bits can differ. For "
-            "equal bits let one planned call hold all uses: all inputs at once (torch.cat), the "
-            "loss in the forward, or memopt around the module that holds this one; or train "
-            "without a plan (memopt.unwrap(model), or planned.original); this is said once",
-        )
+        warn(f"{name} is used more than once in a call of a planned model, {words}")
 
 
 class _Arrival:
@@ -100,3 +110,9 @@ def _is_sum(gradient: Any) -> bool:
             return False
         gradient = gradient.args[0]
     return False
+
+
+def _in_reentrant(captured: Captured, primal: Primal) -> bool:
+    """Return whether a joint graph's input is used in a checkpoint that may be reentrant."""
+    used = any(CHECKPOINTED in user.meta for user in primal.node.users)
+    return used and captured.outputs.reentrant

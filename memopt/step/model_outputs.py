@@ -30,14 +30,7 @@ from memopt.step.inner_outputs import inner_outputs
 from memopt.step.input_values import NUMBERS
 from memopt.step.inputs import Orders
 from memopt.step.memory_layout import in_order, is_dense, storage_of
-from memopt.step.nodes import (
-    CHECKPOINT,
-    CHECKPOINTED,
-    REENTRANT,
-    all_nodes,
-    has_checkpoints,
-    is_reentrant,
-)
+from memopt.step.nodes import all_nodes, has_checkpoints, is_reentrant_checkpoint
 from memopt.torch_private import pytree
 from memopt.torch_private.aot import descriptor_types
 from memopt.torch_private.tensors import version_of
@@ -75,6 +68,7 @@ class TracedOutputs:
         makes_zeros: whether the forward calls functions of several results, for whose missing
             gradients autograd makes zeros: custom functions, and reentrant checkpoints.
         recomputes: whether parts of the forward are checkpoints, which eager recomputes.
+        reentrant: whether one of these is reentrant.
     """
 
     count: int = 0
@@ -89,6 +83,7 @@ class TracedOutputs:
     gradients: OutputGradients = ANY_LOSS
     makes_zeros: bool = False
     recomputes: bool = False
+    reentrant: bool = False
 
 
 NO_OUTPUTS = TracedOutputs()
@@ -145,6 +140,7 @@ def separate_outputs(
         numbers=traced.meta.get(NUMBERS, frozenset()),
         makes_zeros=_makes_zeros(traced),
         recomputes=has_checkpoints(traced),
+        reentrant=any(map(is_reentrant_checkpoint, all_nodes(traced))),
     )
 
 
@@ -161,11 +157,10 @@ def _laid_out(gradients: OutputGradients, orders: Orders, values: list[Any]) -> 
 def _makes_zeros(traced: GraphModule) -> bool:
     """Return what `TracedOutputs.makes_zeros` is for a dynamo graph."""
     for node in all_nodes(traced):
-        called = str(node.target) == CHECKPOINT and is_reentrant(node.kwargs)
         results = node.meta.get("example_value")
         several = isinstance(results, (tuple, list)) and len(results) > 1
         custom = several and str(node.target) == "autograd_function_apply"
-        if called or custom or node.meta.get(CHECKPOINTED) == REENTRANT:
+        if custom or is_reentrant_checkpoint(node):
             return True
     return False
 

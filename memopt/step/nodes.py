@@ -160,6 +160,12 @@ def has_checkpoints(traced: GraphModule) -> bool:
     return any(map(is_checkpoint, all_nodes(traced)))
 
 
+def is_reentrant_checkpoint(node: Node) -> bool:
+    """Return whether a node of a dynamo graph is a reentrant checkpoint, or in one."""
+    called = str(node.target) == CHECKPOINT and is_reentrant(node.kwargs)
+    return called or node.meta.get(CHECKPOINTED) == REENTRANT
+
+
 def is_checkpoint(node: Node) -> bool:
     """Return whether a node of a dynamo graph is a checkpoint."""
     return str(node.target) == CHECKPOINT or CHECKPOINTED in node.meta

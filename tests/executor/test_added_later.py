@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt
 
@@ -170,3 +172,35 @@ def test_backwards_of_their_own_are_silent() -> None:
         warnings.simplefilter("error", UserWarning)
         for _ in range(2):
             model(torch.randn(4, 16)).sum().backward()
+
+
+class _Checkpointed(nn.Module):
+    """A layer used in two reentrant checkpoints, or outside of one."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.layer, self.twice = nn.Linear(64, 64), twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self._block, x, use_reentrant=True)
+        if not self.twice:
+            return h * self.layer.bias.sum()
+        return checkpoint(self._block, h, use_reentrant=True)  # type: ignore[no-any-return]
+
+    def _block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_parts_that_reentrant_checkpoints_add_to_a_gradient_are_said(twice: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Checkpointed(twice), torch.randn(16, 64, requires_grad=True)
+    plain = copy.deepcopy(model)
+    memopt.wrap(model, "min", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one in (plain, model):
+            one(x).sum().backward()
+    assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (plain, model))))
+    with pytest.warns(UserWarning, match="last bits can differ.*use_reentrant=False"):
+        model(x).sum().backward()
