@@ -11,7 +11,7 @@ import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ from memopt.executor.differentiated import (
     why_not_planned,
 )
 from memopt.executor.handover import Handover
-from memopt.executor.held_memory import Memory, besides, memory_of
+from memopt.executor.held_memory import besides, memory_of
 from memopt.executor.installed import Installed
 from memopt.executor.partial_backward import FirstHalf
 from memopt.executor.prepared_backward import prepare_backward
@@ -70,7 +70,7 @@ class _State:
     arrived: Arrived | None
     layouts: ArrivedLayouts
     first_half: FirstHalf | None = None
-    made: Memory = field(default_factory=dict)  # the gradients of a backward that kept its graph
+    made: Sequence[weakref.ref[Any]] = ()  # the gradients of a backward that kept its graph
 
 
 @dataclass
@@ -293,13 +293,19 @@ class Runtime:
             return state.handover.begin(running, self._added_later)
         with autocast_off():
             gradients = run(state.primals, args, saved)
-        state.made = memory_of(gradients if keeps_graph() else ())
+        # Not their memory: autograd adds to no gradient in place whose storage Python has seen.
+        state.made = [weakref.ref(x) for x in gradients if keeps_graph() and x is not None]
         return self._given(state, gradients)
 
     def _held_bytes(self, state: _State) -> int:
         """Return the bytes of a call's gradients that the loop holds, which are no parameter's."""
+        own: list[Any] = []
+        others: list[Any] = [one() for one in state.made]
         pairs = zip(self._captured.primals, state.primals, strict=True)
-        return besides(state.made, [x.grad for one, x in pairs if one.held and x.is_leaf])
+        for primal, value in pairs if others else ():
+            if isinstance(value, torch.Tensor) and value.is_leaf:
+                (own if primal.held else others).append(value.grad)
+        return besides(memory_of(others), own)
 
     def _second_half(self, state: _State, half: FirstHalf, tangents: list[Any]) -> tuple[Any, ...]:
         if state.arrived is not None and keeps_graph():
