@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from memopt.distributed.gathering import Sharding
 from memopt.step.joined_collectives import BUCKETS
 from memopt.step.ranks import members_in, ranks_in, telling_ranks
-from memopt.step.shards import local_part, with_local_part
+from memopt.step.shards import local_part, meet_outside, with_local_part
 from memopt.torch_private import pytree
 from memopt.torch_private.modules import call_goes_elsewhere, parameters_of
 
@@ -185,8 +185,9 @@ def _mark_running(model: nn.Module, sharding: Sharding) -> None:
     """Add hooks that count the model's calls under way, and cast its inputs to `param_dtype`."""
     running, dtype = sharding.running, sharding.param_dtype
 
-    def begin(_model: nn.Module, args: Any, kwargs: Any) -> Any:
+    def begin(model: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
+            meet_outside(model)
             running.calls += 1
         if dtype is None:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from memopt.step.joint_graph import loss_tangents
 from memopt.step.loss import as_targets
 from memopt.step.micro_batches import joined_call
 from memopt.step.profiled import ProfiledStep
-from memopt.step.shards import like_part
+from memopt.step.shards import WHOLE_STEPS, like_part, meet_for, note_use
 from memopt.step.step_optimizer import HostState, Item
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class TrainStep:
             RankError: they do not.
         """
         in_step.check_plan(plan)
+        note_use(self._parts.module.model, WHOLE_STEPS)
         self._program = in_step.installed(self._program)
         self._in_step = in_step
 
@@ -259,7 +260,10 @@ class TrainStep:
 
     def _run(self, call: Call) -> list[torch.Tensor]:
         changes = Changes(len(self._parts.sites), len(self._parts.mutated))
-        with nullcontext() if self._in_step is None else self._in_step.whole_step(changes):
+        if self._in_step is None:
+            return self._ran(call, changes)
+        with self._in_step.whole_step(changes):
+            meet_for(self._parts.module.model, WHOLE_STEPS)
             return self._ran(call, changes)
 
     def _ran(self, call: Call, changes: Changes) -> list[torch.Tensor]:

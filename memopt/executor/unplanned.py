@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from memopt.errors import GuardError
 from memopt.step.rank_errors import is_of_group, lost
-from memopt.step.ranks import note_failure, ranks_among, ranks_of
-from memopt.step.shards import holders_of
+from memopt.step.ranks import note_failure, ranks_of
+from memopt.step.shards import meet_for
 from memopt.torch_private.engine_hooks import has_engine
 
 _HERE = threading.local()
@@ -47,10 +46,6 @@ def unplanned() -> Iterator[None]:
         _HERE.running = before
 
 
-_EVALUATED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Model → whether its last call was evaluation."""
-
-
 @contextlib.contextmanager
 def beside_ranks(model: nn.Module, evaluates: bool) -> Iterator[None]:
     """Run a call of a model, of which other ranks may hold parts, beside theirs. A plan has other
@@ -62,11 +57,8 @@ def beside_ranks(model: nn.Module, evaluates: bool) -> Iterator[None]:
     Raises:
         RankError: a rank is gone, or not all evaluate.
     """
-    if not has_engine(model) and _EVALUATED.get(model) is not evaluates:
-        _EVALUATED[model] = evaluates
-        ranks = ranks_among(holders_of(model), model)
-        if ranks is not None:
-            ranks.exchanged(None, "a model is evaluated" if evaluates else "a model is trained")
+    if not has_engine(model):
+        meet_for(model, "a model is evaluated" if evaluates else "a model is trained")
     try:
         yield
     except RuntimeError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from memopt.step.ranks import alone, ranks_among
 from memopt.torch_private.tensors import SHARD, base_of, flat_shard_of, shard_of, spec_of
 
 
@@ -68,6 +70,38 @@ def holders_of(model: nn.Module) -> tuple[int, ...]:
     place = enumerate(mesh.get_coordinate() or ())
     along = tuple(slice(None) if i in split else at for i, at in place)
     return tuple(sorted(mesh.mesh[along].flatten().tolist()))
+
+
+WHOLE_STEPS = "a model is trained by whole steps"
+_OUTSIDE = "a model runs outside of its whole steps"
+
+_LAST: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Model → what its ranks do with it, as they have last agreed."""
+
+
+def note_use(model: nn.Module, doing: str) -> None:
+    """Note what the ranks that hold parts of a model, which have just met, do with it."""
+    _LAST[model] = doing
+
+
+def meet_for(model: nn.Module, doing: str) -> None:
+    """Let the ranks that hold parts of a model meet where they begin to do something else with it:
+    a plan has other collectives than the model.
+
+    Raises:
+        RankError: a rank is gone, or does something else.
+    """
+    if _LAST.get(model) != doing:
+        _LAST[model] = doing
+        ranks = ranks_among(holders_of(model), model)
+        if ranks is not None:
+            ranks.exchanged(None, doing)
+
+
+def meet_outside(model: nn.Module) -> None:
+    """Let them meet where a model that is trained by whole steps runs outside of these."""
+    if alone() and _LAST.get(model) == WHOLE_STEPS:
+        meet_for(model, _OUTSIDE)
 
 
 def held_gradients(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -27,6 +27,7 @@ from tests.whole_steps.test_failing_steps import Fault, FaultAt
 LINK = memopt.Device(to_host_bytes_per_s=5e9)
 HOST = memopt.Device(to_host_bytes_per_s=5e9, host_update_bytes_per_s=1e12)
 LOSS = nn.functional.mse_loss
+AT = 2
 
 
 @pytest.fixture(autouse=True)
@@ -345,3 +346,43 @@ def test_one_rank_fails(way: str, ranks: int, tmp_path: Path) -> None:
         assert unchanged
         assert seconds < 2 * LATE_S
     assert "not in step any more" in own[1] or "other ranks did not refuse" in own[1]
+
+
+def evaluating(rank: int, ranks: int, together: bool) -> tuple[str, list[float], float]:
+    """Ranks, or the last one alone, evaluate the model between its whole steps."""
+    model = memopt.shard(cases.mlp(), init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    given, text, losses, begin_s = torch.randn(64, 16), "", list[float](), 0.0
+
+    def loss_fn(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    named: dict[str, Any] = {"optimizer": optimizer, "loss_fn": loss_fn, "progress": False}
+    plan = memopt.plan(model, given, budget="min", strategy="store-all", **named)
+    step = plan.train_step(model, loss_fn, optimizer)
+    try:
+        for number in range(5):
+            begin_s = time.monotonic() if number <= AT else begin_s
+            if number == AT and (together or rank == ranks - 1):
+                with torch.no_grad():
+                    losses += [loss_fn(model(given)).item() for _ in range(2)]
+            losses.append(step(given).item())
+    except memopt.RankError as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, losses, time.monotonic() - begin_s
+
+
+@pytest.mark.slow
+def test_ranks_evaluate_between_whole_steps(tmp_path: Path) -> None:
+    for told, losses, _ in processes.results(processes.run(evaluating, 2, tmp_path, True)):
+        assert not told
+        assert losses[AT] == losses[AT + 1] < losses[AT - 1]
+
+
+@pytest.mark.slow
+def test_one_rank_evaluates_between_whole_steps(tmp_path: Path) -> None:
+    run = processes.run(evaluating, 2, tmp_path, False, timeout_s=15)
+    (told, _, took_s), (own, _, own_s) = processes.results(run)
+    assert told == own
+    assert "rank 1 waited while a model runs outside of its whole steps; rank 0 waited" in told
+    assert max(took_s, own_s) < 20
