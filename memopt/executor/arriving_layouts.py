@@ -79,6 +79,7 @@ class ArrivingLayouts:
 
     def __init__(self, captured: Captured) -> None:
         self._all = captured.tangents
+        self._absent: dict[frozenset[int], frozenset[Node]] = {}
         self._tangents: dict[int, Node] = {}
         self._numbers: dict[int, int] = {}
         self._rounds: dict[Any, bool] = {}
@@ -128,7 +129,9 @@ class ArrivingLayouts:
         """Look once more at a backward without some tangents (positions among all): a sum with a
         missing gradient has the layout of the other one. Those gradients are ordered alike."""
         for position, gradient in arrived.others.items() if missing else ():
-            absent = _absent(self._all, missing)
+            if missing not in self._absent:
+                self._absent[missing] = _absent(self._all, missing)
+            absent = self._absent[missing]
             if not self._known(_may_round, position, gradient, True, absent):
                 continue
             if not is_dense(gradient.shape, gradient.stride()):
@@ -210,7 +213,8 @@ class ArrivingLayouts:
 
     def say(self, arrived: ArrivedLayouts) -> None:
         """Warn, once, that gradients in these layouts are copied."""
-        position = min(arrived.orders)
+        # Orders of what is missing follow those of what arrives.
+        position = min(arrived.orders.keys() & arrived.others.keys(), default=min(arrived.orders))
         shape = self._tangents[position].meta["val"].shape
         self._say(
             position,

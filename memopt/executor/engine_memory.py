@@ -36,10 +36,9 @@ def bucket_bytes() -> int:
 
 
 def looked_at(model: nn.Module | None) -> Charges:
-    """Return the memory in which `torch.autograd.detect_anomaly` looks for NaN in the largest
-    gradient of a parameter, once the backward has run."""
-    looks = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-    if model is None or not looks:
+    """Return the memory in which `torch.autograd.detect_anomaly`, which is on, looks for NaN in the
+    largest gradient of a parameter, once the backward has run."""
+    if model is None or not torch.is_anomaly_check_nan_enabled():
         return Charges()
     trained = [one for one in model.parameters() if one.requires_grad]
     sizes = [(one.numel(), backend_of(one.device).block_bytes) for one in trained]

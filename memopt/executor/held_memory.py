@@ -71,10 +71,9 @@ def still_held(memory: Memory) -> Memory:
     return {at: one for at, one in memory.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
 
 
-def besides(memory: Memory, tensors: Iterable[Any]) -> int:
-    """Return the bytes of memory that is still there, and is not these tensors'."""
-    own = memory_of(tensors)
-    return size_of({at: one for at, one in still_held(memory).items() if at not in own})
+def besides(memory: Memory, other: Memory) -> int:
+    """Return the bytes of memory that is not in the other."""
+    return size_of({at: one for at, one in memory.items() if at not in other})
 
 
 def when_freed(tensors: Iterable[torch.Tensor], told: Told) -> list[weakref.ref[torch.Tensor]]:
@@ -115,7 +114,7 @@ class Waiting:
         backward is done. That one may wait, too. Return whether one that waited was dropped since
         the last call, without a backward."""
         own, others = memory_of(inputs), still_held(self._inputs) if calls else {}
-        others_bytes = besides(others, inputs)
+        others_bytes = besides(others, own)
         # An input may be a view of a whole data set.
         most_bytes = sum(one.nbytes for one in inputs if one.layout is torch.strided)
         own = {at: (one, min(size, most_bytes)) for at, (one, size) in own.items()}

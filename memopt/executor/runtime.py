@@ -276,9 +276,7 @@ class Runtime:
             args[i] = in_memory_of_its_own(value)
         del value
         if state.arrived is not None:
-            keeps = int(keeps_graph() and half is None)
-            made_bytes = self._held_bytes(state)
-            state.arrived(args[1:], missing, Charges(kept_graphs=keeps, kept_bytes=made_bytes))
+            state.arrived(args[1:], missing, self._charges(state, half))
         saved = state.saved
         if half is not None:
             state.saved, state.first_half = [], half
@@ -293,19 +291,22 @@ class Runtime:
             return state.handover.begin(running, self._added_later)
         with autocast_off():
             gradients = run(state.primals, args, saved)
-        # Not their memory: autograd adds to no gradient in place whose storage Python has seen.
-        state.made = [weakref.ref(x) for x in gradients if keeps_graph() and x is not None]
+        if keeps_graph():
+            # Not their memory: autograd adds to no gradient in place whose storage Python has seen.
+            state.made = [weakref.ref(one) for one in gradients if one is not None]
         return self._given(state, gradients)
 
-    def _held_bytes(self, state: _State) -> int:
-        """Return the bytes of a call's gradients that the loop holds, which are no parameter's."""
+    def _charges(self, state: _State, half: FirstHalf | None) -> Charges:
+        """Return what a backward needs if it keeps its graph, and what the loop holds of the
+        gradients of an earlier one that did, which are no parameter's."""
         own: list[Any] = []
         others: list[Any] = [one() for one in state.made]
         pairs = zip(self._captured.primals, state.primals, strict=True)
         for primal, value in pairs if others else ():
             if isinstance(value, torch.Tensor) and value.is_leaf:
                 (own if primal.held else others).append(value.grad)
-        return besides(memory_of(others), own)
+        keeps = int(keeps_graph() and half is None)
+        return Charges(kept_graphs=keeps, kept_bytes=besides(memory_of(others), memory_of(own)))
 
     def _second_half(self, state: _State, half: FirstHalf, tangents: list[Any]) -> tuple[Any, ...]:
         if state.arrived is not None and keeps_graph():

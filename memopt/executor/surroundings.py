@@ -158,7 +158,8 @@ class Surroundings:
 
     def certain(self) -> Charges:
         """Return the charges that are known before a step has run."""
-        return self._engine.plus(self._scheduled.charges).plus(looked_at(self.model()))
+        known = self._engine.plus(self._scheduled.charges)
+        return known.plus(looked_at(self.model())) if torch.is_anomaly_enabled() else known
 
     def before_engine(self, has_engine: bool) -> None:
         """Look at the model before an engine's hooks on it have run, if it has some."""
@@ -277,9 +278,8 @@ class Surroundings:
         # the loop holds the outputs of all.
         again = int(self._backward == backward_number())
         self._backward = backward_number()
-        calls = Charges(added_calls=again, output_calls=again)
-        kept = replace(kept, kept_bytes=0)
-        if self._largest(kind, calls.plus(kept)) or (one.outputs_bytes, one.gradient_bytes) != was:
+        calls = replace(kept, kept_bytes=0, added_calls=again, output_calls=again)
+        if self._largest(kind, calls) or (one.outputs_bytes, one.gradient_bytes) != was:
             met()
 
     def _held_until_over(self, kind: Any, tangents: Memory, met: Callable[[], None]) -> None:
