@@ -135,6 +135,7 @@ class SharedBudget:
         their outputs are only held, not used."""
         stepped = self.around.has_stepped
         self.around.calling(key, call)
+        self.around.settled |= alone
         # Parts without a plan, and the user's code, may await theirs.
         if not stepped and (any(self._waiting()) or (alone and not self._arrived)):
             return

@@ -157,6 +157,14 @@ def test_parts_that_the_loop_calls_by_itself_share_the_budget() -> None:
         coded(model, 4)
 
 
+@pytest.mark.filterwarnings("error:.*is trained and was not called")
+def test_a_model_of_which_the_loop_calls_one_part_alone_is_in_use() -> None:
+    """A warning said that nothing is planned."""
+    model: Any = memopt.wrap(Coder(), "min", "rotor", parts=["encoder"], progress=False)
+    coded(model, 2)
+    assert model.calls == Calls(planned=2)
+
+
 def test_each_part_that_has_a_backward_of_its_own_is_a_step() -> None:
     """As a generator and a critic; a frozen one, or one that keeps nothing, is none."""
     model, plain = Coder(), Coder()
