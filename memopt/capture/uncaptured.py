@@ -46,19 +46,26 @@ _NOT_USERS = (FILES_OF_TORCH, FILES_OF_MEMOPT)
 _PYTHON = os.path.dirname(os.__file__)
 
 
+def uninitialised(model: nn.Module) -> str | None:
+    """Name a lazy module, whose first forward makes its parameters; None if there is none."""
+    for name, module in model.named_modules():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in held):
+            return (
+                f"{type(module).__name__} {name!r} has no parameters before the model has been "
+                "called once"
+            )
+    return None
+
+
 def check_initialised(model: nn.Module) -> None:
-    """Refuse lazy modules, whose first forward makes their parameters.
+    """Refuse lazy modules.
 
     Raises:
         CaptureError: there is one, named.
     """
-    for name, module in model.named_modules():
-        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(is_lazy(tensor) for tensor in held):
-            raise CaptureError(
-                f"{type(module).__name__} {name!r} has no parameters before the model has been "
-                "called once, and planning leaves a model as it is: call the model, then plan"
-            )
+    if (lazy := uninitialised(model)) is not None:
+        raise CaptureError(f"{lazy}, and planning leaves a model as it is: call the model, then plan")
 
 
 def why_not_captured(

@@ -55,6 +55,8 @@ def called_below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
     inside."""
     for inner, child in module.named_children():
         full = f"{name}.{inner}" if name else inner
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
         if type(child).forward is nn.Module.forward or calling_class(child) is not None:
             yield from called_below(full, child)
         else:

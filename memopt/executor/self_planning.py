@@ -21,7 +21,7 @@ from torch import nn
 
 from memopt.capture.as_eager.masks import masks_nothing, none_masks, rounds_by_mask
 from memopt.capture.taken import check_leaves
-from memopt.capture.uncaptured import cumulative_average
+from memopt.capture.uncaptured import cumulative_average, uninitialised
 from memopt.errors import GuardError, InputsError, NothingToTrainError, ProfilerBusyError
 from memopt.executor.arena import ArenaFamily
 from memopt.executor.calls import (
@@ -314,6 +314,8 @@ class SelfPlanning:
         averages = cumulative_average(self.model)
         if self.plans and (averages or self._on_mismatch == "original"):
             return averages or "calls of this kind are not planned"
+        if (lazy := uninitialised(self.model)) is not None:
+            return lazy
         if (shared := self._lengths.made(kind, call)) is not None:
             return shared
         made = self._made(kind, call)
@@ -355,11 +357,7 @@ class SelfPlanning:
             self._backward.watch(kind, call, made.module, whole=not self._in_parts)
 
     def _made(
-        self,
-        kind: Any,
-        call: Call,
-        instead_of: Made | None = None,
-        beside: Charges = NO_CHARGES,
+        self, kind: Any, call: Call, instead_of: Made | None = None, beside: Charges = NO_CHARGES
     ) -> Made:
         naming = naming_parts(self._to_part)
         if self._maker.alone and not self.around.can_measure(call):

@@ -183,3 +183,26 @@ def test_each_part_that_has_a_backward_of_its_own_is_a_step() -> None:
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert model.calls.original == 0  # type: ignore[union-attr]
+
+
+class HoldsScript(nn.Module):
+    """Calls a module of torch.jit.script, which no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.ReLU()))
+        self.rest = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.rest(self.scripted(x))
+        return made
+
+
+def test_the_parts_around_a_scripted_module_are_named() -> None:
+    """The refusal ended in an AttributeError of torch.jit's."""
+    model = memopt.wrap(HoldsScript(), "min", progress=False)
+    with pytest.raises(memopt.CaptureError, match=r"torch\.jit\.script.*\(rest\)$"):
+        model(X)
+    memopt.wrap(memopt.unwrap(model), "min", parts="auto", progress=False)
+    model(X).sum().backward()
+    assert model.calls == Calls(planned=1)

@@ -209,3 +209,24 @@ def test_a_model_inside_of_one_that_is_called_is_not_warned_of() -> None:
         warnings.simplefilter("error")
         trained(model, model)
     assert model.calls.planned == 3
+
+
+def test_the_call_that_makes_a_lazy_model_s_parameters_runs_as_it_is() -> None:
+    """It ended in torch's ValueError about an uninitialized parameter."""
+
+    def trained(wraps: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
+        if wraps:
+            memopt.wrap(model, "min", progress=False)
+        for _ in range(3):
+            model(torch.randn(3, 4)).square().sum().backward()
+        return model
+
+    plain = trained(False)
+    with pytest.warns(UserWarning, match="LazyLinear '0' has no parameters before"):
+        model = trained(True)
+    assert model.calls == memopt.running(model).calls  # type: ignore[union-attr]
+    assert (model.calls.planned, model.calls.original) == (2, 1)  # type: ignore[union-attr]
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
