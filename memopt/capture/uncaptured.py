@@ -65,7 +65,9 @@ def check_initialised(model: nn.Module) -> None:
         CaptureError: there is one, named.
     """
     if (lazy := uninitialised(model)) is not None:
-        raise CaptureError(f"{lazy}, and planning leaves a model as it is: call the model, then plan")
+        raise CaptureError(
+            f"{lazy}, and planning leaves a model as it is: call the model, then plan"
+        )
 
 
 def why_not_captured(
