@@ -13,7 +13,7 @@ from memopt.capture.remedies_of_python import SAID_OF_PYTHON
 from memopt.errors import CaptureError
 from memopt.step.inputs import Call
 from memopt.torch_private.engine_hooks import has_engine
-from memopt.torch_private.modules import forward_hooks_of, is_left_out
+from memopt.torch_private.modules import forward_hooks_of
 
 _DRAW_MASKS = ("_mask_hidden_states", "_mask_input_features")
 """Methods of Hugging Face's speech models: Wav2Vec2's kin has the first, Whisper the second."""
@@ -82,6 +82,13 @@ _SAID: tuple[tuple[str, str], ...] = (
         "can: take them out of the checkpoint or transform, make "
         "distributions with validate_args=False, or call "
         "torch.distributions.Distribution.set_default_validate_args(False) once",
+    ),
+    (
+        r"torch/ao/quantization/\w+\.py",
+        "no graph holds this observer or fake quantizer of torch.ao's, which sizes its buffers or "
+        "asks whether it is on in every forward: take the fused ones "
+        "(get_default_qat_qconfig(), FusedMovingAvgObsFakeQuantize), or plan the sub-modules "
+        "around it",
     ),
     (
         r"unrecognized type UserDefinedObjectVariable\((?P<what>\w+)\) at output",
@@ -341,21 +348,6 @@ def _checkpointed_in_parts(_model: nn.Module, text: str) -> str | None:
     )
 
 
-def _quantized(model: nn.Module, text: str) -> str | None:
-    """Name torch.ao's observers and fake quantizers, which dynamo leaves out of every graph."""
-    if "skipped" not in text:
-        return None
-    for name, module in model.named_modules():
-        if is_left_out(module):
-            return (
-                f"the model has torch.ao's {type(module).__name__} ({name!r}), which torch traces "
-                'into no graph: torch.compile(model, backend="memopt", options={"budget": ...}) '
-                "plans the parts between such modules; or quantize in the forward by "
-                "torch.fake_quantize_per_channel_affine, which a plan of the whole can hold"
-            )
-    return None
-
-
 _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _wrapped,
     _checkpointed,
@@ -363,7 +355,6 @@ _CAUSES: tuple[Callable[[nn.Module, str], str | None], ...] = (
     _differentiates,
     _drawn_in_python,
     _checkpointed_in_parts,
-    _quantized,
 )
 
 

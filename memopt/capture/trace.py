@@ -69,6 +69,7 @@ from memopt.torch_private.dynamo import (
     graph_of,
     own_lists_given,
 )
+from memopt.torch_private.modules import quantizers_traced
 from memopt.torch_private.numbers_of_tensors import kept_in_tensors
 from memopt.torch_private.numpy_numbers import with_numbers
 from memopt.torch_private.pytree import tree_leaves
@@ -264,6 +265,7 @@ def _captured(
         checkpoints_as_called(written_out=is_looking(model)),
         known_attributes() as attributes_set,
         own_lists_given(),
+        quantizers_traced(),
         once as reused,
         guards_heard(reused) as heard,
         real_values_uncopied(),

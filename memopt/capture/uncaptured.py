@@ -36,6 +36,7 @@ from memopt.torch_private.modules import (
     buffers_of,
     has_backward_hooks,
     hooks_on_all_backwards,
+    makes_own_buffers,
 )
 from memopt.torch_private.numpy_numbers import taken_for_tensors
 from memopt.user_code.opaque_operators import may_have_effects, name_of
@@ -47,19 +48,22 @@ _PYTHON = os.path.dirname(os.__file__)
 
 
 def uninitialised(model: nn.Module) -> str | None:
-    """Name a lazy module, whose first forward makes its parameters; None if there is none."""
+    """Name a lazy module, or a fake quantizer, whose first forward makes its parameters or sizes
+    its buffers; None if there is none."""
     for name, module in model.named_modules():
         held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(is_lazy(tensor) for tensor in held):
+        lazy = any(is_lazy(tensor) for tensor in held)
+        if lazy or makes_own_buffers(module):
+            what = "parameters" if lazy else "ranges"
             return (
-                f"{type(module).__name__} {name!r} has no parameters before the model has been "
+                f"{type(module).__name__} {name!r} has no {what} before the model has been "
                 "called once"
             )
     return None
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Refuse lazy modules.
+    """Refuse what is `uninitialised`.
 
     Raises:
         CaptureError: there is one, named.

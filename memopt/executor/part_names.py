@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.errors import CaptureError, NothingToTrainError
-from memopt.torch_private.modules import call_goes_elsewhere, is_left_out
+from memopt.torch_private.modules import call_goes_elsewhere
 
 _SHOWN = 4
 _PASSES_ON = ("torch.", "transformers.modeling_layers")
@@ -74,19 +74,16 @@ def is_worthwhile(module: nn.Module) -> bool:
 
 def names_of_parts(model: nn.Module, failing: Iterable[str]) -> list[str]:
     """Return the names of the largest sub-modules around those in which a capture failed, but for
-    those that hold another module of the innermost one's class, or one that no graph holds."""
+    those that hold another module of the innermost one's class."""
     inside = {"", *failing}
     innermost = type(model.get_submodule(max(inside, key=len)))
-
-    def fails(module: nn.Module) -> bool:
-        return type(module) is innermost or is_left_out(module)
 
     return [
         name
         for one in sorted(inside)
         for name, child in called_below(one, model.get_submodule(one))
         if name not in inside and is_worthwhile(child)
-        if not any(map(fails, child.modules()))
+        if innermost not in map(type, child.modules())
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from memopt.torch_private.access import (
     private,
 )
 
+_QUANTIZERS = "torch.ao.quantization."
 BatchNorm: Any = private("torch.nn.modules.batchnorm._BatchNorm")
 """The base class of batch norms."""
 parameters_of = attribute("torch.nn.Module._parameters")
@@ -169,6 +171,16 @@ def reducing_later() -> bool:
     return around is not None and not around.require_backward_grad_sync
 
 
-def is_left_out(module: nn.Module) -> bool:
-    """Whether dynamo leaves a module of this class out of every graph."""
-    return type(module).__module__.startswith("torch.ao.quantization")
+@contextlib.contextmanager
+def quantizers_traced() -> Iterator[None]:
+    """Let Dynamo trace torch.ao's observers and fake quantizers, which it leaves out of graphs."""
+    name = "torch._dynamo.trace_rules.get_mod_inlinelist"
+    folders = private(name)() | {(Path(torch.__file__).parent / "ao/quantization").as_posix()}
+    with patched(name, lambda: folders):
+        yield
+
+
+def makes_own_buffers(module: nn.Module) -> bool:
+    """Whether the next forward of a module gives buffers their size: torch.ao's fake quantizers."""
+    own = module.buffers(recurse=False)
+    return type(module).__module__.startswith(_QUANTIZERS) and any(x.numel() == 0 for x in own)

@@ -27,6 +27,7 @@ DYNAMO = (
         "torch._dynamo.trace_rules",
         "_allowed_callable_ids",
     ),
+    *rows("trace fake quantizers", "torch._dynamo.trace_rules", "get_mod_inlinelist"),
     *rows(
         "find the custom function that cannot be traced",
         f"{_VARIABLES}.misc",
