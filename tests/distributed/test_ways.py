@@ -124,6 +124,15 @@ class Hooked(Way):
         next(model.parameters()).register_hook(lambda one: one * 1.0 if self.own else None)
 
 
+class OtherShapes(Way):
+    """Of a sharded model, whose ranks have data of their own."""
+
+    sharded = True
+
+    def input(self) -> Tensor:
+        return torch.randn(64 - 16 * self.own, 16)
+
+
 class Threads(Way):
     def begin(self, model: nn.Module) -> None:
         torch.set_num_threads(1 + self.own)
@@ -222,10 +231,14 @@ def test_a_rank_that_leaves_is_named_with_its_own_error(tmp_path: Path) -> None:
     assert "Before that, rank 1 left with KeyError: 'here alone'" in done.stderr
 
 
+_ALIKE: tuple[tuple[type[Way], int], ...]
+_ALIKE = ((Retains, 0), (Hooked, 0), (Threads, 0), (AllChecksFail, AT), (OtherShapes, AT))
+
+
 def alike(rank: int, ranks: int) -> dict[str, bool]:
     """Whether planned steps are the unplanned ones, for each way that a model takes unplanned."""
     found = {}
-    for way, at in ((Retains, 0), (Hooked, 0), (Threads, 0), (AllChecksFail, AT)):
+    for way, at in _ALIKE:
         expected, own = (trained(way, rank, ranks, planned, at) for planned in (False, True))
         same = expected[:2] == own[:2] and cases.same(expected[2], own[2])
         found[way.__name__] = same and not own[0]
