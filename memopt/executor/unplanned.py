@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from memopt.errors import GuardError, RankError
+from memopt.executor.in_step import InStep
 from memopt.step.described import described_text
 from memopt.step.rank_errors import is_of_group, lost
 from memopt.step.ranks import Ranks, note_failure, ranks_of
@@ -74,12 +75,14 @@ def agreed(model: nn.Module, why: str | None, kind: Any, refuses: bool) -> str |
     told = ranks.exchanged((why, ", ".join(own), kind and kind[2:]), "a call begins")
     _, inputs, others = told[0]
     for rank, (reason, found, *rest) in zip(ranks.members, told, strict=True):
+        differs = _DIFFERS.format(ranks.members[0], inputs, rank, found)
         if reason is not None:
+            InStep(ranks).runs_unplanned()
             return why or f"on rank {rank} {reason}"
         if (found, *rest) != (inputs, others):
-            differs = _DIFFERS.format(ranks.members[0], inputs, rank, found)
             if refuses:
                 raise RankError(differs)
+            InStep(ranks).runs_unplanned()
             return differs
     return None
 

@@ -51,6 +51,9 @@ class Way:
 
     def begin(self, model: nn.Module) -> None: ...
 
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def input(self) -> Tensor:
         return torch.randn(64, 16)
 
@@ -80,6 +83,18 @@ class GradientsHookFails(Way):
     def begin(self, model: nn.Module) -> None:
         if self.own:
             next(model.parameters()).register_hook(_raising)
+
+
+class UnplannedBackwardFails(Way):
+    """Of a call inside hooks on saved tensors on all ranks, where no plan can serve it."""
+
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.own:
+            loss.register_hook(_raising)
+        loss.backward()
 
 
 class CheckFailsAndGoesOn(Way):
@@ -164,7 +179,8 @@ def trained(
                 else (contextlib.nullcontext())
             ):
                 one.begin(model)
-                loss = model(one.input()).square().mean()
+                with one.around():
+                    loss = model(one.input()).square().mean()
                 one.backward(loss)
                 losses.append(loss.item())
             optimizer.step()
@@ -184,6 +200,7 @@ ENDED: dict[type[Way], str] = {
     LossFailsAndGoesOn: "",
     NoBackward: "",
     GradientsHookFails: "KeyError",
+    UnplannedBackwardFails: "KeyError",
     CheckFailsAndGoesOn: "",
     Evaluates: "",
     EvaluatesShards: "",
@@ -205,6 +222,8 @@ def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
         assert own.startswith(("RankError: ", "ExecutionError: "))
     if way in (LossFailsAndGoesOn, NoBackward, Evaluates, EvaluatesShards):
         assert told == own
+    if way is UnplannedBackwardFails:
+        assert "rank 1 failed in the unplanned backward of a planned step: KeyError" in told
     if way is CheckFailsAndGoesOn:
         for text in (told, own):
             assert "rank 1 failed in the unplanned forward of a planned step: Assert" in text
