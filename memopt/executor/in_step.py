@@ -26,6 +26,7 @@ from memopt.step.assumed import AssumptionError, nothing_assumed
 from memopt.step.rank_errors import is_of_group, lost
 from memopt.step.rank_groups import all_are_here, note_here
 from memopt.step.ranks import Ranks
+from memopt.torch_private.distributed import if_backward_fails
 
 if TYPE_CHECKING:
     from memopt.plan_record import PlanRecord
@@ -148,9 +149,14 @@ class InStep:
                     there = f"rank {rank} failed in {part} of a planned step: {how}"
                     self.ranks.group.failed = there
                     raise RankError(_OVER.format(there))
+            self.runs_unplanned()
             return found
 
         return runs
+
+    def runs_unplanned(self) -> None:
+        """Make the backward of a call that ran unplanned on all ranks fail on all."""
+        if_backward_fails(partial(self._told, part="the unplanned backward of a planned step"))
 
     def _partial(self, find: Partial) -> Partial:
         def found(missing: frozenset[int]) -> PartialBackward | None:

@@ -41,7 +41,7 @@ from memopt.executor.planning_in_backward import PlanningInBackward
 from memopt.executor.ready_plans import ReadyPlans
 from memopt.executor.saved_tensor_hooks import why_not_inside
 from memopt.executor.surroundings import Surroundings
-from memopt.executor.unplanned import beside_ranks, passes_on, unplanned
+from memopt.executor.unplanned import agreed, beside_ranks, passes_on, unplanned
 from memopt.models.charges import NO_CHARGES, Charges
 from memopt.models.locks import ForkedLock
 from memopt.step.backend import autocast_state
@@ -228,10 +228,14 @@ class SelfPlanning:
         """Run a call of the model in training, without an engine's hooks."""
         model, plain = self.model, partial(plain_call, self.model)
         with unplanned(), beside_ranks(model, evaluates=False):
-            if (looked_at := why_not_inside()) is not None:
-                self.calls.fall_back(model, looked_at)
+            call, kind, why = in_order(args, kwargs), None, why_not_inside()
+            if why is None:
+                call, kind = self._call_and_kind(args, kwargs)
+            if len(self.plans) and not self._maker.alone:
+                why = agreed(model, why, kind, self._on_mismatch == "error")
+            if why is not None:
+                self.calls.fall_back(model, why)
                 return plain(*args, **kwargs)
-            call, kind = self._call_and_kind(args, kwargs)
             self.around.calling(self._lengths.met_as(kind)[0], call, *self.plans.waiting())
             self._in_call.plans = 0
             try:
@@ -253,8 +257,7 @@ class SelfPlanning:
             return output
 
     def _ran(self, made: Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call under a plan. Hooks on all modules run inside its step, not once more around
-        it."""
+        """Run a call under a plan: hooks on all modules run inside its step alone."""
         return made.module.forward(*args, **kwargs)
 
     def _metered_on(self, call: Call) -> torch.device | None:
@@ -262,8 +265,7 @@ class SelfPlanning:
         return None if self._planner.charges_loss(call) else device_of(self.model, call)
 
     def _untrained_call(self, kind: Any, output: Any) -> Any:
-        """Count a call of the unplanned model, since there was nothing to train, and return its
-        output. If that has a gradient after all, such calls are planned from now on."""
+        """Count a call with nothing to train, and return its output: a gradient has it planned."""
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(output)):
             self._untrained.discard(kind)
             return self.calls.fall_back(self.model, "it seemed to have nothing to train", output)
@@ -271,8 +273,7 @@ class SelfPlanning:
         return output
 
     def _without_idle_masks(self, call: Call) -> Call:
-        """Return the call, marked to be captured without its masks if they mask nothing and a plan
-        of its own can serve it."""
+        """Return the call, captured without masks that mask nothing where a plan can serve it."""
         looks = self._none_masks and self._on_mismatch == "plan"
         return replace(call, whole_masks=masks_nothing(call)) if looks else call
 
@@ -375,8 +376,7 @@ class SelfPlanning:
             return self._made(*given)
 
     def instead(self, model: nn.Module, call: Call, error: GuardError) -> nn.Module:
-        """Return the module for a call whose plan no longer fits because something beside the call
-        has changed (an `OnMismatch`): an earlier plan that fits, or a new one."""
+        """Return an earlier plan's module, or a new one's, for a call whose plan no longer fits."""
         call = self._without_idle_masks(call)
         call, kind = self._backward.as_arrives(call, self._kind(call))
         for made in self.plans.of(kind):

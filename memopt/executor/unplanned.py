@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from memopt.errors import GuardError
+from memopt.errors import GuardError, RankError
+from memopt.executor.in_step import InStep
+from memopt.step.described import described_text
 from memopt.step.rank_errors import is_of_group, lost
-from memopt.step.ranks import note_failure, ranks_of
+from memopt.step.ranks import Ranks, note_failure, ranks_of
 from memopt.step.shards import meet_for
 from memopt.torch_private.engine_hooks import has_engine
 
 _HERE = threading.local()
+_RANKS: WeakKeyDictionary[nn.Module, Ranks | None] = WeakKeyDictionary()
+"""Planned model → the ranks that run it together, inside an engine's hooks."""
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -44,6 +50,47 @@ def unplanned() -> Iterator[None]:
         yield
     finally:
         _HERE.running = before
+
+
+def agreed(model: nn.Module, why: str | None, kind: Any, refuses: bool) -> str | None:
+    """Return why a call runs without a plan on all ranks that run a model together; None: the same
+    plan can serve it on all.
+
+    Args:
+        model: has plans, which the ranks have in common.
+        why: it does so on this rank; None: it need not.
+        kind: of the call (`SelfPlanning._kind`), if it need not.
+        refuses: whether calls that no plan serves are refused.
+
+    Raises:
+        RankError: a rank is gone or elsewhere; or the calls differ, and are refused.
+        ExecutionError: a step has failed on this rank.
+    """
+    if model not in _RANKS:
+        _RANKS[model] = ranks_of(model)
+    if (ranks := _RANKS[model]) is None:
+        return why
+    ranks.group.check_in_step()
+    own = [] if why is not None else [described_text(one) for one in kind[1]]
+    told = ranks.exchanged((why, ", ".join(own), kind and kind[2:]), "a call begins")
+    _, inputs, others = told[0]
+    for rank, (reason, found, *rest) in zip(ranks.members, told, strict=True):
+        differs = _DIFFERS.format(ranks.members[0], inputs, rank, found)
+        if reason is not None:
+            InStep(ranks).runs_unplanned()
+            return why or f"on rank {rank} {reason}"
+        if (found, *rest) != (inputs, others):
+            if refuses:
+                raise RankError(differs)
+            InStep(ranks).runs_unplanned()
+            return differs
+    return None
+
+
+_DIFFERS = (
+    "ranks call it with other inputs, gradients or trained parameters than others (rank {} with "
+    "{}, rank {} with {}): pad batches to the same shapes on all ranks"
+)
 
 
 @contextlib.contextmanager

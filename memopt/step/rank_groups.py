@@ -30,6 +30,8 @@ from memopt.torch_private.distributed import timeout_of
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own
 _LONGEST_LOOK_S = 0.25
+_SIZE_BYTES, _FIRST_BYTES = 8, 1024
+"""Of a value's size, and of the message with it, which holds a small value, too."""
 _ALONE = "memopt/alone"
 _WAITED = "memopt/waited"
 _LAST_WORDS_S = 2.0
@@ -63,13 +65,19 @@ class RankGroup:
         """
         group = self._opened(kind)
         own = _packed(value)
-        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.members]
-        self._wait_for(group.allgather([sizes], [torch.tensor([own.numel()], device="cpu")]))
-        most = max(int(size) for size in sizes)
-        found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.members]
-        group.allgather([found], [torch.nn.functional.pad(own, (0, most - own.numel()))]).wait()
-        pairs = zip(map(let_go, found), map(let_go, sizes), strict=True)
-        return [_unpacked(one[: int(size)]) for one, size in pairs]
+        size = torch.tensor([own.numel()], device="cpu").view(torch.uint8)
+        first = torch.cat([size, own])[:_FIRST_BYTES]
+        first = torch.nn.functional.pad(first, (0, _FIRST_BYTES - first.numel()))
+        found = [torch.empty_like(first) for _ in self.members]
+        self._wait_for(group.allgather([found], [first]))
+        found = [*map(let_go, found)]
+        sizes = [int(one[:_SIZE_BYTES].view(torch.int64)) for one in found]
+        found = [one[_SIZE_BYTES:] for one in found]
+        if (most := max(sizes)) > found[0].numel():
+            found = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in self.members]
+            group.allgather([found], [torch.nn.functional.pad(own, (0, most - own.numel()))]).wait()
+            found = [*map(let_go, found)]
+        return [_unpacked(one[:size]) for one, size in zip(found, sizes, strict=True)]
 
     def from_first(self, value: Any, kind: str) -> Any:
         """Return the first rank's value; arguments and errors as of `gathered`."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from memopt.torch_private.access import optional, patched, private
+from memopt.torch_private.access import optional, patched, private, replace
 
 _GROUP = "torch.distributed.ProcessGroup"
+_RUN = "torch.autograd._engine_run_backward"
 _TRIES_OUT = (
     "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 )
@@ -49,3 +51,31 @@ def nothing_tried_out() -> Iterator[None]:
 
     with patched(_TRIES_OUT, unseen):
         yield
+
+
+_FAILED: list[Callable[[Exception], BaseException]] = []
+"""What is called if this process's next backward fails."""
+
+
+def if_backward_fails(told: Callable[[Exception], BaseException]) -> None:
+    """Have the next backward of this process raise what `told` makes of an error in it."""
+    _tell_of_backwards()
+    _FAILED[:] = [told]
+
+
+@functools.cache
+def _tell_of_backwards() -> None:
+    run = private(_RUN)
+
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        told = [*_FAILED]
+        _FAILED.clear()
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            for tell in told:
+                if (instead := tell(error)) is not error:
+                    raise instead from error
+            raise
+
+    replace(_RUN, runs)

@@ -183,6 +183,7 @@ AUTOGRAD = (
         "_get_current_graph_task_keep_graph",
     ),
     *rows("be called when a backward is over", "torch.autograd.Variable", "_execution_engine"),
+    *rows("tell ranks of a backward that fails", "torch.autograd", "_engine_run_backward"),
     *rows(
         "know whose node of autograd's it is",
         "torch.autograd.function.BackwardCFunction",

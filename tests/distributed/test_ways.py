@@ -51,6 +51,9 @@ class Way:
 
     def begin(self, model: nn.Module) -> None: ...
 
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def input(self) -> Tensor:
         return torch.randn(64, 16)
 
@@ -80,6 +83,18 @@ class GradientsHookFails(Way):
     def begin(self, model: nn.Module) -> None:
         if self.own:
             next(model.parameters()).register_hook(_raising)
+
+
+class UnplannedBackwardFails(Way):
+    """Of a call inside hooks on saved tensors on all ranks, where no plan can serve it."""
+
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.own:
+            loss.register_hook(_raising)
+        loss.backward()
 
 
 class CheckFailsAndGoesOn(Way):
@@ -124,6 +139,15 @@ class Hooked(Way):
         next(model.parameters()).register_hook(lambda one: one * 1.0 if self.own else None)
 
 
+class OtherShapes(Way):
+    """Of a sharded model, whose ranks have data of their own."""
+
+    sharded = True
+
+    def input(self) -> Tensor:
+        return torch.randn(64 - 16 * self.own, 16)
+
+
 class Threads(Way):
     def begin(self, model: nn.Module) -> None:
         torch.set_num_threads(1 + self.own)
@@ -155,7 +179,8 @@ def trained(
                 else (contextlib.nullcontext())
             ):
                 one.begin(model)
-                loss = model(one.input()).square().mean()
+                with one.around():
+                    loss = model(one.input()).square().mean()
                 one.backward(loss)
                 losses.append(loss.item())
             optimizer.step()
@@ -175,6 +200,7 @@ ENDED: dict[type[Way], str] = {
     LossFailsAndGoesOn: "",
     NoBackward: "",
     GradientsHookFails: "KeyError",
+    UnplannedBackwardFails: "KeyError",
     CheckFailsAndGoesOn: "",
     Evaluates: "",
     EvaluatesShards: "",
@@ -196,6 +222,8 @@ def test_a_rank_does_something_else(way: type[Way], tmp_path: Path) -> None:
         assert own.startswith(("RankError: ", "ExecutionError: "))
     if way in (LossFailsAndGoesOn, NoBackward, Evaluates, EvaluatesShards):
         assert told == own
+    if way is UnplannedBackwardFails:
+        assert "rank 1 failed in the unplanned backward of a planned step: KeyError" in told
     if way is CheckFailsAndGoesOn:
         for text in (told, own):
             assert "rank 1 failed in the unplanned forward of a planned step: Assert" in text
@@ -222,10 +250,14 @@ def test_a_rank_that_leaves_is_named_with_its_own_error(tmp_path: Path) -> None:
     assert "Before that, rank 1 left with KeyError: 'here alone'" in done.stderr
 
 
+_ALIKE: tuple[tuple[type[Way], int], ...]
+_ALIKE = ((Retains, 0), (Hooked, 0), (Threads, 0), (AllChecksFail, AT), (OtherShapes, AT))
+
+
 def alike(rank: int, ranks: int) -> dict[str, bool]:
     """Whether planned steps are the unplanned ones, for each way that a model takes unplanned."""
     found = {}
-    for way, at in ((Retains, 0), (Hooked, 0), (Threads, 0), (AllChecksFail, AT)):
+    for way, at in _ALIKE:
         expected, own = (trained(way, rank, ranks, planned, at) for planned in (False, True))
         same = expected[:2] == own[:2] and cases.same(expected[2], own[2])
         found[way.__name__] = same and not own[0]
