@@ -17,6 +17,7 @@ from memopt.executor.runtime import Runtime
 from memopt.step.captured import Captured
 from memopt.step.inputs import Call
 from memopt.torch_private import pytree
+from memopt.torch_private.modules import parameters_in
 
 Instead: TypeAlias = Callable[[Mapping[int, torch.Tensor]], Sequence[Any]]
 """Returns gradients of a call's operands from those of the leaves of its output, by position."""
@@ -118,7 +119,7 @@ def handed_out(
 def trained(model: nn.Module, call: Call) -> list[torch.Tensor]:
     """Return the leaves of autograd that a call may have gradients of."""
     given = [one for one in call.tensors() if one.requires_grad]
-    return [*(one for one in model.parameters() if one.requires_grad), *given]
+    return [*(one for one in parameters_in(model) if one.requires_grad), *given]
 
 
 def gradients_of_other_loss(

@@ -48,11 +48,10 @@ from memopt.step.backend import autocast_state
 from memopt.step.described import described
 from memopt.step.inputs import Call, asks_for_gradients, device_of, in_order, to_call
 from memopt.step.ranks import check_untrained, ranks_of, telling_ranks
-from memopt.step.shards import held_gradients
 from memopt.torch_private import pytree
 from memopt.torch_private.dynamo import captured_around
 from memopt.torch_private.engine_hooks import engine_off, has_engine, with_engine_around
-from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, plain_call
+from memopt.torch_private.modules import COMPILED_CALL, FORWARD_PRE_HOOKS, parameters_in, plain_call
 
 _NO_PLAN = (
     "the wrapped model has no plan for this kind of call ({}; what differs from the last planned: "
@@ -290,8 +289,9 @@ class SelfPlanning:
         with naming_parts(self._to_part):
             check_leaves(call)
         # What accumulates has a plan with room for gradients from its first micro-batch on.
-        trained = [parameter.requires_grad for parameter in self.model.parameters()]
-        holding = accumulating() or next(held_gradients(self.model), None) is not None
+        parameters = parameters_in(self.model)
+        trained = [parameter.requires_grad for parameter in parameters]
+        holding = accumulating() or any(x.is_leaf and x.grad is not None for x in parameters)
         leaves = tuple(map(described, call.leaves))
         marks = (call.whole_masks, call.orders)
         return call.spec, leaves, autocast_state(), *marks, tuple(trained), holding

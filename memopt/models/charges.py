@@ -3,8 +3,8 @@ graph."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from operator import add
+from dataclasses import dataclass, fields
+from operator import add, attrgetter
 
 from memopt.models.budget import format_bytes
 
@@ -60,7 +60,7 @@ class Charges:
 
     def __bool__(self) -> bool:
         """Return whether there is anything to charge."""
-        return any(astuple(self))
+        return any(_values(self))
 
     @property
     def resident_bytes(self) -> int:
@@ -69,11 +69,15 @@ class Charges:
 
     def largest(self, other: Charges) -> Charges:
         """Return the larger of each charge."""
-        return Charges(*map(max, astuple(self), astuple(other)))
+        if other is NO_CHARGES:
+            return self
+        return other if self is NO_CHARGES else Charges(*map(max, _values(self), _values(other)))
 
     def plus(self, other: Charges) -> Charges:
         """Return the sum of each charge."""
-        return Charges(*map(add, astuple(self), astuple(other)))
+        if other is NO_CHARGES:
+            return self
+        return other if self is NO_CHARGES else Charges(*map(add, _values(self), _values(other)))
 
     def beyond(self, charged: Charges) -> Charges:
         """Return these charges without those that a graph already has. Charges that a graph cannot
@@ -139,3 +143,4 @@ class Charges:
 
 
 NO_CHARGES = Charges()
+_values = attrgetter(*(field.name for field in fields(Charges)))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memopt.step.ranks import alone, ranks_among
+from memopt.torch_private.modules import parameters_in
 from memopt.torch_private.tensors import SHARD, base_of, flat_shard_of, shard_of, spec_of
 
 
@@ -107,7 +108,7 @@ def meet_outside(model: nn.Module) -> None:
 def held_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the gradients that a model's parameters hold. (Computed tensors hold none, which
     `torch.func.functional_call` puts in the parameters' places; torch warns of asking them.)"""
-    leaves = (one for one in model.parameters() if one.is_leaf)
+    leaves = (one for one in parameters_in(model) if one.is_leaf)
     return (one.grad for one in leaves if one.grad is not None)
 
 

@@ -171,6 +171,22 @@ def reducing_later() -> bool:
     return around is not None and not around.require_backward_grad_sync
 
 
+def parameters_in(model: nn.Module) -> list[torch.Tensor]:
+    """Return what `parameters()` does, several times faster."""
+    found: dict[int, torch.Tensor] = {}
+    seen, waiting = {id(model)}, [model]
+    while waiting:
+        module = waiting.pop()
+        for parameter in parameters_of(module).values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+        for child in modules_of(module).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return list(found.values())
+
+
 @contextlib.contextmanager
 def quantizers_traced() -> Iterator[None]:
     """Let Dynamo trace torch.ao's observers and fake quantizers, which it leaves out of graphs."""
