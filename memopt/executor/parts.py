@@ -304,7 +304,7 @@ class Parts:
             if not self.named and planning_of(module) not in self._found.values():
                 self._left[name] = "its calls are taken already (wrapped or compiled by itself)"
             elif self.named:
-                raise ValueError(f"the calls of {name!r} are taken already: name it once")
+                raise ValueError(f"{name!r}: leave out its compile(), and wrap or name it once")
         elif self.named or is_worthwhile(module):
             self._found[name] = PartPlanning(name, module, self, self._most, self._on_mismatch)
 

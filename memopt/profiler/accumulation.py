@@ -35,7 +35,8 @@ def accumulating(profiled: Profiled | None, *, whole_step: bool) -> Profiled:
         primal.name: value
         for primal, gradient in zip(captured.primals, captured.gradients, strict=True)
         if primal.kind == "parameter" and gradient is not None
-        if isinstance(value := primal.node.meta["val"], torch.Tensor)
+        # A DTensor's gradient may be whole on each rank where it is cut.
+        if isinstance(value := (gradient if primal.part else primal.node).meta["val"], torch.Tensor)
     }
     model = captured.model()
     others = dict(nn.Module.named_parameters(model)) if model is not None else {}

@@ -183,6 +183,37 @@ class _WithoutHistory(torch.autograd.Function):
         return None, None
 
 
+class _Waited(torch.autograd.Function):
+    """Returns the result of a collective once it is there, in its own memory."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Any) -> Tensor:
+        there: Tensor = result.trigger_wait().data
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients
+
+
+def _waited(call: Call) -> Call:
+    """Return the call with plain tensors for results of collectives (AsyncCollectiveTensor)."""
+    if all(type(one) is Tensor or not hasattr(one, _WAIT) for one in call.leaves):
+        return call
+    made: dict[int, Any] = {}
+
+    def one(leaf: Tensor) -> Tensor:
+        if id(leaf) not in made:
+            made[id(leaf)] = _Waited.apply(leaf) if hasattr(leaf, _WAIT) else leaf  # type: ignore[no-untyped-call]
+        plain: Tensor = made[id(leaf)]
+        return plain
+
+    return call.with_tensors(one)
+
+
+_WAIT = "trigger_wait"
+
+
 def asks_for_gradients(model: nn.Module, call: Call) -> bool:
     """Return whether a parameter of the model, or a tensor of the call, requires a gradient."""
     return any(p.requires_grad for p in model.parameters()) or any(
@@ -219,7 +250,7 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
 
 def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Make a call with its keywords sorted: one plan serves it in whatever order they are given."""
-    return Call(args, dict(sorted(kwargs.items())))
+    return _waited(Call(args, dict(sorted(kwargs.items()))))
 
 
 def to_call(inputs: Any) -> Call:
@@ -251,7 +282,8 @@ def align(model: nn.Module, planned: Call, args: tuple[Any, ...], kwargs: dict[s
     """Return the call `model(*args, **kwargs)` in the planned call's form, if the two differ only
     in passing an argument by position or by name, or in spelling out a default; else the call as it
     is."""
-    call = Call(args, kwargs)
+    call = _waited(Call(args, kwargs))
+    args, kwargs = call.args, call.kwargs
     if len(args) == len(planned.args) and kwargs.keys() == planned.kwargs.keys():
         return Call(args, {name: kwargs[name] for name in planned.kwargs})
     signature = inspect.signature(model.forward)

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memopt
@@ -371,3 +372,21 @@ def test_who_holds_parts_of_a_model(eight_fake_ranks: Any) -> None:
     assert holders_of(memopt.shard(nn.Linear(8, 8), eight_fake_ranks)) == tuple(range(8))
     assert holders_of(memopt.shard(nn.Linear(8, 8), mesh)) == (0, 1, 2, 3)
     assert holders_of(nn.Linear(8, 8)) == ()
+
+
+def test_gradients_that_are_whole_where_their_parameters_are_cut_are_charged(
+    eight_fake_ranks: Any,
+) -> None:
+    """The eight parts of a table of words have whole gradients each."""
+    words = RowwiseParallel(input_layouts=Replicate())
+    model = parallelize_module(
+        nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 4)), eight_fake_ranks, {"0": words}
+    )
+    ids, record = torch.randint(0, 64, (2, 8)), []
+    for accumulate in (False, True):
+        plan = memopt.plan(model, ids, accumulate=accumulate, progress=False)
+        record.append(plan.record.accumulated_bytes)
+    model(ids).sum().backward()
+    grads = [cases.local(one.grad) for one in model.parameters() if one.grad is not None]
+    assert record == [0, sum(one.nbytes for one in grads)]
+    assert record[1] == 4 * (64 * 16 + 16 * 4 + 4)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import memopt
 from memopt.step.described import described
 from memopt.step.inputs import Call, align, to_call
 
@@ -116,3 +118,32 @@ def test_tensors_on_meta_are_filled_on_the_cpu() -> None:
     assert found.equal(torch.zeros(3, 4, dtype=torch.int64))
     assert found.stride() == (1, 3)
     assert same is X
+
+
+class _Asynchronous(torch.autograd.Function):
+    """Hands out a value as DTensor's `to_local` does the result of a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = AsyncCollectiveTensor(x.detach() * 2)
+        result.completed = True
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return 2 * gradients[0]
+
+
+def test_the_result_of_a_collective_gets_its_gradient() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
+    found = []
+    for _ in range(2):
+        x.grad = None
+        model(_Asynchronous.apply(x)).square().sum().backward()  # type: ignore[no-untyped-call]
+        found.append(x.grad)
+        memopt.wrap(model, "min", "store-all", progress=False) if len(found) == 1 else None
+    assert found[0] is not None
+    assert found[1] is not None
+    assert torch.equal(found[0], found[1])
+    assert memopt.running(model).calls.planned == 1
