@@ -32,7 +32,6 @@ from memopt.models.options import (
 )
 from memopt.models.progress import Progress
 from memopt.plan_record import PlanRecord
-from memopt.programs.placed import arena_use
 from memopt.strategies import Strategy, resolve
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def wrap(
         returns: "loss" leaves out, in planned calls, the outputs that the loss does not read, as
             for `memopt.plan`.
         shapes: example inputs to plan for now, each as `inputs` of `memopt.plan`. With
-            `place=True` their plans share one arena, as large as the largest needs.
+            `place=True` their plans use one arena in turn, where budgets leave it room.
         most_plans: how many kinds of calls stay ready to run.
         improve: train with a plan that is made at once, look for a better one in a process of its
             own, and take it over between two steps, which changes no bit; for "auto" without
@@ -277,16 +276,6 @@ class OwnCallsPlanner:
             self.labelled = False
             request = replace(request, step=replace(request.step, loss_fn=None, targets=()))
             plan, again = self._plan(model, call, request)
-        use = arena_use(plan.graph, plan.program) if request.passes.place else None
-        if use is not None:
-            # Other shapes may have made the shared arena too large for this plan's budget.
-            budget = family.narrower(use.arena_bytes, use.extra_bytes, plan.budget)
-            with contextlib.suppress(InfeasibleBudgetError):
-                if budget is not None:
-                    narrower = replace(request.limits, budget=budget)
-                    other = self._plan(model, call, replace(request, limits=narrower))
-                    if other[0].program.offsets is not None:
-                        plan, again = other
         try:
             return self.apply(plan, model, call, instead, family), plan
         except PlanFileError:

@@ -31,9 +31,7 @@ from memopt.executor.module import (
 from memopt.executor.recaptured import with_module
 from memopt.executor.recorder import Recorder
 from memopt.executor.runtime import Runtime
-from memopt.models.budget import format_bytes
 from memopt.models.options import parse_mismatch
-from memopt.programs.placed import arena_use
 from memopt.reductions.stage_map import has_updates
 from memopt.stages import LastCapture
 from memopt.step.backend import autocast_as, autocast_state
@@ -116,7 +114,7 @@ def apply_plan(
         plan, model, inputs, interpreted, checked: as in `Plan.apply`.
         on_mismatch: handles calls that were not planned; None: they raise.
         recorder: is told when each instruction runs.
-        family: programs whose arena the module shares, if that keeps the budget.
+        family: programs whose idle arena the module may use, where that keeps the budget.
         cuda_graph: as in `Plan.apply`; or a capturer, for tests.
         last: keeps the capture of a model that had to be captured anew, for the next time.
     """
@@ -147,7 +145,7 @@ def apply_plan(
                 interpreted=interpreted,
                 checked=checked,
                 recorder=recorder,
-                family=_sharing(plan, family),
+                family=family,
                 between=_between(plan, captured, lowering, cuda_graph) if cuda_graph else None,
             )
         if ranks is not None:
@@ -188,22 +186,6 @@ def _between(
         name = lowering.graph.operators[runs[position].op].name
         _LOG.info("instruction %d, %r, runs between two CUDA graphs: %s", position, name, why)
     return found
-
-
-def _sharing(plan: PlanRecord, family: ArenaFamily | None) -> ArenaFamily | None:
-    """Return the family if the plan has addresses and may share its arena, else None."""
-    use = None if family is None else arena_use(plan.graph, plan.program)
-    if family is None or use is None:
-        return None
-    if family.admit(use.arena_bytes, use.extra_bytes, plan.budget):
-        return family
-    _LOG.warning(
-        "a plan with an arena of %s keeps one of its own: in one of %s, which other shapes need, "
-        "its step would exceed the budget; raise the budget to have them share it",
-        format_bytes(use.arena_bytes),
-        format_bytes(max(family.extent_bytes, use.arena_bytes)),
-    )
-    return None
 
 
 def _spare_bytes(plan: PlanRecord) -> int | None:

@@ -10,7 +10,7 @@ have arenas of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -147,57 +147,34 @@ class ArenaLease:
 
 
 class ArenaFamily:
-    """Programs of which at most one runs at a time, such as those of one model for several shapes.
-    They share one arena, as large as the largest needs.
+    """Programs such as those of one model for several shapes, of which the next one can use the
+    last step's arena.
 
     Attributes:
-        extent_bytes: size of that arena.
-        limit_bytes: the largest budget of its programs; None: one of them has no limit.
         idle: the last step's arena, kept for the next one.
+        spare_bytes: by how much it may be larger than the present step's own; None: no limit.
     """
 
     def __init__(self) -> None:
-        self.extent_bytes = 0
-        self.limit_bytes: int | None = 0
         self.idle: list[Tensor] = []
-        self._outside_bytes = 0
+        self.spare_bytes: int | None = 0
 
-    def admit(self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None) -> bool:
-        """Let a program share the arena, which grows if it must; return False if that would make
-        one of the programs exceed its budget.
-
-        Args:
-            extent_bytes: size of the program's own arena.
-            outside_bytes: the most that it needs outside of its arena, resident included.
-            budget_bytes: its budget; None: no limit.
-        """
-        extent_bytes = max(extent_bytes, self.extent_bytes)
-        limit_bytes, most_bytes = self._room(outside_bytes, budget_bytes)
-        if most_bytes is not None and extent_bytes > most_bytes:
-            return False
-        self.limit_bytes = limit_bytes
-        self._outside_bytes = max(self._outside_bytes, outside_bytes)
-        if extent_bytes > self.extent_bytes:
-            self.extent_bytes = extent_bytes
+    def serves(self, program: Program, spare_bytes: Callable[[], int | None]) -> None:
+        """Prepare for a step of a program."""
+        if program.offsets is None:
             self.idle.clear()
-        return True
+        else:
+            self.spare_bytes = spare_bytes()
 
-    def narrower(
-        self, extent_bytes: int, outside_bytes: int, budget_bytes: int | None
-    ) -> int | None:
-        """Return the budget for planning a program again so that it is admitted; None if it is
-        admitted as it is or no budget helps. Takes the arguments of `admit`."""
-        _, most_bytes = self._room(outside_bytes, budget_bytes)
-        if most_bytes is None or max(extent_bytes, self.extent_bytes) <= most_bytes:
+    def taken(self, extent_bytes: int) -> Tensor | None:
+        """Take the idle arena, if there is one; return it if it can serve as one of this size."""
+        try:
+            found = self.idle.pop()  # of two steps at once only one gets it: pop is atomic
+        except IndexError:
             return None
-        return None if self.extent_bytes > most_bytes else most_bytes + outside_bytes
-
-    def _room(self, outside_bytes: int, budget_bytes: int | None) -> tuple[int | None, int | None]:
-        """Return the limit with one more program, and the arena's largest size; None: no limit."""
-        if self.limit_bytes is None or budget_bytes is None:
-            return None, None
-        limit_bytes = max(self.limit_bytes, budget_bytes)
-        return limit_bytes, limit_bytes - max(self._outside_bytes, outside_bytes)
+        more_bytes, spare_bytes = found.numel() - extent_bytes, self.spare_bytes
+        fits = more_bytes == 0 or spare_bytes is None or more_bytes <= spare_bytes
+        return found if more_bytes >= 0 and fits else None
 
 
 class Arenas:
@@ -214,8 +191,6 @@ class Arenas:
     def __init__(self, layout: ArenaLayout, family: ArenaFamily | None = None) -> None:
         self.layout = layout
         self.family = ArenaFamily() if family is None else family
-        if family is None:
-            self.family.admit(layout.extent_bytes, 0, None)
         self._known: dict[int, list[Tensor]] = {}
         """Address of an arena → its slots; the allocator often returns the same address again."""
         self._views: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
@@ -241,26 +216,21 @@ class Arenas:
 
     def memory(self) -> Tensor:
         """Return the bytes of an arena: those of the last step, or new ones."""
-        family = self.family
         if profiler_looks_on():
-            family.idle.clear()
+            self.family.idle.clear()
         self._drop_others()
-        try:
-            # Of two steps at once only one gets the idle arena: pop is atomic.
-            return family.idle.pop()
-        except IndexError:
-            return torch.empty(family.extent_bytes, dtype=torch.uint8, device=self.layout.device)
+        extent_bytes = self.layout.extent_bytes
+        if (memory := self.family.taken(extent_bytes)) is not None:
+            return memory
+        return torch.empty(extent_bytes, dtype=torch.uint8, device=self.layout.device)
 
     def keep(self, memory: Tensor) -> None:
-        """Keep the arena of a step that is over, if the next one can use it."""
-        family = self.family
+        """Keep the arena of a step that is over for the next one."""
         if self.layout.device.type != "cpu" or profiler_looks_on():
             return
-        if memory.numel() < family.extent_bytes:
-            return  # The family has grown since.
         self._drop_others()
-        Arenas._keeper = weakref.ref(family)
-        family.idle[:] = [memory]
+        Arenas._keeper = weakref.ref(self.family)
+        self.family.idle[:] = [memory]
 
     def _drop_others(self) -> None:
         before = Arenas._keeper() if Arenas._keeper is not None else None
@@ -291,7 +261,7 @@ class Arenas:
         overwrites saved tensors."""
         lease = next(value for value in saved if isinstance(value, ArenaLease))
         fork = self.lease()
-        # The family may have grown between the two.
+        # Either may be larger.
         used = slice(self.layout.extent_bytes)
         fork.memory[used].copy_(lease.memory[used])
         slots = {id(a): b for a, b in zip(lease.slots, fork.slots, strict=False)}

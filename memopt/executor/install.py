@@ -58,7 +58,7 @@ def install(
         checked: the arena's debug mode (`memopt.executor.arena_check`). Interpreted steps have no
             arena: torch's allocator places their tensors.
         homes: the host copies of moved parameters and state (train steps).
-        family: programs whose arena it shares; None: it has its own.
+        family: programs whose idle arena it may use; None: its own.
         together: position of an update → the positions of those that run with it (train steps).
         between: positions of the instructions that run between CUDA graphs; None: nothing is to be
             captured.

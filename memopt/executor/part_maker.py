@@ -39,6 +39,10 @@ class MadePart(Made):
     part: PlannedPart | None = None
     used: frozenset[int] = frozenset()
 
+    def spare_bytes(self) -> int:
+        """Return 0: the parts share a budget."""
+        return 0
+
 
 class PlannedCalls(Protocol):
     """A sub-module that plans its own calls."""

@@ -71,19 +71,14 @@ class Planner(Protocol):
     outputs: frozenset[int]
 
     def __call__(
-        self,
-        model: nn.Module,
-        call: Call,
-        asked: Asked,
-        instead: OnMismatch,
-        family: ArenaFamily,
+        self, model: nn.Module, call: Call, asked: Asked, instead: OnMismatch, family: ArenaFamily
     ) -> tuple[PlannedModule, PlanRecord]:
         """Return the model under a plan for such calls, and that plan.
 
         Args:
             model, call, asked: the plan's model, kind of call and conditions.
             instead: handles other calls.
-            family: programs whose arena it shares, if it has addresses.
+            family: programs whose idle arena it may use, if it has addresses.
 
         Raises:
             InfeasibleBudgetError: no plan fits the budget.
@@ -146,6 +141,21 @@ class Made:
     once: bool = False
     again: int = 0
     search: BetterPlan | None = None
+    _spare: tuple[Charges, int] | None = None
+
+    def over_bytes(self, charges: Charges) -> int:
+        """Return by how much its steps and the memory around them exceed its budget."""
+        plan = self.plan
+        if plan.budget is None:
+            return 0
+        more = replace(charges.beyond(self.charges), held_bytes=self.charges.held_bytes)
+        return needed_bytes(plan.graph, plan.program, more) - plan.budget
+
+    def spare_bytes(self) -> int | None:
+        """Return what its steps and the memory around them leave of its budget; None: no limit."""
+        if self._spare is None or self._spare[0] != self.enough:
+            self._spare = self.enough, max(0, -self.over_bytes(self.enough))
+        return None if self.plan.budget is None else self._spare[1]
 
     def stop(self) -> None:
         """Look for no better plan."""
@@ -215,7 +225,7 @@ class PlanMaker:
         try:
             plan = made.search.better()
             found = None if plan is None else replace(made, plan=plan, search=None)
-            if found is None or self._over_bytes(found, self._around.charges(kind)) > 0:
+            if found is None or found.over_bytes(self._around.charges(kind)) > 0:
                 made.stop()
                 return None
             apply = partial(self._planner.apply, found.plan, self._model, call)
@@ -237,10 +247,9 @@ class PlanMaker:
             if not is_metered(self._calls):
                 return True
             charges = self._largest(charges, self._kinds[kind])
-        if charges.largest(made.enough) == made.enough:
-            return True
-        if self._over_bytes(made, charges) <= 0:
-            made.enough = charges.largest(made.enough)
+        enough = charges.largest(made.enough)
+        if enough == made.enough or made.over_bytes(charges) <= 0:
+            made.enough = enough
             return True
         can_plan = self._around.can_measure(call)  # only now: it ends what is being metered
         if self.alone and not can_plan:
@@ -266,32 +275,23 @@ class PlanMaker:
     def met(self, kind: Any, made: Made) -> None:
         """Warn, once, if a plan's step and the memory around it have exceeded the budget."""
         charges = self._around.charges(kind)
-        over_bytes = self._over_bytes(made, charges)
+        over_bytes = made.over_bytes(charges)
         if over_bytes <= 0 or not self._planner.promises():
             return
         last = made.again == AGAIN
-        around = ", ".join(charges.listed())
         then = "It was planned again often enough and stays" if last else "The next one charges it"
         self._tell(
             f"met, {then}",
             f"a step needed up to {format_bytes(over_bytes)} more than its budget of "
-            f"{made.plan.budget} bytes, for memory that its plan did not know of ({around}). "
-            f"{then}; with loss_fn= memopt knows your loss before the first step",
+            f"{made.plan.budget} bytes, for memory that its plan did not know of "
+            f"({', '.join(charges.listed())}). {then}; with loss_fn= memopt knows your loss before "
+            "the first step",
         )
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:
             self._told.add(what)
             warn(text)
-
-    @staticmethod
-    def _over_bytes(made: Made, charges: Charges) -> int:
-        """Return by how much a plan's steps and the memory around them exceed its budget."""
-        plan = made.plan
-        if plan.budget is None:
-            return 0
-        more = replace(charges.beyond(made.charges), held_bytes=made.charges.held_bytes)
-        return needed_bytes(plan.graph, plan.program, more) - plan.budget
 
     def _asked(
         self,

@@ -100,7 +100,7 @@ class SelfPlanning:
         calls: how many calls ran in which way.
         plans: the plans that are ready to run.
         around: measures the memory around its steps.
-        family: the arena that the plans with addresses share.
+        family: the idle arena of the plans with addresses.
 
     Raises:
         ValueError: the model's calls are intercepted already (`model.compile()`, another wrap), or
@@ -249,6 +249,7 @@ class SelfPlanning:
             if not isinstance(made, Made):
                 output = plain(*args, **kwargs)  # it may fail as it does without memopt
                 return output if made is None else self.calls.fall_back(model, made, output)
+            self.family.serves(made.plan.program, made.spare_bytes)
             output = self._ran(made, args, kwargs)
             met_as, times = self._lengths.met_as(kind)
             met = partial(self._maker.met, met_as, made)
@@ -333,8 +334,6 @@ class SelfPlanning:
         made = self._improved(kind, call, ready)
         if not (self._maker.keeps(made, kind, call) or cumulative_average(self.model)):
             made = self._made(kind, call, made)
-        if made.plan.program.offsets is None:
-            self.family.idle.clear()
         return made
 
     def _improved(self, kind: Any, call: Call, made: Made) -> Made:

@@ -10,7 +10,7 @@ from memopt.models.graph import Graph, TensorKind
 from memopt.programs.first_half import halved_bytes
 from memopt.programs.instructions import Program
 from memopt.programs.lifetimes import bytes_during, lifetimes
-from memopt.programs.replay import Timeline, replay
+from memopt.programs.replay import Timeline, outside_bytes, replay
 
 
 def with_charges(graph: Graph, charges: Charges) -> Graph:
@@ -54,25 +54,30 @@ def needed_bytes(graph: Graph, program: Program, charges: Charges) -> int:
 def _timeline(graph: Graph, program: Program, charges: Charges) -> Timeline:
     """Return the timeline of a program. If its graph is kept, the backward frees no saved tensor,
     and copies those that it would overwrite, or the whole arena. Gradients of outputs that the loop
-    holds are not freed either."""
+    holds are not freed either. Of the live bytes only the last are looked at."""
     timeline = replay(graph, program)
     boundary, steps = program.boundary, timeline.step_bytes
     if boundary is None or not (charges.kept_graphs or charges.given_gradients):
         return timeline
+    keeps, arena_bytes = bool(charges.kept_graphs), timeline.arena_bytes
     given = frozenset(graph.tangents) if charges.given_gradients else frozenset()
-    given_bytes = sum(graph.tensors[one].size_bytes for one in given)
-    if timeline.placed_peak_bytes is not None:
-        more_bytes = charges.kept_graphs * (timeline.arena_bytes or 0) + given_bytes
-        return replace(timeline, placed_peak_bytes=timeline.placed_peak_bytes + more_bytes)
+    placed = _placed(program)
+    if arena_bytes is not None:
+        steps = outside_bytes(graph, program, steps)
     live = [x for x in lifetimes(graph, program).device if x.tensor not in graph.resident]
-    saved = [x for x in live if charges.kept_graphs and x.is_live_at(boundary)]
+    saved = [x for x in live if keeps and x.is_live_at(boundary) and x.key not in placed]
     held = [*saved, *(x for x in live if x.tensor in given)]
     held_bytes = sum(graph.tensors[x.tensor].size_bytes for x in held)
     freed = [x for x in held if not x.overwritten]
     there_bytes = bytes_during(graph, freed, len(program))
     later = [a + held_bytes - b for a, b in zip(steps, there_bytes, strict=True)][boundary + 1 :]
     found = (*steps[: boundary + 1], *later)
-    return replace(timeline, step_bytes=found, peak_bytes=max(found))
+    if arena_bytes is not None:
+        most_bytes = max(found) + (2 if keeps else 1) * arena_bytes
+        return replace(timeline, placed_peak_bytes=most_bytes)
+    gone_bytes = sum(graph.tensors[x.tensor].size_bytes for x in held if not x.stays)
+    after = (*timeline.live_bytes[:-1], timeline.live_bytes[-1] + gone_bytes)
+    return replace(timeline, step_bytes=found, live_bytes=after, peak_bytes=max(found))
 
 
 def backward_bytes(graph: Graph, program: Program, charges: Charges = NO_CHARGES) -> int:
@@ -105,20 +110,27 @@ def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
 
 
 def held_bytes(graph: Graph, program: Program, outputs: bool = False) -> int:
-    """Return the bytes that a step keeps from its forward for its backward. An output counts if the
-    backward reads it; others only with `outputs`, which assumes that the caller keeps them."""
+    """Return the bytes that a step keeps from its forward for its backward: its arena, and what is
+    saved outside of it. An output counts if the backward reads it; others only with `outputs`,
+    which assumes that the caller keeps them."""
     boundary = program.boundary
     if boundary is None:
         return 0
-    dropped = () if outputs else graph.outputs
+    dropped, placed = () if outputs else graph.outputs, _placed(program)
     found = {
         one.tensor
         for one in lifetimes(graph, program).device
         if one.is_live_at(boundary)
+        and one.key not in placed
         and (one.tensor not in dropped or any(at > boundary for at in one.readers))
     }
     kept = found - graph.resident - set(graph.tangents)
-    return sum(graph.tensors[tensor].size_bytes for tensor in kept)
+    kept_bytes = sum(graph.tensors[tensor].size_bytes for tensor in kept)
+    return kept_bytes + (replay(graph, program).arena_bytes or 0)
+
+
+def _placed(program: Program) -> set[tuple[int, int]]:
+    return {(at, tensor) for at, tensor, _ in program.offsets or ()}
 
 
 def inputs_let_go(graph: Graph, program: Program) -> int:
@@ -131,5 +143,8 @@ def inputs_let_go(graph: Graph, program: Program) -> int:
 
 def forward_bytes(graph: Graph, program: Program) -> int:
     """Return the peak of a step's forward, total bytes."""
-    steps = replay(graph, program).step_bytes
-    return max(steps[: program.boundary], default=graph.resident_bytes)
+    timeline = replay(graph, program)
+    steps, arena_bytes = timeline.step_bytes, timeline.arena_bytes or 0
+    if program.offsets is not None:
+        steps = outside_bytes(graph, program, steps)
+    return arena_bytes + max(steps[: program.boundary], default=graph.resident_bytes)

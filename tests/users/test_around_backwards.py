@@ -64,6 +64,10 @@ class Loop:
         with torch.autograd.detect_anomaly():
             self.model(batch()[:2]).sum().backward()
 
+    def looked_for_anomalies_in_a_kept_graph(self) -> None:
+        with torch.autograd.detect_anomaly():
+            self.model(batch()[:2]).sum().backward(retain_graph=True)
+
     def calls_in_turn(self) -> None:
         first, second = self.model(batch()), self.model(batch())
         first.sum().backward()
@@ -96,6 +100,7 @@ LOOPS = (
     "asked_gradients",
     "dropped_calls",
     "looked_for_anomalies",
+    "looked_for_anomalies_in_a_kept_graph",
     "calls_in_turn",
     "calls_in_one_backward",
     "held_output",
@@ -113,8 +118,8 @@ def peak_bytes(loop: Loop, name: str) -> int:
     return there + used.peak_bytes
 
 
-def wrapped(budget: Any) -> Loop:
-    return Loop(memopt.wrap(network(), budget, "rotor", progress=False))
+def wrapped(budget: Any, place: bool = False) -> Loop:
+    return Loop(memopt.wrap(network(), budget, "rotor", place=place, progress=False))
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -129,6 +134,19 @@ def test_from_the_third_step_on_the_budget_holds(name: str) -> None:
     assert peak_bytes(loop, name) <= budget
     assert calls.planned > before
     assert not calls.original
+
+
+@pytest.mark.parametrize("name", ["calls_in_one_backward", "kept_graph"])
+def test_each_call_under_way_has_an_arena_of_its_own_within_the_budget(name: str) -> None:
+    """No larger one than its plan's, such as the first plan has, which knew of none beside it."""
+    loop = wrapped("min", place=True)
+    for _ in range(5):
+        loop.step(name)
+    budget = max(one.budget for one in loop.model.plans) + 30_000
+    loop, texts = trained(budget, name, place=True)
+    assert loop.model.plans[-1].arena is not None
+    assert not any("exceed their budget of" in text for text in texts)
+    assert peak_bytes(loop, name) <= budget
 
 
 def test_the_state_of_an_optimizer_that_has_stepped_before_is_charged() -> None:
@@ -179,9 +197,9 @@ def least_bytes() -> int:
     return plan.budget
 
 
-def trained(budget: int, name: str) -> tuple[Loop, list[str]]:
+def trained(budget: int, name: str, place: bool = False) -> tuple[Loop, list[str]]:
     """A loop after five steps, and what memopt warned of."""
-    loop = wrapped(budget)
+    loop = wrapped(budget, place)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(5):
