@@ -184,7 +184,9 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
             else 0
         )
     if len(weight.shape) == 5 and padding[0] > 0 and _multiplied(given, weight, padding):
-        return _products(given, weight, result)
+        # By matrix products: copies of w and dw, and the columns of one plane of the result.
+        columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
+        return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
     if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
         return _bytes(given)
     if plain and not transposed and not call.args[10][0]:
@@ -203,13 +205,6 @@ def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence
     if wide or math.prod(weight.shape[3:]) == 1:
         return bool(given.shape[2] <= weight.shape[2] - padding[0])
     return True
-
-
-def _products(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
-    """Return the workspace of a 3-d convolution's backward by matrix products: copies of w and dw,
-    and the columns of one plane of the result."""
-    columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
-    return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
 
 
 def _forward(
