@@ -175,9 +175,7 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     weight_bytes = _blocked_weight(weight)
     padding_bytes = weight_bytes - _bytes(weight)
     if name == "convolution":
-        return _forward(
-            given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
-        ) + (
+        return _forward(result, image_bytes, other_bytes, weight_bytes, transposed, plain) + (
             # The strided pointwise kernel gathers the points of one image.
             _bytes(given) // given.shape[0] // math.prod(stride)
             if pointwise and len(given.shape) == 4
@@ -208,7 +206,6 @@ def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence
 
 
 def _forward(
-    given: TensorArgument,
     result: TensorArgument,
     image_bytes: int,
     other_bytes: int,

@@ -98,7 +98,6 @@ class _StepWriter:
     """Writes steps in one pass over the operations; tracks memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
-        self.problem = problem
         self.clock = LinkClock(problem.device)
         self.transfers = transfers
         self.patience = patience
