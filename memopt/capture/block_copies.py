@@ -325,7 +325,9 @@ class _WholeJoint:
                 own[name] = torch.UntypedStorage(size_bytes, device="meta")  # type: ignore[no-untyped-call]
             storage = own[name]
         else:
-            storage = self._storage(home, name, shift)
+            there = self._corresponding(home, shift)
+            values = zip(tensors_of(home), tensors_of(there), strict=True)
+            storage = next(b.untyped_storage() for a, b in values if storage_of(a) == name)
         place = value.storage_offset(), value.shape, value.stride()
         bare = torch.empty(0, dtype=value.dtype, device="meta").set_(storage, *place)
         return FakeTensor(value.fake_mode, bare, value.device)
@@ -334,11 +336,6 @@ class _WholeJoint:
         """Whether a kept operator's result is a view of a value that the deeper model replaces."""
         home = self._homes[storage_of(value)]
         return home is not node and self._corresponding(home, shift) is not self._new[home]
-
-    def _storage(self, home: Node, name: int, shift: int) -> Any:
-        there = self._corresponding(home, shift)
-        values = zip(tensors_of(home), tensors_of(there), strict=True)
-        return next(b.untyped_storage() for a, b in values if storage_of(a) == name)
 
 
 def _of_stack(stack: Any) -> Any:

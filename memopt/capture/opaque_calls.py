@@ -72,18 +72,13 @@ def opaque_calls() -> Iterator[Callable[[GraphModule], bool]]:
 
         def finished(module: GraphModule) -> bool:
             _keep_calls(module, functions)
-            return _in_numpy(traced)
+            # Those that compute in numpy: Dynamo's operators of torch for it round otherwise.
+            found = [one for one in traced if one not in _opaque and _names_numpy(one)]
+            for one in found:
+                declare_opaque(one)
+            return bool(found)
 
         yield finished
-
-
-def _in_numpy(functions: Iterable[Function]) -> bool:
-    """Declare those custom functions opaque that compute in numpy, for which Dynamo has operators
-    of torch that round otherwise; return whether there are any."""
-    found = [one for one in functions if one not in _opaque and _names_numpy(one)]
-    for one in found:
-        declare_opaque(one)
-    return bool(found)
 
 
 def _names_numpy(function: Function) -> bool:

@@ -8,7 +8,6 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -82,9 +81,12 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     for name in _PACKAGES:
         yield name, _version(name)
-    yield "processors", _processors()
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "processors", f"{here} of {os.cpu_count()}, {platform.machine()}"
     yield from _devices()
-    yield "caches", _caches(default_directory())
+    folder = default_directory()
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    yield "caches", f"{folder}: {len(sizes)} files, {format_bytes(sum(sizes))}"
     for name in _SETTINGS:
         if name in os.environ:
             yield name, os.environ[name]
@@ -95,11 +97,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _processors() -> str:
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{here} of {os.cpu_count()}, {platform.machine()}"
 
 
 def _devices() -> Iterator[tuple[str, str]]:
@@ -120,8 +117,3 @@ def _devices() -> Iterator[tuple[str, str]]:
         place = torch.device(kind, number)
         _, total_bytes = runtime.mem_get_info(place)
         yield str(place), f"{runtime.get_device_name(place)}, {format_bytes(total_bytes)}"
-
-
-def _caches(folder: Path) -> str:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return f"{folder}: {len(sizes)} files, {format_bytes(sum(sizes))}"

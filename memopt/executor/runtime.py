@@ -169,25 +169,16 @@ class Runtime:
             output = as_users_see(output, self._captured.outputs)
             return output[0] if self._captured.assumed else output
         except BaseException:
-            self._settle(made.moves, drawn)
+            # Once all of the forward has run its updates are completed, else all is restored.
+            if made.moves is not None:
+                with torch.no_grad():
+                    for target, value in made.moves:
+                        target.detach().copy_(value)
+            elif drawn is not None and self.random is not None:
+                self.random.restore(drawn)
             raise
         finally:
             self._local.call = before
-
-    def _settle(self, moves: list[tuple[Any, Any]] | None, drawn: bytearray | None) -> None:
-        """Restore buffers and random numbers after a call that failed; if all of the forward had
-        run, complete its updates instead.
-
-        Args:
-            moves: (updated tensor, new value) pairs; None: the forward has not come to its end.
-            drawn: the random state before the call; None: it draws nothing.
-        """
-        if moves is not None:
-            with torch.no_grad():
-                for target, value in moves:
-                    target.detach().copy_(value)
-        elif drawn is not None and self.random is not None:
-            self.random.restore(drawn)
 
     def _forward(self, args: list[Any]) -> list[Any]:
         call = self._local.call and self._local.call()

@@ -107,7 +107,12 @@ class SizedCode:
         if len(made) <= self._degree:
             raise ValueError("the code differs in more than numbers")
         scopes = [scope for _, scope in made.values()]
-        _check_scopes(scopes)
+        for other in scopes[1:]:
+            if scopes[0].keys() != other.keys():
+                raise ValueError("the code calls other kernels")
+            for name, value in scopes[0].items():
+                if not _same(value, other[name]):
+                    raise ValueError(f"{name} is another value")
         names: dict[Polynomial, str] = {}
         lines = [texts[0]]
         numbers = zip(*(found for found, _ in made.values()), strict=True)
@@ -259,21 +264,6 @@ def _why_fixed(captured: Captured) -> str | None:
     if not all(one.is_contiguous() for one in tangents):
         return "the gradient of an output is not row-major"
     return None
-
-
-def _check_scopes(scopes: Sequence[Mapping[str, Any]]) -> None:
-    """Check that what codes read by name is the same.
-
-    Raises:
-        ValueError: it is not; the message names it.
-    """
-    first = scopes[0]
-    for other in scopes[1:]:
-        if first.keys() != other.keys():
-            raise ValueError("the code calls other kernels")
-        for name, value in first.items():
-            if not _same(value, other[name]):
-                raise ValueError(f"{name} is another value")
 
 
 def _same(one: Any, other: Any) -> bool:

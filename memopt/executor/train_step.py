@@ -74,7 +74,6 @@ class TrainStep:
         assert isinstance(profiled, ProfiledStep)
         assert profiled.parts is not None
         self._optimizer = optimizer
-        self._profiled = profiled
         self._parts = profiled.parts
         self._captured = profiled.captured
         self._user_call = profiled.user_call

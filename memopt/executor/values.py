@@ -319,11 +319,7 @@ def _placed(
         taken = [
             (offsets[other], offsets[other] + sizes[other])
             for other in offsets
-            if _meet(spans[tensor], spans[other])
+            if any(a < d and c < b for a, b in spans[tensor] for c, d in spans[other])
         ]
         offsets[tensor] = first_fit(taken, sizes[tensor])
     return HostPlacement(offsets, max((offsets[t] + sizes[t] for t in offsets), default=0))
-
-
-def _meet(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
-    return any(a < d and c < b for a, b in first for c, d in second)

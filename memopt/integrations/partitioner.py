@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,9 @@ class Partitioner(CustomPartitionerFn):
         self.recomputed = sum(node.name in forward for node in halves[1].graph.nodes)
         if torchs:
             results: Any = halves[0].graph.output_node().args[0]
-            self._predict(lowering, graph, {node.name for node in results[outputs:]})
+            kept = saved_tensors(lowering, {node.name for node in results[outputs:]})
+            self.saved = len(kept)
+            self.predicted_peak_bytes = replay(graph, made_again_once(graph, kept)).peak_bytes
         return halves
 
     def _read(self, gm: GraphModule, outputs: int) -> tuple[Lowering, Graph]:
@@ -154,12 +156,6 @@ class Partitioner(CustomPartitionerFn):
         return made.lowering, with_costs(
             made.lowering, estimate_costs(made.lowering, self.device, regions)
         )
-
-    def _predict(self, lowering: Lowering, graph: Graph, names: Set[str]) -> None:
-        """Predict the peak if the nodes with these names are saved."""
-        kept = saved_tensors(lowering, names)
-        self.saved = len(kept)
-        self.predicted_peak_bytes = replay(graph, made_again_once(graph, kept)).peak_bytes
 
     def _plan(self, graph: Graph) -> None:
         """Choose the saved tensors of the fastest step within the budget, among plans of the

@@ -61,11 +61,6 @@ class _Attention(NamedTuple):
         return found.add_(some)
 
 
-def _probabilities(scores: Tensor) -> Tensor:
-    """Compute softmax; rows that are masked whole are 0."""
-    return torch.softmax(scores, -1).nan_to_num_(0.0)
-
-
 def _backward(
     chunks: int, strides: tuple[Any, Any, Any], g: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
@@ -74,7 +69,8 @@ def _backward(
     found = tuple(x.new_empty_strided(x.shape, s) for x, s in zip((q, k, v), strides, strict=True))
     dk, dv = k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     for rows in split(q.shape[2], chunks):
-        p = _probabilities(one.scores(rows))
+        # Rows that are masked whole are 0.
+        p = torch.softmax(one.scores(rows), -1).nan_to_num_(0.0)
         some = g[:, :, rows].to(wide)
         dv += p.transpose(-1, -2) @ some
         ds = some @ v.to(wide).transpose(-1, -2)

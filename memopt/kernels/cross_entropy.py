@@ -160,42 +160,30 @@ def attach(sites: Sites) -> None:
         if dtype not in ROUNDED or of_logs.dtype != _wide(dtype):
             continue
         uses = _uses(sites, softmax_backward, hidden, weight)
-        same_rows = value_of(product).shape == of_logs.shape
-        if same_rows and uses is not None and sites.result(forward, 0) is not None:
-            like = (product, softmax, forward, backward, softmax_backward, *uses)
-            _attach_chunks(sites, forward, backward, operands, uses, like)
-
-
-def _attach_chunks(
-    sites: Sites,
-    forward: Node,
-    backward: Node,
-    operands: Any,
-    uses: Uses,
-    like: tuple[Node | None, ...],
-) -> None:
-    """Attach the loss in chunks; `operands`: bias, hidden, weight; `like`: the calls it saves."""
-    g, _, target, _, reduction, ignore, count = backward.args
-    bias, hidden, weight = operands
-    made = [
-        None if use is None else sites.extra(f"{forward.name}__{name}", value_of(use))
-        for use, name in zip(uses, ("hidden", "weight", "bias"), strict=True)
-    ]
-    wanted = tuple(x is not None for x in made)
-    sites.add(
-        forward,
-        "chunked",
-        LOSS,
-        (hidden, weight, bias, target, reduction, ignore, wanted),
-        (sites.result(forward, 0), count, *made),  # type: ignore[arg-type]  # count is a node
-        workspace_bytes=_scratch_bytes(value_of(hidden), value_of(weight)),
-        exact=False,
-        like=tuple((call, 1.0) for call in like if call is not None),
-        moved_bytes=2 * CHUNKS * 4 * value_of(weight).numel(),
-    )
-    for use, extra in zip(uses, made, strict=True):
-        if use is not None:
-            sites.add(use, "chunked", SCALED, (extra, g), exact=False)
+        loss, same_rows = sites.result(forward, 0), value_of(product).shape == of_logs.shape
+        if not same_rows or uses is None or loss is None:
+            continue
+        g, _, target, _, _, ignore, count = backward.args
+        made = [
+            None if use is None else sites.extra(f"{forward.name}__{name}", value_of(use))
+            for use, name in zip(uses, ("hidden", "weight", "bias"), strict=True)
+        ]
+        wanted = tuple(x is not None for x in made)
+        like = (product, softmax, forward, backward, softmax_backward, *uses)
+        sites.add(
+            forward,
+            "chunked",
+            LOSS,
+            (hidden, weight, bias, target, reduction, ignore, wanted),
+            (loss, count, *made),  # type: ignore[arg-type]  # count is a node
+            workspace_bytes=_scratch_bytes(value_of(hidden), value_of(weight)),
+            exact=False,
+            like=tuple((call, 1.0) for call in like if call is not None),
+            moved_bytes=2 * CHUNKS * 4 * value_of(weight).numel(),
+        )
+        for use, extra in zip(uses, made, strict=True):
+            if use is not None:
+                sites.add(use, "chunked", SCALED, (extra, g), exact=False)
 
 
 def _scratch_bytes(hidden: Tensor, weight: Tensor) -> int:

@@ -228,7 +228,8 @@ class _Round:
             effects = self.effects[i]
             if self.limit_bytes is not None and self._during(live, effects) > self.limit_bytes:
                 return False
-            live = self._after(live, effects)
+            made = sum([self.sizes[t] for t in effects.begins])
+            live = live + made - sum([self.sizes[t] for t in effects.ends])
             levels.append(live)
         end = begin + len(order)
         self.instructions[begin:end] = [self.instructions[i] for i in order]
@@ -242,10 +243,6 @@ class _Round:
         taken = 0 if effects.overwrites is None else self.sizes[effects.overwrites]
         made = sum([self.sizes[t] for t in effects.writes])
         return live_bytes + made - taken + effects.workspace_bytes
-
-    def _after(self, live_bytes: int, effects: Effects) -> int:
-        made = sum([self.sizes[t] for t in effects.begins])
-        return live_bytes + made - sum([self.sizes[t] for t in effects.ends])
 
 
 def _changed(effects: Effects) -> set[int]:

@@ -164,12 +164,8 @@ def _slowdown(time_s: float, own_s: float) -> float:
 
 def _merit(graph: Graph, placed: Program, placement: Placement) -> tuple[int, int]:
     """Rank a placement: more bytes at addresses are better, then a smaller arena."""
-    return _covered_bytes(graph, placed), -placement.peak
-
-
-def _covered_bytes(graph: Graph, placed: Program) -> int:
     use = arena_use(graph, placed)
-    return 0 if use is None else use.covered_bytes
+    return (0 if use is None else use.covered_bytes), -placement.peak
 
 
 def _moves(program: Program) -> list[tuple[int, Instruction]]:

@@ -34,7 +34,9 @@ def measure_device(device: torch.device | str | None = None) -> Device:
     place = torch.device(device or accelerator_kind() or "cpu")
     with torch.no_grad(), random_state_kept([place]):
         if backend_of(place).on_host:
-            _settle_allocator()
+            # The C allocator sees a large block come and go, as in any training process: glibc then
+            # keeps freed blocks of up to 32 MiB, instead of fresh pages for every small operator.
+            torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
         to_host, from_host, duplex = _link(place)
         return Device(
             name=environment(place),
@@ -66,13 +68,6 @@ def host_update_rate() -> float:
     held = [parameter, *(value for value in state.values() if value.dim())]
     moved_bytes: float = parameter.grad.nbytes + 2 * sum(tensor.nbytes for tensor in held)
     return moved_bytes / best_s(torch.device("cpu"), optimizer.step)
-
-
-def _settle_allocator() -> None:
-    """Let the C allocator see a large block come and go, as any training process does: glibc then
-    keeps freed blocks of up to 32 MiB instead of returning them to the system, whose fresh pages
-    cost ten times a small operator."""
-    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 def _capacity(place: torch.device) -> int | None:

@@ -208,10 +208,10 @@ def _attention(name: str, call: Signature) -> tuple[str, float]:
     query, key = call.args[1:3] if backward else call.args[:2]
     product = 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     operations = product * (5 if backward else 2)
-    return ATTENTION, operations / 2 if _causal(call, backward) else operations
+    return ATTENTION, operations / 2 if _causal(call) else operations
 
 
-def _causal(call: Signature, backward: bool) -> bool:
+def _causal(call: Signature) -> bool:
     """Return `is_causal`, given by position or by name."""
     schema = [a.name for a in schema_of(call.target).arguments]
     position = schema.index("is_causal") if "is_causal" in schema else None

@@ -19,7 +19,7 @@ import torch
 
 from memopt.errors import ProfileError
 from memopt.models.device import in_blocks
-from memopt.models.graph import Graph, Operator, Tensor
+from memopt.models.graph import Graph, Tensor
 from memopt.models.progress import Progress
 from memopt.models.warned import warn
 from memopt.pricing.cache import Cost, ProfileCache
@@ -175,16 +175,15 @@ def with_costs(lowering: Lowering, costs: list[Cost]) -> Graph:
             operator,
             time_s=cost.time_s,
             workspace_bytes=cost.workspace_bytes,
-            in_place=tuple(t for t in operator.in_place if _same_size(tensors, t, operator)),
+            # Kernels may return larger storages than their fake ones (fold).
+            in_place=tuple(
+                t
+                for t in operator.in_place
+                if tensors[t].size_bytes == tensors[operator.writes[0]].size_bytes
+            ),
         )
         operators.append(priced)
     return replace(graph, tensors=tuple(tensors), operators=tuple(operators))
-
-
-def _same_size(tensors: list[Tensor], taken: int, operator: Operator) -> bool:
-    """Return whether an operator's first output is as large as a tensor it may overwrite: kernels
-    may return larger storages than their fake ones (fold)."""
-    return tensors[taken].size_bytes == tensors[operator.writes[0]].size_bytes
 
 
 def _measure(

@@ -49,27 +49,16 @@ def update_costs(
         parameter = parameters[site.name]
         group = group_of(optimizer, parameter)
         stride = tuple(site.gradient.meta["val"].stride())
-        call = _text(type(optimizer), group, parameter, stride, hosted)
+        local = local_part(parameter)
+        shapes = f"{tuple(parameter.shape)} {tuple(local.shape)} {local.stride()} {stride}"
+        chosen = {name: value for name, value in sorted(group.items()) if name not in _NOT_PRICED}
+        rate = type(group.get("lr")).__name__
+        at = f"{parameter.dtype} {shapes} state on the {'host' if hosted else 'device'}"
+        call = f"{type(optimizer).__name__} {rate} {chosen} {at}"
         key = keys[site.name] = f"{place}|{call}"
         calls[key] = partial(_measured, type(optimizer), group, parameter, stride, device, hosted)
     costs = options.costs(calls, lambda missing: {key: calls[key]() for key in missing})
     return {name: (costs[key].time_s, costs[key].workspace_bytes) for name, key in keys.items()}
-
-
-def _text(
-    kind: type[torch.optim.Optimizer],
-    group: Mapping[str, Any],
-    parameter: torch.Tensor,
-    gradient_stride: tuple[int, ...],
-    hosted: bool,
-) -> str:
-    """Return all that the cost of an update depends on, besides the device and torch."""
-    local = local_part(parameter)
-    shapes = f"{tuple(parameter.shape)} {tuple(local.shape)} {local.stride()} {gradient_stride}"
-    chosen = {name: value for name, value in sorted(group.items()) if name not in _NOT_PRICED}
-    rate = type(group.get("lr")).__name__
-    where = "host" if hosted else "device"
-    return f"{kind.__name__} {rate} {chosen} {parameter.dtype} {shapes} state on the {where}"
 
 
 def _measured(

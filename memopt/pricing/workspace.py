@@ -175,16 +175,16 @@ def _convolution(name: str, call: Signature, writes: list[TensorArgument], cuda:
     weight_bytes = _blocked_weight(weight)
     padding_bytes = weight_bytes - _bytes(weight)
     if name == "convolution":
-        return _forward(
-            given, result, image_bytes, other_bytes, weight_bytes, transposed, plain
-        ) + (
+        return _forward(result, image_bytes, other_bytes, weight_bytes, transposed, plain) + (
             # The strided pointwise kernel gathers the points of one image.
             _bytes(given) // given.shape[0] // math.prod(stride)
             if pointwise and len(given.shape) == 4
             else 0
         )
     if len(weight.shape) == 5 and padding[0] > 0 and _multiplied(given, weight, padding):
-        return _products(given, weight, result)
+        # By matrix products: copies of w and dw, and the columns of one plane of the result.
+        columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
+        return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
     if weight.shape[1] == 1 and math.prod(weight.shape[2:]) > 9:
         return _bytes(given)
     if plain and not transposed and not call.args[10][0]:
@@ -205,15 +205,7 @@ def _multiplied(given: TensorArgument, weight: TensorArgument, padding: Sequence
     return True
 
 
-def _products(given: TensorArgument, weight: TensorArgument, result: TensorArgument) -> int:
-    """Return the workspace of a 3-d convolution's backward by matrix products: copies of w and dw,
-    and the columns of one plane of the result."""
-    columns = given.shape[1] * math.prod(weight.shape[2:]) * math.prod(result.shape[3:])
-    return 4 * _bytes(weight) + columns * given.dtype.itemsize + _ALIGNMENT
-
-
 def _forward(
-    given: TensorArgument,
     result: TensorArgument,
     image_bytes: int,
     other_bytes: int,

@@ -136,7 +136,9 @@ class Variants:
         if variant.dtype is not None:
             dtype = getattr(torch, variant.dtype)
             model = model.to(dtype)
-            inputs = pytree.tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), inputs)
+            inputs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs
+            )
         if variant.rank:
             paths = [one.path for one in self.lists]
             model = adapted(model, variant.rank, inside=paths)
@@ -164,10 +166,6 @@ class Variants:
         chunked = graphs[1] if len(graphs) > 1 else None
         copies = built, lists
         return VariantStep(graphs[0], chunked, profiled.notes, copies, self._device)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _figures(

@@ -216,27 +216,20 @@ def _chosen(graph: Graph) -> frozenset[int]:
     return frozenset(t for c in choices for t in (*(c.reads or ()), *(c.writes or ())))
 
 
-def _counters(graph: Graph) -> frozenset[int]:
-    """Find batch norm's counters: forward operators that may run only once and feed no other.
-
-    They read resident tensors and write results that nothing reads, so one group can run them.
-    """
-    return frozenset(
-        i
-        for i, operator in enumerate(graph.operators[: graph.first_backward])
-        if not (operator.recomputable or operator.random or operator.implementations)
-        and graph.resident.issuperset(operator.reads)
-        and not any(graph.readers[t] for t in operator.writes)
-    )
-
-
 class _Merger:
     """Merges neighbours, cheapest pair first, in a doubly linked list of groups."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         pinned = graph.kept | _chosen(graph)
-        aside = _counters(graph)
+        # Batch norm's counters read resident tensors and feed no other: one group can run them.
+        aside = {
+            i
+            for i, operator in enumerate(graph.operators[: graph.first_backward])
+            if not (operator.recomputable or operator.random or operator.implementations)
+            and graph.resident.issuperset(operator.reads)
+            and not any(graph.readers[t] for t in operator.writes)
+        }
         members: list[tuple[int, ...]] = [
             (i,) for i in range(len(graph.operators)) if i not in aside
         ]

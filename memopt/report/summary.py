@@ -177,7 +177,10 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
         ("bound", f"{format_seconds(plan.lower_bound_s)}, gap {plan.gap:.2%}"),
     ]
     if plan.graph.network_time_s:
-        rows.append(_network(plan))
+        used = network_use(replay(plan.graph, plan.program, plan.device))
+        rows.append(
+            ("network", f"{format_seconds(used.time_s)} of collectives, {used.hidden:.0%} hidden")
+        )
     if plan.host_peak_bytes:
         rows.append(("host memory", f"{format_bytes(plan.host_peak_bytes)} for swapped tensors"))
     if updates_on_host(plan.graph, plan.program):
@@ -185,11 +188,6 @@ def figures(plan: PlanRecord) -> tuple[tuple[str, ...], ...]:
     if plan.graph.repeated:
         rows.append(_repeated(plan))
     return (*rows, *_passes(plan.stats))
-
-
-def _network(plan: PlanRecord) -> tuple[str, str]:
-    used = network_use(replay(plan.graph, plan.program, plan.device))
-    return "network", f"{format_seconds(used.time_s)} of collectives, {used.hidden:.0%} hidden"
 
 
 def _on_host(plan: PlanRecord) -> tuple[str, str]:

@@ -89,7 +89,11 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
     def listening(*args: Any, **kwargs: Any) -> Any:
         nonlocal heard, varies
         result = captured(*args, **kwargs)
-        varies = _has_varying_shapes(result.backend_input)
+        # Without symbols for sizes (those of floats, z..., are none) no declared shape can be
+        # contradicted.
+        shape_env = getattr(getattr(result.backend_input, "fake_mode", None), "shape_env", None)
+        symbols = getattr(shape_env, "var_to_range", None)
+        varies = symbols is None or any(not one.name.startswith("z") for one in symbols)
         try:
             heard = _heard(result.graph_capture_output, absent, reused or Reused(), changed())
         except AttributeError as error:
@@ -109,15 +113,6 @@ def guards_heard(reused: Reused | None = None) -> Iterator[Callable[[], TraceGua
 
 
 _CAPTURE = "torch._dynamo.functional_export.fullgraph_capture"
-
-
-def _has_varying_shapes(traced: Any) -> bool:
-    """Return whether a trace has symbols for sizes: of inputs that are declared to vary, or of
-    shapes that depend on values; symbols of floats, z..., are none. Without them no declared shape
-    can be contradicted."""
-    shape_env = getattr(getattr(traced, "fake_mode", None), "shape_env", None)
-    symbols = getattr(shape_env, "var_to_range", None)
-    return symbols is None or any(not one.name.startswith("z") for one in symbols)
 
 
 def _heard(

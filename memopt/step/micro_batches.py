@@ -168,7 +168,9 @@ def repeated(
     of_inputs: list[Any] = []
 
     def added(before: Any, made: Any, gradient: Node) -> Node:
-        module = _module_of(lowering, gradient)
+        (tensor,) = lowering.storages[gradient]
+        producer = lowering.graph.producer.get(-1 if tensor is None else tensor)
+        module = "" if producer is None else lowering.graph.operators[producer].module
         return extension.call(_ADD, before, made, module=module, over=before)
 
     for number in range(1, count):
@@ -201,13 +203,6 @@ def repeated(
     more_bytes = (count - 1) * _unread_bytes(captured, block_bytes)
     outputs = held_by([loss], lowering.storages)
     return joined, extension.finish(kept, more_bytes=more_bytes, outputs=outputs)
-
-
-def _module_of(lowering: Lowering, gradient: Node) -> str:
-    """Return the user's module that a gradient comes from."""
-    (tensor,) = lowering.storages[gradient]
-    producer = lowering.graph.producer.get(-1 if tensor is None else tensor)
-    return "" if producer is None else lowering.graph.operators[producer].module
 
 
 def _unread_bytes(captured: Captured, block_bytes: int) -> int:

@@ -231,7 +231,10 @@ class StandIns:
         else:
             made = pytree.tree_map_only(TensorArgument, self._tensor, (one.args, one.kwargs))
             args, kwargs = made
-        make_costliest(one.target, args)
+        # Plans must hold for every step, and some kernels' costs depend on values.
+        change = _COSTLIEST.get(one.target)
+        if change is not None:
+            change(args)
         return args, kwargs
 
 
@@ -247,15 +250,6 @@ def needs_real_values(target: Any) -> bool:
 def declare_costliest(target: Any, change: Callable[[tuple[Any, ...]], None]) -> None:
     """Declare how `make_costliest` changes the arguments of an operator."""
     _COSTLIEST[target] = change
-
-
-def make_costliest(target: Any, arguments: tuple[Any, ...]) -> None:
-    """Change a call's stand-in arguments, in place, to values for which its kernel needs the
-    most time and memory, since a plan must hold for every step. Most kernels' costs do not depend
-    on values; their arguments stay as they are."""
-    change = _COSTLIEST.get(target)
-    if change is not None:
-        change(arguments)
 
 
 def _no_empty_bags(arguments: tuple[Any, ...]) -> None:

@@ -236,8 +236,14 @@ class InPlaceAsEager(CallsThrough):  # type: ignore[no-untyped-call]  # torch's 
             if result.stride() == args[0].stride():
                 return result
             return _functional_update(_ATEN.add_.Tensor)(*args)
-        if (_updates(func) and func not in _FILL) or func in _IN_PLACE:
-            _refuse_shared(func, args[0])
+        # The result depends on the kernel; torch refuses what it sees (`expand`, `unfold`).
+        changes = (_updates(func) and func not in _FILL) or func in _IN_PLACE
+        if changes and shares_elements(args[0]):
+            raise RuntimeError(
+                f"{func} changes a view of shape {list(args[0].shape)} and strides "
+                f"{list(args[0].stride())}, some of whose elements are the same memory: torch "
+                "leaves open what that gives. Change a clone of the view, or views without overlap"
+            )
         if func in _MISDESCRIBED and args[0].device.type == "cpu":
             return described_rightly()[func](*args, **kwargs)
         if func is _ATEN.rrelu_with_noise.default and args[0].device.type == "cpu":
@@ -285,21 +291,6 @@ def _filling_node() -> int | None:
     a tensor of its own (`_FILLS_ITS_OWN`); else None."""
     node = running_node()
     return node_number(node) if node is not None and node.name() in _FILLS_ITS_OWN else None
-
-
-def _refuse_shared(func: Any, tensor: Tensor) -> None:
-    """Refuse an update of elements that share memory: its result depends on the kernel, and a
-    trace's differs. torch refuses the cases that it sees (`expand`, `unfold`).
-
-    Raises:
-        RuntimeError: as torch's own refusals.
-    """
-    if shares_elements(tensor):
-        raise RuntimeError(
-            f"{func} changes a view of shape {list(tensor.shape)} and strides "
-            f"{list(tensor.stride())}, some of whose elements are the same memory: torch leaves "
-            "open what that gives. Change a clone of the view, or views without overlap"
-        )
 
 
 def _value_now(value: Any) -> Any:

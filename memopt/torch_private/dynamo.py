@@ -82,7 +82,10 @@ def graph_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             return capture(model)(*args, **kwargs)
         finally:
             _in_capture = False
-            _forget_compiled()
+            # Compiled functions, which memopt never runs, would keep the model's parameters alive.
+            namespace = vars(importlib.import_module(_EXPORT))
+            for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
+                del namespace[name]
 
 
 @contextlib.contextmanager
@@ -255,14 +258,6 @@ def compiled_code_kept() -> Iterator[None]:
     """Capture without resetting Dynamo, whose compiled code the caller is a part of."""
     with ONE_TRACE_AT_A_TIME, patched("torch._dynamo.reset", lambda: None):
         yield
-
-
-def _forget_compiled() -> None:
-    """Delete Dynamo's compiled functions, which would keep the model's parameters alive in the
-    globals of torch's export module; memopt never runs them."""
-    namespace = vars(importlib.import_module(_EXPORT))
-    for name in [name for name in namespace if name.startswith("__compiled_fn_")]:
-        del namespace[name]
 
 
 def comptime() -> Any:

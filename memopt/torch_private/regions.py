@@ -192,7 +192,8 @@ class _Regions:
         """Return the state that a trace depends on besides its arguments' sources and layouts."""
         changed = list(_changed(tx.output.side_effects))
         self._seen += changed  # no other object gets the address of one
-        return _state(), _places(flat), list(map(id, changed))
+        nodes = [leaf.as_proxy().node for tag, leaf in flat if tag.name == "TENSOR"]
+        return _state(), [nodes.index(node) for node in nodes], list(map(id, changed))
 
     def _cloned(self, source: Any, transform: Any) -> Any:
         # A block's sources have most of their ways in common: each is changed once.
@@ -228,12 +229,6 @@ def _state() -> tuple[Any, ...]:
         for kind in ("cpu", "cuda")
     ]
     return torch.is_grad_enabled(), torch.get_default_dtype(), *cast
-
-
-def _places(flat: Any) -> list[int]:
-    """Return, for each argument that is a tensor, the first one that is the same."""
-    nodes = [leaf.as_proxy().node for tag, leaf in flat if tag.name == "TENSOR"]
-    return [nodes.index(node) for node in nodes]
 
 
 def _changed(effects: Any) -> Iterator[Any]:

@@ -51,8 +51,7 @@ class Selections:
         self._count, self._is_ours, self._assume = count, is_ours, assume
         self.open = dict[str, str]()
         """Names of nodes that count, where that is not known → what is selected from."""
-        self._tuple, self._list = variables("TupleVariable", "ListVariable")
-        (self._function,) = variables("UserFunctionVariable")
+        self._tuple, self._function = variables("TupleVariable", "UserFunctionVariable")
 
     def functions(self) -> dict[Any, Callable[..., Any]]:
         """Return Dynamo's handlers of the functions."""

@@ -61,7 +61,12 @@ def as_autograd_function(function: Callable[..., Any]) -> Function:
                 for one, gradient in zip(outputs, gradients, strict=True)
                 if isinstance(one, Tensor) and one.requires_grad and gradient is not None
             ]
-            _check_reached(name, [one for one, _ in pairs], wanted)
+            arguments = {id(one) for one in wanted}
+            if any(id(leaf) not in arguments for leaf in leaves_behind([one for one, _ in pairs])):
+                raise ExecutionError(
+                    f"{name}, which is opaque, reads a parameter that is not among its arguments, "
+                    "and which would get no gradient: pass it"
+                )
             computed: Iterable[Any] = [None] * len(wanted)
             if pairs:
                 results, given = zip(*pairs, strict=True)
@@ -87,17 +92,3 @@ def _other_states() -> tuple[Any, bytes]:
     numpy = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
     return random.getstate(), pickle.dumps(of_numpy)
-
-
-def _check_reached(name: str, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Refuse a function whose results depend on trained tensors that are not among its arguments.
-
-    Raises:
-        ExecutionError: they do.
-    """
-    given = {id(one) for one in wanted}
-    if any(id(leaf) not in given for leaf in leaves_behind(outputs)):
-        raise ExecutionError(
-            f"{name}, which is opaque, reads a parameter that is not among its arguments, and "
-            "which would get no gradient: pass it"
-        )

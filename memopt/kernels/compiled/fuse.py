@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
-from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from memopt.kernels.compiled.divide import Region, divide
@@ -224,15 +223,11 @@ def region_work(lowering: Lowering, region: Region, one: Subgraph) -> tuple[Work
         node = lowering.nodes[op]
         parts.append(work(signature(node), describe_value(node)))
     dtype = next((part.dtype for part in parts if part.dtype), "")
-    moved = _read_bytes(one.graph) + sum(
+    moved = sum(_read_of(node) for node in one.graph.find_nodes(op="placeholder")) + sum(
         touched_bytes(describe_value(value)) for value in one.values
     )
     whole = Work("", dtype, 0.0, moved)
     return (whole, *(Work(p.kind, p.dtype, p.operations, 0, calls=0) for p in parts))
-
-
-def _read_bytes(graph: FxGraph) -> int:
-    return sum(_read_of(node) for node in graph.find_nodes(op="placeholder"))
 
 
 def _read_of(node: Node) -> int:

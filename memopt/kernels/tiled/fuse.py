@@ -42,7 +42,16 @@ def tiled_step(
 ) -> tuple[Fused, dict[str, tuple[Work, ...]]]:
     """Replace the regions of a step that work token by token by operators which run in chunks, and
     return the work of each by its key, for an estimate."""
-    lowering = with_gathered_losses(model, captured, lowering, block_bytes)
+    # The loss of log-probabilities [rows, classes] reads one of each row: gathered into [rows, 1],
+    # row by row, and the loss of a single class, they are the same numbers, added up in the same
+    # order. Losses with weights of classes, or whose ignored class is 0, stay.
+    graph = captured.module.graph
+    found = [
+        node
+        for node in graph.find_nodes(op="call_function", target=_ATEN.nll_loss_forward.default)
+        if _gathered(node)
+    ]
+    lowering = build(model, captured, block_bytes) if found else lowering
     tokens = Tokens(lowering)
     order = {node: i for i, node in enumerate(captured.module.graph.nodes)}
     least = LEAST_ROWS_OF_ACCELERATORS if block_bytes > 1 else LEAST_ROWS
@@ -79,17 +88,14 @@ def _kernel(one: Subgraph, axis: Axis, rows: int, count: int) -> FusedKernel:
 def _works(one: Subgraph, count: int) -> Iterable[Work]:
     """Yield the work of a region's calls, each made once for every chunk."""
     for node in one.graph.nodes:
-        if node.op == "call_function" and not _is_view(node):
+        called = node.op == "call_function" and isinstance(node.target, OpOverload)
+        if called and not getattr(node.target, "is_view", False):
             origin = node.meta[ORIGIN]
             done = work(signature(origin), describe_value(origin))
             yield replace(done, calls=done.calls * count)
     for node in one.graph.output_node().all_input_nodes:
         if not any(node.meta[PLACES][0]):
             yield Work("", "", 0.0, 2 * 4 * node.meta["val"].numel() * count, calls=count)
-
-
-def _is_view(node: Any) -> bool:
-    return not isinstance(node.target, OpOverload) or getattr(node.target, "is_view", False)
 
 
 def _notes(calls: list[tuple[Region, Subgraph, FusedKernel]]) -> tuple[str, ...]:
@@ -107,24 +113,6 @@ def _notes(calls: list[tuple[Region, Subgraph, FusedKernel]]) -> tuple[str, ...]
             "than eager's sums over all tokens; all else is computed row by row as there."
         )
     return (note,)
-
-
-def with_gathered_losses(
-    model: nn.Module, captured: Captured, lowering: Lowering, block_bytes: int
-) -> Lowering:
-    """Take the losses of a captured step apart, in place; return its lowering.
-
-    The loss of log-probabilities [rows, classes] reads one of each row. These are gathered into
-    [rows, 1], row by row, and the loss is that of a single class: the same numbers, added up in the
-    same order. Losses with weights of classes, or whose ignored class is 0, stay.
-    """
-    graph = captured.module.graph
-    found = [
-        node
-        for node in graph.find_nodes(op="call_function", target=_ATEN.nll_loss_forward.default)
-        if _gathered(node)
-    ]
-    return build(model, captured, block_bytes) if found else lowering
 
 
 def _gathered(node: Node) -> bool:

@@ -68,7 +68,9 @@ class Tokens:
                 self._join(node, made)
         for node in nodes:
             if node.target is operator.getitem and isinstance(node.args[0], Node):
-                self._join_item(node)
+                parent, number = node.args
+                for dim in range(node.meta["val"].dim() if _is_tensor(node) else 0):
+                    self._equal.join((parent, number, dim), (node, 0, dim))
         self._close()
         self.axes = tuple(self._found_axes())
 
@@ -92,11 +94,6 @@ class Tokens:
                     self._size[own[label]] = int(size)
         for whole, (outer, inner) in made.merges:
             self._merged.append((own[whole], (own[outer], own[inner])))
-
-    def _join_item(self, node: Node) -> None:
-        parent, number = node.args
-        for dim in range(node.meta["val"].dim() if _is_tensor(node) else 0):
-            self._equal.join((parent, number, dim), (node, 0, dim))
 
     def _close(self) -> None:
         """Join classes until nothing changes: joined dimensions are equal if their parts are, and

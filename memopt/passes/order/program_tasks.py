@@ -110,7 +110,9 @@ class _Reader:
         self._lifetime_order()
         self._update_order()
         self._boundary_order(self._draw_order())
-        self._network_order()
+        sent = [task for task, _, operator in self.computes if operator.collective is not None]
+        for task, later in pairwise(sent):
+            self.after[later].add(task)
         self._move_order()
         tasks = Tasks(
             tuple(self.transient),
@@ -191,12 +193,6 @@ class _Reader:
             self.after[task] |= {max(first.values())} if first else set()
             first[instruction.op] = task
         return set(first.values())
-
-    def _network_order(self) -> None:
-        """Keep collectives in their order."""
-        sent = [task for task, _, operator in self.computes if operator.collective is not None]
-        for task, later in pairwise(sent):
-            self.after[later].add(task)
 
     def _move_order(self) -> None:
         """Keep transfers, frees after them and drops of host copies in order, between the Computes

@@ -90,7 +90,12 @@ def page_data(subject: Subject) -> dict[str, Any]:
             "complete": comparison.complete,
         },
         "check": None if subject.check is None else asdict(subject.check),
-        "measured": None if subject.measured is None else _spans(subject.measured),
+        "measured": None
+        if subject.measured is None
+        else [
+            [span.lane.value, span.name, span.start_s, span.end_s, span.stall]
+            for span in sorted(subject.measured.spans, key=lambda span: span.start_s)
+        ],
     }
 
 
@@ -140,14 +145,6 @@ def _units(subject: Subject) -> dict[str, Any]:
         "time": {"size": time[0], "name": time[1]},
         "in_steps": longest_s <= 0,
     }
-
-
-def _spans(step: StepLanes) -> list[list[object]]:
-    """List a recorded step's (lane, name, start and end in seconds, whether it is a wait)."""
-    return [
-        [span.lane.value, span.name, span.start_s, span.end_s, span.stall]
-        for span in sorted(step.spans, key=lambda span: span.start_s)
-    ]
 
 
 class _Collected:

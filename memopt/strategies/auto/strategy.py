@@ -188,28 +188,11 @@ class Auto(Improver):
             members = _in_order(members, cost_model, budget_bytes)
         if self.at_once:
             members = tuple(member for member in members if member.quick)
-        search = self._portfolio(cost_model, budget_bytes, device, limit_s, progress)
-        if search.leads_at_once:
-            members = _led(members)
-        search.began_s, search.known = began_s, tuple(known)
-        search.run(members)
-        return _solution(search, members, refused)
-
-    def _portfolio(
-        self,
-        cost_model: CostModel,
-        budget_bytes: int | None,
-        device: Device | None,
-        limit_s: float | None,
-        progress: Progress | None,
-    ) -> Portfolio:
-        """Begin a search."""
-        step = isinstance(cost_model, Graph) and not has_updates(cost_model)
-        # Without a budget the step as it is ends no search: within one, a faster plan is found.
         graph = isinstance(cost_model, Graph)
+        step = isinstance(cost_model, Graph) and not has_updates(cost_model)
         count = len(cost_model.operators) if isinstance(cost_model, Graph) else 2 * len(cost_model)
-        free = budget_bytes is None and isinstance(cost_model, Graph) and cost_model.is_forward
-        return Portfolio(
+        # Without a budget the step as it is ends no search: within one, a faster plan is found.
+        search = Portfolio(
             budget_bytes,
             device or Device(),
             progress,
@@ -217,7 +200,7 @@ class Auto(Improver):
             cost_model.compute_time_s,
             impossible=isinstance(cost_model, Graph)
             and memory_lower_bound(cost_model) > (budget_bytes or math.inf),
-            gap=NOTHING_FASTER if self.members or free else self.gap,
+            gap=NOTHING_FASTER if self.members or (budget_bytes is None and forward) else self.gap,
             limit_s=OWN_S if limit_s is None and self.members else limit_s,
             most_s=self.most_s,
             leader_s=BEGIN_S * count,
@@ -226,6 +209,11 @@ class Auto(Improver):
             bounding=frozenset({LEADER} if step and not self.members else ()),
             one_graph=graph,
         )
+        if search.leads_at_once:
+            members = _led(members)
+        search.began_s, search.known = began_s, tuple(known)
+        search.run(members)
+        return _solution(search, members, refused)
 
 
 def _in_order(

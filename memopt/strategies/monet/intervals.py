@@ -301,7 +301,8 @@ def search_windows(
         return solved
     # Copies here all have storages of their own. A start with in-place outputs is no solution of
     # this program; programs that it finds must keep the budget.
-    room_bytes = max(budget_bytes, _separate_bytes(graph, runs))
+    separate = without_in_place(program_of(graph, runs))
+    room_bytes = max(budget_bytes, replay(graph, separate).peak_bytes)
     size = WINDOW
     while size <= LARGEST_WINDOW:
         faster = False
@@ -340,11 +341,6 @@ def _fits(graph: Graph, runs: Runs, budget_bytes: int) -> bool:
         return replay(graph, program_of(graph, runs)).peak_bytes <= budget_bytes
     except InvalidProgramError:
         return False
-
-
-def _separate_bytes(graph: Graph, runs: Runs) -> int:
-    """Return the peak of the runs with every output in a storage of its own."""
-    return replay(graph, without_in_place(program_of(graph, runs))).peak_bytes
 
 
 def _windows(graph: Graph, runs: Runs, size: int) -> list[set[int]]:

@@ -34,7 +34,7 @@ def link_bound_s(graph: Graph, budget_bytes: int, device: Device) -> float:
     Where the host may run updates, each is split freely between host and device: a linear program
     over the shares, which adds the host's time and the gradients' copies.
     """
-    need = _needed(graph, device)
+    need = _needed(graph)
     held = budget_bytes - (graph.resident_bytes - graph.movable_bytes)
     into, out = device.swap_in_bytes_per_s, device.to_host_bytes_per_s
     fetched_s = max(0, need.bytes(need.read[1]) - held) / into
@@ -90,7 +90,7 @@ class _Needed:
         return sum(self.sizes[t] for t in tensors)
 
 
-def _needed(graph: Graph, device: Device) -> _Needed:
+def _needed(graph: Graph) -> _Needed:
     need = _Needed([tensor.size_bytes for tensor in graph.tensors])
     movable, early = set(graph.movable), _before_boundary(graph)
     hosted: list[Operator] = []

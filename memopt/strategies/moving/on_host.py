@@ -80,7 +80,7 @@ def shares(graph: Graph, updates: list[HostUpdate]) -> Iterator[tuple[HostUpdate
 
 
 def without(
-    graph: Graph, program: Program, updates: tuple[HostUpdate, ...]
+    program: Program, updates: tuple[HostUpdate, ...]
 ) -> tuple[Program, dict[int, HostUpdate]]:
     """Return the program without these updates, and a map from positions in it: from each Free of
     an update's gradient to the update."""

@@ -138,7 +138,9 @@ class _Search:
             base = MovedBase(self.graph, program, self.device, hosted)
             if self.least is None or base.floor_bytes < self.least.floor_bytes:
                 self.least = base
-            if base.floor_bytes > self.limits.device_bytes or self._hopeless(base):
+            if base.floor_bytes > self.limits.device_bytes or (
+                self.best is not None and base.timeline.time_s >= self.best[1].time_s
+            ):
                 continue
             if found and self.over:
                 break
@@ -179,11 +181,6 @@ class _Search:
     def over(self) -> bool:
         """Tell whether to return the best so far."""
         return self.done or (self.best is not None and not self.limits.deadline.left_s)
-
-    def _hopeless(self, base: MovedBase) -> bool:
-        """Tell whether the base alone, without stalls for moved tensors, is slower than the
-        best."""
-        return self.best is not None and base.timeline.time_s >= self.best[1].time_s
 
     @property
     def done(self) -> bool:

@@ -91,7 +91,7 @@ class MovedBase:
     hosted: tuple[HostUpdate, ...] = ()
 
     def __post_init__(self) -> None:
-        self.program, self.gradients = without(self.graph, self.whole, self.hosted)
+        self.program, self.gradients = without(self.whole, self.hosted)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -98,7 +98,6 @@ class _StepWriter:
     """Writes steps in one pass over the operations; tracks memory and the streams' times."""
 
     def __init__(self, problem: OffloadProblem, transfers: Transfers, patience: float) -> None:
-        self.problem = problem
         self.clock = LinkClock(problem.device)
         self.transfers = transfers
         self.patience = patience
@@ -142,10 +141,6 @@ class _StepWriter:
             allowed[k] = bound
         return allowed
 
-    def _touched_from(self, k: int) -> int:
-        """Return the first index of activations that operation k touches or that come later."""
-        return k if k < self.stages else self.stages
-
     def _offload(self, k: int) -> None:
         """OFFLOAD activations that are next in the order and exist before operation k."""
         while self.to_offload and self.to_offload[0] <= k:
@@ -160,7 +155,7 @@ class _StepWriter:
         for j in self.to_release:
             if lacking <= 0:
                 break
-            if j < self._touched_from(k) and j in self.clock.stored_s:
+            if j < min(k, self.stages) and j in self.clock.stored_s:
                 chosen.append(j)
                 lacking -= self.sizes[j]
         return chosen if lacking <= 0 else None

@@ -60,11 +60,6 @@ class TimePointModel(GraphModel):
         """Find the operators that every program runs, by one of their implementations."""
         return needed_operators(self.graph)
 
-    def _must_run_once(self, i: int) -> bool:
-        """Tell whether operator i must run, and exactly once, in the forward."""
-        once = i < self.first and not self.graph.operators[i].recomputable
-        return once and i in self.needed
-
     def _begin(self, point: int) -> int:
         """Return the first operator from a time point on."""
         return self.at[point - 1] if point else self.first
@@ -76,7 +71,8 @@ class TimePointModel(GraphModel):
         there = graph.resident.union(graph.tangents, writers)
         for i, choices in enumerate(self.choices):
             operator = graph.operators[i]
-            if self._must_run_once(i) or operator.has_effects:
+            once = i < self.first and i in self.needed and not operator.recomputable
+            if once or operator.has_effects:
                 model.at_least_one(self.run[i])
             if not operator.recomputable:
                 model.at_most_one(self.run[i])
