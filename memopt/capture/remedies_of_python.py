@@ -154,7 +154,8 @@ SAID_OF_PYTHON: tuple[tuple[str, str], ...] = (
         "nothing: call it without the mask, or plan the sub-modules around it",
     ),
     (
-        r"method `__enter__` of class `record_function`|function `record_function\.__enter__`",
+        r"method `__enter__` of class `record_function`|function `record_function\.__enter__`"
+        r"|ProfilerRecordFunctionContextVariable\(\) __enter__",
         "it calls __enter__() of a record_function, which torch.compile puts into no graph: write "
         "`with record_function(...):`. Lightning's profiler calls it in hooks, which "
         "PyTorchProfiler(record_module_names=False) leaves out",

@@ -202,6 +202,10 @@ def test_gradients_that_await_their_half_are_charged() -> None:
     assert wrapped.memopt.around.charges(None).halved_calls == 2
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="without its outputs this torch loses an own function's node",
+)
 def test_a_first_half_from_some_of_the_outputs_keeps_what_is_charged() -> None:
     """It ran the whole backward, whose gradients wait, and was charged as a cut one."""
     torch.manual_seed(0)

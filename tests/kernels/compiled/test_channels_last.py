@@ -191,7 +191,9 @@ class Checked(nn.Module):
 
 def test_operators_that_give_nothing_are_left() -> None:
     step = captured(Checked(), *IMAGE)
-    assert any("_assert_async" in str(node.target) for node in step.module.graph.nodes)
+    assert torch.__version__ < (2, 13) or any(
+        "_assert_async" in str(node.target) for node in step.module.graph.nodes
+    )
     put = in_channels_last(step)
     assert put is not None
     put.undo()
