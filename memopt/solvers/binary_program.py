@@ -221,7 +221,8 @@ def solve_with_mathopt(
     model, variables, scale = _built(program, limit_bytes, least_peak)
     kinds = {"highs": mathopt.SolverType.HIGHS, "scip": mathopt.SolverType.GSCIP}
     spent_s, seconds = time.monotonic() - begin, options.time_limit_s
-    seconds = None if seconds is None else max(0.01, seconds - spent_s)
+    # A timedelta holds no larger numbers.
+    seconds = None if seconds is None else min(max(0.01, seconds - spent_s), 1e9)
     parameters = mathopt.SolveParameters(
         time_limit=None if seconds is None else datetime.timedelta(seconds=seconds),
         relative_gap_tolerance=options.gap,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import memopt
 from memopt.models.budget import parse_budget
@@ -98,6 +99,14 @@ def test_time_limits_are_refused_before_the_work(limit: Any) -> None:
     for ask in (memopt.plan, memopt.compare, memopt.curve):
         with pytest.raises(ValueError, match="time_limit_s must be a finite number of seconds"):
             ask(chain(), time_limit_s=limit, progress=False)
+
+
+def test_a_time_limit_beyond_all_clocks_is_no_limit() -> None:
+    """A solver's timedelta could not hold it."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(4, 8)
+    asked: Any = {"budget": "min", "strategy": "joint", "progress": False, "cache": False}
+    found = memopt.plan(model, x, time_limit_s=1e40, **asked)
+    assert found.peak_bytes == memopt.plan(model, x, **asked).peak_bytes
 
 
 def test_a_solver_refuses_a_deadline_that_is_no_time() -> None:
