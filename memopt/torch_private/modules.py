@@ -20,7 +20,6 @@ from memopt.torch_private.access import (
     private,
 )
 
-_QUANTIZERS = "torch.ao.quantization."
 BatchNorm: Any = private("torch.nn.modules.batchnorm._BatchNorm")
 """The base class of batch norms."""
 parameters_of = attribute("torch.nn.Module._parameters")
@@ -197,6 +196,7 @@ def quantizers_traced() -> Iterator[None]:
 
 
 def makes_own_buffers(module: nn.Module) -> bool:
-    """Whether the next forward of a module gives buffers their size: torch.ao's fake quantizers."""
+    """Whether the next forward of a module gives buffers their size: fake quantizers of torch.ao's
+    and torchao's."""
     own = module.buffers(recurse=False)
-    return type(module).__module__.startswith(_QUANTIZERS) and any(x.numel() == 0 for x in own)
+    return ".quantization." in type(module).__module__ and any(x.numel() == 0 for x in own)
